@@ -1,4 +1,4 @@
-"""Metrics of clients' own models, on their own data: those of personal methods, and the global one fine-tuned."""
+"""Evaluation on each client's own data: of the global model, of personal models, and of fine-tuned copies."""
 
 from __future__ import annotations
 
@@ -48,22 +48,22 @@ if TYPE_CHECKING:
     import polars as pl
 
 _ROWS = 100
-"""Samples evaluated at a time, of clients that have as many."""
+"""Samples of a client that are evaluated at a time."""
 _AT_ONCE_BYTES = 64 << 20
-"""Of what the clients of one call keep, and of their streamed samples on a device."""
+"""Bytes of client states, and of streamed samples on a device, that one call takes."""
 
 
 class EvaluationMetrics(NamedTuple):
-    """What a state is worth, or the clients' own models in it."""
+    """Metrics of a state of the run."""
 
     overall: dict[str, float]
-    """``{test or train}_{kind}_{metric}`` over all samples, and over clients where the settings ask for it."""
+    """Means over all samples as ``{test or train}_{kind}_{metric}``, and statistics over clients if asked for."""
     personal_metrics: PersonalMetrics | None
 
 
 @dataclass(frozen=True, eq=False)
 class PersonalEvaluator:
-    """Every client's model on its own test samples; on its training samples where test data belong to nobody."""
+    """Evaluates each client's model on its own test samples, or on its training samples if test data have no owner."""
 
     task: Task
     federation: Federation
@@ -105,7 +105,7 @@ class PersonalEvaluator:
     def __call__(
         self, algorithm: Algorithm, params: Tree, statistics: Tree, store: Tree, homes: dict[int, int], initial: Kept
     ) -> EvaluationMetrics:
-        """What clients' own models are worth now. initial: what a client has that never took part."""
+        """Evaluate all clients' models; ``initial`` is the state of clients that have not participated."""
         sums: list[dict] = []
         for clients in self._groups:
             kept = rows_of(store, homes, initial, clients)
@@ -145,19 +145,19 @@ class PersonalEvaluator:
 
     @property
     def _streamed(self) -> bool:
-        """Whether the samples to evaluate on stay on the host."""
+        """Whether the samples to evaluate on are streamed from the host."""
         return self.program.own_samples and self.federation.test_offsets is None
 
     @cached_property
     def _samples(self) -> Batch:
-        """Those to evaluate on, on the devices."""
+        """The samples to evaluate on, on the devices."""
         if self.federation.test_offsets is None:
             assert self.engine.samples is not None
             return self.engine.samples
         return jax.device_put(Batch(*self.federation.test), NamedSharding(self.engine.mesh, P()))
 
     def _placed(self, clients: np.ndarray) -> tuple[np.ndarray, Batch]:
-        """Where each client's samples begin on its device, and the samples; of streamed ones those of the clients."""
+        """(first row of each client's samples, the samples on the devices); streamed samples of these clients only."""
         if not self._streamed:
             return self._offsets[clients], self._samples
         mine = clients.reshape(self.engine.devices, -1)
@@ -176,12 +176,12 @@ class PersonalEvaluator:
         return starts.reshape(-1), jax.device_put(samples, NamedSharding(self.engine.mesh, P(CLIENT_AXIS)))
 
     def _most_rows(self, each: int) -> int:
-        """The most samples of ``each`` clients that follow one another."""
+        """The most samples of ``each`` consecutive clients."""
         return int(np.diff(np.append(self._offsets[:-1:each], self._offsets[-1])).max())
 
     @cached_property
     def _groups(self) -> list[np.ndarray]:
-        """All clients, in groups of one size; the last repeats the last client."""
+        """All clients in groups of one size; the last group is padded with the last client."""
         clients, devices = self.federation.num_clients, self.engine.devices
         fits = max(1, _AT_ONCE_BYTES // max(1, tree.num_bytes(self.initial)))
         each, train = -(-min(clients, fits) // devices), self.federation.train
@@ -242,7 +242,7 @@ class PersonalEvaluator:
         return jax.lax.fori_loop(0, -(-size // rows), lambda i, total: tree.add(total, values(i)), zero)
 
     def _finetuned(self, algorithm: Algorithm, params: Tree, statistics: Tree, client: Array, train: Batch) -> Tree:
-        """The global model after some epochs of the client's local steps."""
+        """The global model after ``settings.finetune`` local epochs on the client's training samples."""
         local = dataclasses.replace(
             algorithm.local_steps or LocalSGD(), steps=None, blocks=None, epochs=self.settings.finetune, carry=False
         )
@@ -259,16 +259,31 @@ class PersonalEvaluator:
 
 
 def client_metrics(result: Result, task: Task, federation: Federation) -> pl.DataFrame:
-    """Loss and metrics of the final global model on each client's own data, a row a client.
+    """Evaluate the final global model on each client's own data.
 
-    Columns: client (its name, or its number), train_samples, samples (those evaluated on), the loss and every metric,
-    means over them, and ``whole_set`` metrics of a client's samples together, null where they are not defined. Where
-    clients have models of their own, or ``finetune`` was set, what these are worth follows, as ``personal_accuracy`` or
-    ``finetuned_loss``; not of another federation than the run's, nor of a run that was only read. Evaluated on are the
-    clients' test samples, or their training samples where test data belong to nobody; a client without test samples has
-    nulls.
+    Clients are evaluated on their test samples, or on their training samples where test data have no owner. For
+    personal methods, and with ``finetune``, metrics of these models follow (``personal_accuracy``,
+    ``finetuned_loss``), if the federation is that of the run and the result was not read from a directory.
 
-    Raises FedraxError for a result of another model.
+    Args:
+        result: the result of a run.
+        task: the run's task.
+        federation: the clients to evaluate on.
+
+    Returns:
+        A table with one row for each client: ``client`` (name or number), ``train_samples``, ``samples`` (evaluated),
+        the mean loss and metrics, and ``whole_set`` metrics; null where a value is not defined.
+
+    Raises:
+        FedraxError: where the result's model is not the task's.
+
+    Example:
+        >>> x, y = np.eye(4, dtype=np.float32), np.array([0, 1, 0, 1])
+        >>> federation = fedrax.Federation.from_arrays(x, y, client_ids=[0, 0, 1, 1], num_classes=2)
+        >>> task = fedrax.classification(fedrax.models.Logistic().build((4,), 2))
+        >>> result = fedrax.simulate(fedrax.FedAvg(), task, federation, rounds=1, cohort_size=2)
+        >>> fedrax.simulation.client_metrics(result, task, federation).columns
+        ['client', 'train_samples', 'samples', 'accuracy', 'loss']
     """
     import polars as pl
 
@@ -278,7 +293,8 @@ def client_metrics(result: Result, task: Task, federation: Federation) -> pl.Dat
     params = result.variables
     if jax.tree.structure(jax.eval_shape(task.init, jax.random.key(0))) != jax.tree.structure(params):
         raise FedraxError("the result is not of this task: its parameters have other names")
-    params = jax.tree.map(np.asarray, params)  # of a run on several devices; here one is enough
+    params = jax.tree.map(np.asarray, params)  # a run may have used several devices; one is enough here
+
     values = Evaluator(task, make_mesh(1), Batch(*samples)).per_sample(params)
     sizes, columns = np.diff(offsets), {}
     for name, each in values.items():

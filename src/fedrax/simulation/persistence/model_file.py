@@ -59,7 +59,7 @@ def load_model(path: Path | str, like: Tree | None = None) -> Any:
         >>> result = fedrax.simulate(fedrax.FedAvg(), task, federation, rounds=1, cohort_size=2, progress=False)
         >>> result.save("model.safetensors")
         >>> jax.tree.map(jnp.shape, fedrax.simulation.load_model("model.safetensors"))
-        {'bias': (2,), 'weight': (2, 2)}
+        {'output': {'bias': (2,), 'weight': (2, 2)}}
     """
     arrays = _read(Path(path))
     found: dict[str, dict[str, np.ndarray]] = {part: {} for part in _PARTS}

@@ -1,6 +1,6 @@
-"""What a run reports: one event a round, as a line of JSON in ``events.jsonl`` and to any sink.
+"""Events: one dictionary for each round, written as a line of JSON to ``events.jsonl`` and sent to every sink.
 
-Keys that hold times begin with ``seconds``, which leave compilation out; all others are the same in every run of one
+Keys of times begin with ``seconds`` and exclude compilation; all other values are the same in every run of one
 experiment and seed.
 """
 
@@ -24,60 +24,98 @@ from fedrax.files import open_to_append, reading, replacing
 Event = dict[str, Any]
 FILE = "events.jsonl"
 MAX_BYTES = 2 << 30
-"""Bytes of a file of events: millions of rounds."""
+"""Most bytes of an events file that are read: millions of rounds."""
 _LINE = 1 << 20
 _LARGEST = 1 << 63
 _COUNTED = ("clients", "bytes_down", "bytes_up", "gradients")
 _HIDDEN = ("sound", "bad")
-"""Of a round's record: what the simulator asks, not people."""
+"""Values of a round's record that are internal to the simulator."""
 _BOUNDS = ("epsilon", "epsilon_paper")
-"""Of private runs; null where nothing bounds what was spent."""
+"""Keys of private runs; null where the privacy loss is unbounded."""
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What is known of a run before its first round."""
+    """Facts about a run that are known before its first round; sinks receive it.
+
+    Example:
+        >>> class Rounds:
+        ...     def start(self, run): print(f"{run.algorithm}: {run.rounds} rounds")
+        ...     def event(self, event): pass
+        ...     def finish(self, result): pass
+        >>> x, y = np.eye(4, dtype=np.float32), np.array([0, 1, 0, 1])
+        >>> data = fedrax.Federation.from_arrays(x, y, client_ids=[0, 0, 1, 1], num_classes=2)
+        >>> task = fedrax.classification(fedrax.models.Logistic().build((4,), 2))
+        >>> result = fedrax.simulate(fedrax.FedAvg(), task, data, rounds=1, cohort_size=2, sinks=[Rounds()])
+        FedAvg: 1 rounds
+    """
 
     algorithm: str
+    """Name of the algorithm's class."""
     plan: str
-    """The execution plan in words."""
+    """The execution plan, as text."""
     rounds: int
+    """Rounds of the run."""
     first_round: int
-    """Rounds already done, when resumed."""
+    """Rounds already done, of a resumed run."""
     cohort_size: int
+    """Clients sampled in a round."""
     num_clients: int
+    """Clients of the federation."""
     bytes_down: int
     """Bytes to each client of the cohort in a round."""
     bytes_up: int
     """Bytes from each client of the cohort in a round."""
     parameters: int
-    """Numbers in the model."""
+    """Number of model parameters."""
     directory: Path | None = None
+    """The run directory, if any."""
     clock: np.ndarray | None = None
-    """Simulated seconds at which each round ends, [rounds], where a trace says how long clients take."""
+    """Simulated seconds at which each round ends, [rounds], for participation with simulated durations."""
     loss: str = "train_loss"
-    """What events call the loss along a round's local steps: ``local_loss`` where the one over all training samples is
-    evaluated, and called ``train_loss``."""
+    """Key of the mean loss along the local steps in events: ``local_loss`` where ``train_loss`` is the evaluated loss
+    on all training samples."""
 
 
 class Sink(Protocol):
-    """Anything that wants to see a run: a progress bar, TensorBoard, a file."""
+    """Protocol of receivers of a run's events: progress bars, experiment trackers, files.
+
+    Example:
+        >>> class Accuracies:
+        ...     def __init__(self): self.values = []
+        ...     def start(self, run): pass
+        ...     def event(self, event): self.values.append(event.get("test_accuracy"))
+        ...     def finish(self, result): pass
+        >>> sink: fedrax.simulation.Sink = Accuracies()
+    """
 
     def start(self, run: RunInfo) -> None:
-        """Before the first round."""
+        """Called before the first round.
+
+        Args:
+            run: facts about the run.
+        """
 
     def event(self, event: Event) -> None:
-        """After each round, in order."""
+        """Called after each round, in order.
+
+        Args:
+            event: the round's event.
+        """
 
     def finish(self, result: Any | None) -> None:
-        """At the end, with the result, or None when interrupted or failed."""
+        """Called at the end of the run.
+
+        Args:
+            result: the result; None for a run that was interrupted or failed.
+        """
 
 
 class EventFile:
     """Appends events to ``events.jsonl``, handed to the operating system at once."""
 
     def __init__(self, directory: Path, keep: list[Event]):
-        """Start the file with the events ``keep``; what a killed run wrote after its checkpoint is dropped."""
+        """Start the file with the events ``keep``: events that a killed run wrote after its checkpoint are dropped."""
         self.path, self._hash = directory / FILE, _hash_of(keep)
         with replacing(self.path) as file:
             file.write("".join(line(event) for event in keep).encode())
@@ -97,11 +135,11 @@ class EventFile:
             raise FedraxError(f"cannot write {self.path}: {error.strerror}") from error
 
     def digest(self) -> str:
-        """Of all events so far, but for their times: a checkpoint knows by it those that it belongs to."""
+        """Digest of all events so far without their times; a checkpoint stores the digest of the events before it."""
         return self._hash.hexdigest()
 
     def sync(self) -> None:
-        """Wait until all events are on disk: a checkpoint must not outlive the events before it."""
+        """Wait until all events are on disk: a checkpoint must not be newer than the events before it."""
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
@@ -109,7 +147,7 @@ class EventFile:
 
     def close(self) -> None:
         """Close the file."""
-        with suppress(OSError):  # of a disk that ``append`` has reported as full
+        with suppress(OSError):  # a full disk, which ``append`` has reported
             self._file.close()
 
 
@@ -119,7 +157,7 @@ def line(event: Event) -> str:
 
 
 def digest_of(events: Sequence[Event]) -> str:
-    """What ``EventFile.digest`` is after these events."""
+    """The ``EventFile.digest`` of these events."""
     return _hash_of(events).hexdigest()
 
 
@@ -134,8 +172,27 @@ def _without_times(event: Event) -> bytes:
     return line({key: value for key, value in event.items() if not key.startswith("seconds")}).encode()
 
 
-def read_events(directory: Path) -> list[Event]:
-    """The events of a run directory; an unfinished last line, as a crash leaves it, is passed over."""
+def read_events(directory: Path | str) -> list[Event]:
+    """Read the events of a run directory; an incomplete last line, as a crash may leave it, is ignored.
+
+    Args:
+        directory: the run directory.
+
+    Returns:
+        One event for each round.
+
+    Raises:
+        FedraxError: for a missing or damaged file.
+
+    Example:
+        >>> x, y = np.eye(4, dtype=np.float32), np.array([0, 1, 0, 1])
+        >>> data = fedrax.Federation.from_arrays(x, y, client_ids=[0, 0, 1, 1], num_classes=2)
+        >>> task = fedrax.classification(fedrax.models.Logistic().build((4,), 2))
+        >>> result = fedrax.simulate(fedrax.FedAvg(), task, data, rounds=3, cohort_size=2, directory="run")
+        >>> [event["round"] for event in fedrax.simulation.read_events("run")]
+        [1, 2, 3]
+    """
+    directory = Path(directory)
     events, wrong = read_whole_events(directory)
     if wrong is not None:
         raise FedraxError(f"{directory / FILE}, line {len(events) + 1}, is not an event: {wrong}")
@@ -143,7 +200,7 @@ def read_events(directory: Path) -> list[Event]:
 
 
 def read_whole_events(directory: Path) -> tuple[list[Event], str | None]:
-    """The events up to the first line that is none, and what is wrong with that one (None: nothing)."""
+    """The events before the first invalid line, and what is wrong with that line (None where all are valid)."""
     events: list[Event] = []
     try:
         with reading(directory / FILE, MAX_BYTES) as file:
@@ -177,15 +234,16 @@ def _event(text: bytes, number: int) -> Event:
 
 
 def holds(event: Event, name: str) -> bool:
-    """Whether an event has a finite number of that name."""
+    """Whether an event has a finite value under that name."""
     value = event.get(name)
     return value is not None and math.isfinite(value)
 
 
 def events_of(info: RunInfo, records: dict, count: np.ndarray, events: list[Event], seconds: float) -> list[Event]:
-    """The events of a block after ``events``; counts and seconds are cumulative. ``count`` [B, D]: clients a round.
+    """The events of a block of B rounds after ``events``; bytes, gradients and seconds are cumulative.
 
-    What is not finite is left out: JSON has no word for it.
+    ``count`` [B, D] is the number of clients in each round on each device. Values that are not finite are left out,
+    since JSON cannot hold them.
     """
     rounds = len(records["sound"])
     last = events[-1] if events else {"bytes_down": 0, "bytes_up": 0, "gradients": 0, "seconds": 0.0}
@@ -197,7 +255,7 @@ def events_of(info: RunInfo, records: dict, count: np.ndarray, events: list[Even
         said = {k: value for k, v in records.items() if k not in _HIDDEN and math.isfinite(value := float(v[r]))}
         gradients, loss = gradients + round(said.pop("gradients", 0.0)), said.pop("loss", None)
         event: Event = {"round": len(events) + r + 1}
-        if loss is not None and clients:  # of a Poisson cohort nobody may be there to ask
+        if loss is not None and clients:  # a Poisson cohort may be empty
             event[info.loss] = loss
         event |= {"clients": clients, "bytes_down": down, "bytes_up": up, "gradients": gradients} | said
         if info.clock is not None:
@@ -208,7 +266,7 @@ def events_of(info: RunInfo, records: dict, count: np.ndarray, events: list[Even
 
 
 def report(new: list[Event], events: list[Event], log: EventFile | None, sinks: Sequence[Sink]) -> None:
-    """Add ``new`` events to ``events`` and tell everybody."""
+    """Append ``new`` events to ``events`` and to the file, and send them to the sinks."""
     events.extend(new)
     if log is not None:
         log.append(new)

@@ -1,4 +1,8 @@
-"""A line that says how far a run has come, in a terminal or a notebook; nothing where nobody looks on."""
+"""Progress line in a terminal or a notebook; nothing is written where standard error is neither.
+
+Not ``rich.progress``: that shows nothing in a notebook without ipywidgets, hides the cursor of a killed run, and allows
+one live display at a time, while runs in several threads show a line each.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +27,7 @@ _BAR = (10, 40)
 
 
 def progress_is_visible(file: TextIO | None = None) -> bool:
-    """Whether a line of progress would be seen: standard error is a terminal or this is a notebook, and this process is
-    the only one or the first of several.
-    """
+    """Whether to show progress: in a terminal or a notebook, and in the first process of several."""
     return (_is_terminal(file or sys.stderr) or _in_notebook()) and jax.process_index() == 0
 
 
@@ -41,7 +43,7 @@ def _in_notebook() -> bool:
 
 
 class ProgressLine:
-    """One line on standard error, written over and over; text that stays is printed above it."""
+    """One line on standard error that is overwritten; permanent text is printed above it."""
 
     def __init__(self, file: TextIO | None = None, width: int | None = None):
         """file: where to write, standard error by default. width: in characters, the terminal's own by default."""
@@ -50,7 +52,7 @@ class ProgressLine:
 
     @property
     def seen(self) -> bool:
-        """Whether somebody looks on; asked when the line is first needed."""
+        """Whether the line is visible; determined when it is first needed."""
         if self._seen is None:
             self._seen = progress_is_visible(self._file)
         return self._seen
@@ -68,12 +70,12 @@ class ProgressLine:
 
     @property
     def letters(self) -> tuple[str, str]:
-        """What a bar is drawn with."""
+        """The characters of the bar: (done, remaining)."""
         encoding = getattr(self._file or sys.stderr, "encoding", None) or "utf-8"
         return ("━", "─") if encoding.lower().replace("-", "").startswith("utf") else ("#", "-")
 
     def show(self, text: str) -> None:
-        """Put ``text`` in the place of what is there."""
+        """Replace the line by ``text``."""
         if self.seen:
             text = set_cell_size(text, self.width) if cell_len(text) > self.width else text
             length = cell_len(text)
@@ -81,19 +83,19 @@ class ProgressLine:
             self._drawn, self._text = length, text
 
     def clear(self) -> None:
-        """Take the line away."""
+        """Erase the line."""
         if self._drawn:
             self._write(f"\r{' ' * self._drawn}\r")
             self._drawn, self._text = 0, ""
 
     def keep(self) -> None:
-        """Leave the line as it is; the next one is below."""
+        """Leave the line as it is and start a new one below it."""
         if self._drawn:
             self._write("\n")
             self._drawn, self._text = 0, ""
 
     def say(self, text: str) -> None:
-        """Print ``text`` above the line, whether or not somebody looks on."""
+        """Print ``text`` above the line, also where the line itself is not visible."""
         text, before = plain(text), self._text
         self.clear()
         self._write(f"{text}\n")
@@ -103,15 +105,15 @@ class ProgressLine:
     def _write(self, text: str) -> None:
         file = self._file or sys.stderr
         if file is not None:
-            with suppress(OSError, ValueError):  # who has left sees no more of it; the run goes on
+            with suppress(OSError, ValueError):  # a closed terminal does not end the run
                 file.write(text)
                 file.flush()
 
 
 class ProgressSink:
-    """A line with the rounds done, training loss, test metric, rounds per second and the time left.
+    """Sink that shows rounds done, training loss, test metric, rounds per second and the time left.
 
-    ``line`` is one that somebody else takes away, for several runs; without it the sink has its own, which stays.
+    ``line`` is a line shared by several runs, which its owner erases; without it the sink has its own line, which stays.
     """
 
     def __init__(self, description: str | None = None, line: ProgressLine | None = None):
@@ -137,7 +139,7 @@ class ProgressSink:
             if key in event:
                 self._test = "test " + form.format(event[key])
                 break
-        if self._first is None:  # after the first block: the time before it is that of compilation
+        if self._first is None:  # the time before the first block's end includes compilation
             self._first = (done, now)
         if now - self._shown < _PAUSE and done < self._total:
             self._passed = event
@@ -150,7 +152,7 @@ class ProgressSink:
         self._line.show(self._text(done, self._said(event, done, now)))
 
     def _said(self, event: Event, done: int, now: float) -> list[str]:
-        """What there is to say, the most wanted first."""
+        """The texts of the line, the most important first."""
         of_round = event.get("local_loss", event.get("train_loss"))
         loss = "" if of_round is None else f"loss {of_round:.4g}"
         budget = f"ε {event['epsilon']:.3g}" if event.get("epsilon") is not None else ""
@@ -163,7 +165,7 @@ class ProgressSink:
         return compose_line(self._name, done, self._total, said, self._line.width, self._line.letters)
 
     def finish(self, result: Any | None) -> None:
-        """Show the last round, where the run has ended early, and leave the line."""
+        """Show the last round, also of a run that ended early, and leave the line."""
         if self._passed is not None:
             self._show(self._passed, time.monotonic())
         if not self._shared:
@@ -173,8 +175,10 @@ class ProgressSink:
 def compose_line(
     name: str, done: int, total: int, said: Sequence[str], width: int, letters: tuple[str, str] = ("━", "─")
 ) -> str:
-    """A line of at most ``width`` characters: the name, shortened where it must be, the rounds, as much of what is
-    ``said`` as fits, the first of it before the others, and a bar where there is room.
+    """Compose a progress line of at most ``width`` characters.
+
+    It has the name, shortened if necessary, the rounds, as many of the texts in ``said`` as fit, in order, and a bar
+    where there is room.
     """
     rounds = f"{done}/{total} rounds"
     room = max(12, width // 3)
@@ -198,6 +202,7 @@ def _clock(seconds: float) -> str:
 
 
 def with_progress(sinks: Sequence[Sink], progress: bool, description: str | None = None) -> list[Sink]:
-    """``sinks``, and a line of progress where it is wanted, would be seen and is not among them."""
+    """``sinks`` with a ProgressSink added, unless progress is off, not visible, or already among them."""
+
     shown = progress and not any(isinstance(sink, ProgressSink) for sink in sinks) and progress_is_visible()
     return [*sinks, *([ProgressSink(description)] if shown else [])]

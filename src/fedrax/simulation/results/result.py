@@ -1,4 +1,4 @@
-"""What a simulation returns."""
+"""Result of a simulation, and the snapshots that callbacks receive."""
 
 from __future__ import annotations
 
@@ -26,7 +26,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Snapshot:
-    """What a callback sees of a run, after an evaluation; arrays are on the host."""
+    """State of a run after an evaluation, as callbacks receive it; arrays are on the host.
+
+    Example:
+        >>> fedrax.simulation.Snapshot({"round": 3, "test_loss": 0.5}, params={"w": np.zeros(2)}, statistics=())
+        Snapshot: round 3
+          test loss: 0.5
+    """
 
     event: Event
     """The round's event, with its metrics."""
@@ -36,26 +42,30 @@ class Snapshot:
     """The model's running statistics; empty where it has none."""
 
     def __repr__(self) -> str:
-        """A line, and the round's metrics."""
+        """The round and its metrics."""
         return "\n".join([f"Snapshot: round {self.event['round']}", *_metric_lines(self.event)])
 
     @property
     def variables(self) -> Params:
-        """As :attr:`Result.variables`: those of now."""
+        """The parameters, with the running statistics where the model has some."""
         return with_statistics(self.params, self.statistics)
 
     def save(self, path: Path | str) -> None:
-        """As :meth:`Result.save`: the model as it is now."""
+        """Write the model as a safetensors file for :func:`fedrax.simulation.load_model`.
+
+        Args:
+            path: the file.
+        """
         save_model(path, self.params, self.statistics)
 
 
 class PersonalMetrics(NamedTuple):
-    """What clients' own models, personal and fine-tuned ones, are worth to each."""
+    """Metrics of the clients' personal and fine-tuned models, for each client."""
 
     values: dict[str, np.ndarray]
     """Means over each client's samples, [N] by name (``personal_accuracy``); NaN for a client without samples."""
     digest: int
-    """Of the labels that were evaluated on, and whose they are."""
+    """Digest of the labels that were evaluated on and of the clients they belong to."""
 
     @staticmethod
     def digest_of(y: np.ndarray, offsets: np.ndarray) -> int:
@@ -65,43 +75,52 @@ class PersonalMetrics(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """The outcome of a run."""
+    """Result of a run.
+
+    Example:
+        >>> x, y = np.eye(4, dtype=np.float32), np.array([0, 1, 0, 1])
+        >>> federation = fedrax.Federation.from_arrays(x, y, client_ids=[0, 0, 1, 1], test=(x, y), num_classes=2)
+        >>> task = fedrax.classification(fedrax.models.Logistic().build((4,), 2))
+        >>> result = fedrax.simulate(fedrax.FedAvg(), task, federation, rounds=2, cohort_size=2, progress=False)
+        >>> [round for round, accuracy in result.metric("test_accuracy")]
+        [2]
+    """
 
     params: Tree
     """The global parameters after the last round."""
     server: Any
     """The algorithm's server state."""
     events: list[Event]
-    """One a round; see :mod:`fedrax.simulation.results.events`."""
+    """One event for each round."""
     plan: str
-    """How rounds were executed, in words."""
+    """The execution plan, as text."""
     stopped: str
-    """"rounds"; "target", "budget" or "callback" where the target accuracy, the privacy budget or a callback ended the
-    run early; "diverged" where a number stopped being finite (:func:`fedrax.sweep`): what there is, is of the rounds
-    before, and not what clients keep."""
+    """Why the run ended: ``"rounds"``, ``"target"``, ``"budget"`` (of privacy), ``"callback"``, or ``"diverged"`` where
+    a number was not finite (:func:`fedrax.sweep`); the result then holds the rounds before and no client states."""
     directory: Path | None = None
+    """The run directory, if the run has one."""
     spent: Spent | None = None
-    """What a private run has spent."""
+    """Privacy spent by a private run."""
     lower_is_better: tuple[str, ...] = ()
-    """The task's metrics of which a smaller value is better."""
+    """The task's metrics of which smaller values are better."""
     statistics: Tree = ()
     """The model's running statistics after the last round, averaged over clients; empty where it has none."""
     trajectory: list[Tree] = field(default_factory=list)
     """The global parameters after every round, or after those asked for, on the host."""
     exchanges: list[RecordedExchange] = field(default_factory=list)
-    """What recorded clients were sent and sent, round by round, where asked for: see :class:`MessageSelection`."""
+    """Messages of the recorded clients, round by round; see :class:`MessageSelection`."""
     store: Tree = ()
-    """What clients keep, a row each."""
+    """Client states, [rows, ...]."""
     homes: dict[int, int] = field(default_factory=dict)
-    """The row of each client that took part."""
+    """The row in ``store`` of each client that participated."""
     initial_client: Any = None
-    """What a client keeps before it takes part."""
+    """State of a client that has not participated."""
     personal_metrics: PersonalMetrics | None = None
-    """What clients' own models were worth to each in the last evaluation; None of a run without such models, or of
-    one that was read from a directory."""
+    """Metrics of personal and fine-tuned models in the last evaluation; None for runs without such models and for
+    results that were read from a directory."""
 
     def __repr__(self) -> str:
-        """A few lines: how far it came, and the last numbers of what was evaluated."""
+        """Rounds, plan, traffic and the last value of every metric."""
         last: dict[str, float] = {}
         for event in self.events:
             last |= event
@@ -113,32 +132,55 @@ class Result:
 
     @property
     def variables(self) -> Params:
-        """What the task's functions take: the parameters, with the running statistics where the model has some."""
+        """The parameters, with the running statistics where the model has some: the input of the task's functions."""
         return with_statistics(self.params, self.statistics)
 
     def client_state(self, client: int) -> Tree:
-        """The state of a client: leaves as in the algorithm's client state (its initial one if it never took part).
+        """Return the state of a client after the last round; the initial one if it never participated.
 
-        FedraxError where the result does not have it: of a run that diverged, or that was read from the directory of a
-        finished one with ``keep_clients=False``.
+        Args:
+            client: number of the client.
+
+        Returns:
+            The algorithm's client state.
+
+        Raises:
+            FedraxError: for a run that diverged, or that was saved with ``keep_clients=False``.
         """
         if self.initial_client is None:
             why = "this run diverged" if self.stopped == "diverged" else "this run was finished without keep_clients"
-            raise FedraxError(f"{why}: what its clients keep is not in its result")
+            raise FedraxError(f"{why}: its result has no client states")
         if client not in self.homes:
             return self.initial_client.state
         return jax.tree.map(lambda a: a[self.homes[client]], self.store.state)
 
     def metric(self, name: str) -> list[tuple[int, float]]:
-        """(round, value) wherever events hold a value of ``name``; FedraxError for one that no event holds."""
+        """Return all values of a metric.
+
+        Args:
+            name: name of the metric in events.
+
+        Returns:
+            (round, value) for each round that has a value.
+
+        Raises:
+            FedraxError: for a name that no event has.
+        """
         self._check_known(name)
         return [(event["round"], event[name]) for event in self.events if event.get(name) is not None]
 
     def cost_to_target(self, metric: str, value: float) -> dict[str, float] | None:
-        """Rounds, bytes (both ways, all clients) and seconds until ``metric`` first reaches ``value``, or None.
+        """Return the cost until a metric first reaches a target.
 
-        A metric whose smaller values are better, as the task says, reaches a value from above, others from below.
-        FedraxError for one that no event holds.
+        Args:
+            metric: name of the metric in events.
+            value: the target, which is reached from above for metrics of which smaller values are better.
+
+        Returns:
+            ``rounds``, ``bytes`` (both directions, all clients) and ``seconds``; None where it is not reached.
+
+        Raises:
+            FedraxError: for a name that no event has.
         """
         self._check_known(metric)
         return cost_to_target(self.events, metric, value, self.lower_is_better)
@@ -149,13 +191,21 @@ class Result:
             raise unknown("metric of this run:", name, known)
 
     def to_polars(self) -> pl.DataFrame:
-        """The events as a table, a row each round; null where an event does not hold a column."""
+        """Return the events as a Polars table.
+
+        Returns:
+            One row for each round; null where an event lacks a value.
+        """
         import polars as pl
 
         return pl.DataFrame(self.events, infer_schema_length=None)
 
     def to_pandas(self) -> Any:
-        """The same for pandas, with NaN where an event does not hold a column; FedraxError without that package."""
+        """Return the events as a pandas table; raises FedraxError where pandas is not installed.
+
+        Returns:
+            One row for each round; NaN where an event lacks a value.
+        """
         try:
             import pandas
         except ImportError:
@@ -165,10 +215,16 @@ class Result:
         return pandas.DataFrame(self.events)
 
     def plot(self, *metrics: str) -> Figure:
-        """Curves against rounds, one below the other, as a matplotlib figure: ``result.plot().savefig("run.png")``.
+        """Plot metrics against rounds: ``result.plot().savefig("run.png")``.
 
-        metrics: names in events; by default the test metrics, or the training loss where there are none. FedraxError
-        for a name that no event holds.
+        Args:
+            *metrics: names in events; by default the test metrics, or the training loss where there are none.
+
+        Returns:
+            A matplotlib figure with one panel for each metric.
+
+        Raises:
+            FedraxError: for a name that no event has.
         """
         from matplotlib.figure import Figure
 
@@ -185,20 +241,24 @@ class Result:
         return figure
 
     def save(self, path: Path | str) -> None:
-        """Write the model, parameters and running statistics, as a safetensors file for :func:`fedrax.load`.
+        """Write parameters and running statistics as a safetensors file for :func:`fedrax.simulation.load_model`.
 
-        FedraxError where it cannot be written, or for parameters that are no arrays of numbers.
+        Args:
+            path: the file.
+
+        Raises:
+            FedraxError: where it cannot be written, or for parameters that are not arrays of numbers.
         """
         save_model(path, self.params, self.statistics)
 
 
 NO_CLIENTS: dict[str, Any] = {"store": (), "homes": {}, "initial_client": None, "personal_metrics": None}
-"""Fields of a result without what clients keep: of a run that diverged, whose clients have worked on in that round, or
-in later ones beside other runs; of a finished one that did not keep it."""
+"""Fields of a result without client states: of a run that diverged, whose client states are those after the failure,
+and of a finished run that was saved without them."""
 
 
 def _metric_lines(values: Event) -> list[str]:
-    """A line for each metric; what there is over clients is one, too."""
+    """One line for each metric, and one for its distribution over clients."""
     lines = []
     for name in values:
         if not name.startswith(("train_", "test_")) or "_client" in name:
@@ -217,7 +277,22 @@ def _metric_lines(values: Event) -> list[str]:
 def cost_to_target(
     events: list[Event], metric: str, value: float, lower_is_better: tuple[str, ...] = ("mse",)
 ) -> dict[str, float] | None:
-    """As :meth:`Result.cost_to_target`, from events; ``lower_is_better`` names metrics besides the loss."""
+    """Return the cost until a metric first reaches a target, from a list of events.
+
+    Args:
+        events: the events of a run.
+        metric: name of the metric in events.
+        value: the target, which is reached from above for the loss and metrics in ``lower_is_better``.
+        lower_is_better: names of metrics besides the loss of which smaller values are better.
+
+    Returns:
+        ``rounds``, ``bytes`` (both directions, all clients) and ``seconds``; None where the target is not reached.
+
+    Example:
+        >>> events = [{"round": 1, "test_accuracy": 0.8, "bytes_down": 10, "bytes_up": 5, "seconds": 0.1}]
+        >>> fedrax.simulation.cost_to_target(events, "test_accuracy", 0.7)
+        {'rounds': 1, 'bytes': 15, 'seconds': 0.1}
+    """
     words = metric.split("_")
     falls = "loss" in words or any(f"_{name}" in f"_{metric}" for name in lower_is_better)
     for event in events:
