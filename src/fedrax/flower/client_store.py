@@ -40,7 +40,7 @@ class ClientStore:
         """The start, as it was sent."""
         found = self.state.get(_START)
         if not isinstance(found, ArrayRecord):
-            raise FedraxError("this client has lost what it kept, and needs the start anew")
+            raise FedraxError("this client has lost its state and needs the starting parameters again")
         return found
 
     @property
@@ -56,7 +56,7 @@ class ClientStore:
         rounds, anything = self._rounds, bool(jax.tree.leaves(like))
         if order.phase:
             if (rounds.get("after"), rounds.get("phase")) != (order.round, order.phase - 1):
-                raise FedraxError(f"this client has no part in what went before in round {order.round + 1}")
+                raise FedraxError(f"this client has no state of the earlier phases of round {order.round + 1}")
             return self._read(_AFTER, like) if anything else like
         if not anything:
             return like
@@ -83,13 +83,13 @@ class ClientStore:
         """The arrays that belong to a phase: those that came with it, and those of earlier ones that it names again."""
         here, again = content.get("down"), content.get("again")
         if not isinstance(here, ArrayRecord):
-            raise FedraxError("the message is none of a fedrax server of this version")
+            raise FedraxError("malformed message: the server runs another version of fedrax")
         earlier = self.state.get(_RECEIVED) if order.phase else None
         known = dict(earlier) if isinstance(earlier, ArrayRecord) else {}
         try:
             received = dict(here) | {name: known[str(where)] for name, where in dict(again or {}).items()}
         except KeyError:
-            raise FedraxError(f"this client has no part in what went before in round {order.round + 1}") from None
+            raise FedraxError(f"this client has no state of the earlier phases of round {order.round + 1}") from None
         if "more" in content:
             self.state[_RECEIVED] = ArrayRecord(known | {f"{order.phase} {name}": a for name, a in received.items()})
         return received
@@ -102,7 +102,7 @@ class ClientStore:
             self.state[_SECRET] = ConfigRecord({"round": order.round, "words": make()})
         found = self.state.get(_SECRET)
         if not isinstance(found, ConfigRecord) or found.get("round") != order.round:
-            raise FedraxError(f"this client has no part in what went before in round {order.round + 1}")
+            raise FedraxError(f"this client has no state of the earlier phases of round {order.round + 1}")
         return list(found["words"])  # type: ignore[arg-type]
 
     def _read(self, name: str, like: Kept) -> Kept:

@@ -190,7 +190,7 @@ class FlowerExecutor(Executor):
                 continue
             facts = replies[client].get("client")
             if p == 0 and isinstance(facts, ConfigRecord) and facts.get("lost"):
-                log.warning("%s: client %d has lost what it kept, and goes on as a new one", name, client)
+                log.warning("%s: client %d has lost its state and continues with the initial one", name, client)
             try:
                 found[client] = self._understood(p, replies[client])
             except FedraxError as error:

@@ -144,7 +144,7 @@ class ClientRegistry:
         for node in new:
             if not isinstance(answer := answers.get(node), RecordDict):
                 self.not_before[node] = began + passed + 10 * max(passed, PAUSE)
-                log.warning("node %d could not say who it is: %s", node, answer or "it has not answered in time")
+                log.warning("node %d did not introduce itself: %s", node, answer or "it has not answered in time")
         answers = {node: answer for node, answer in answers.items() if isinstance(answer, RecordDict)}
         self.asked |= set(answers)
         found = {node: content.get("client") for node, content in answers.items()}
@@ -152,7 +152,7 @@ class ClientRegistry:
         for node, facts in found.items():
             version = facts.get("version") if isinstance(facts, ConfigRecord) else None
             if node in wrong:
-                log.warning("node %d is none of a fedrax client that could be understood here", node)
+                log.warning("node %d sent a malformed introduction: is it a fedrax client?", node)
             if isinstance(version, str) and version != VERSION:
                 log.warning("node %d has fedrax %.40s, and the server %s: install the same", node, version, VERSION)
         return {node: dict(facts) for node, facts in found.items() if node not in wrong}  # type: ignore[arg-type]

@@ -1,7 +1,8 @@
 """Progress line in a terminal or a notebook; nothing is written where standard error is neither.
 
-Not ``rich.progress``: that shows nothing in a notebook without ipywidgets, hides the cursor of a killed run, and allows
-one live display at a time, while runs in several threads show a line each.
+Not ``rich.progress``: that shows nothing in a notebook without ipywidgets, and leaves the terminal without a cursor
+when the process is killed.
+
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class ProgressLine:
 class ProgressSink:
     """Sink that shows rounds done, training loss, test metric, rounds per second and the time left.
 
-    ``line`` is a line shared by several runs, which its owner erases; without it the sink has its own line, which stays.
+    ``line`` is a line shared by several runs, erased by its owner; without it the sink has its own, which stays.
     """
 
     def __init__(self, description: str | None = None, line: ProgressLine | None = None):
@@ -203,6 +204,5 @@ def _clock(seconds: float) -> str:
 
 def with_progress(sinks: Sequence[Sink], progress: bool, description: str | None = None) -> list[Sink]:
     """``sinks`` with a ProgressSink added, unless progress is off, not visible, or already among them."""
-
     shown = progress and not any(isinstance(sink, ProgressSink) for sink in sinks) and progress_is_visible()
     return [*sinks, *([ProgressSink(description)] if shown else [])]
