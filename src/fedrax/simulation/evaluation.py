@@ -1,4 +1,4 @@
-"""Loss and metrics of the global parameters on a data set, in chunks spread over the devices."""
+"""Evaluation of the global model on a data set, in chunks of samples that are spread over the devices."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from fedrax.tree import Tree
 from fedrax.xla import CLIENT_AXIS, CodeFingerprint, optimize, optimize_forward
 
 _ROWS_ON_CPU, _ROWS = 16, 100
-"""Of one chunk. What a network makes of 16 images mostly stays in a core's cache; accelerators want more at a time."""
+"""Samples of a chunk. Activations of 16 images mostly fit a core's cache; accelerators need larger chunks."""
 _PIECE_BYTES = 16 << 20
-"""Of streamed samples at a time."""
+"""Bytes of streamed samples that are sent to the devices at a time."""
 OUTPUTS = "outputs of the model"
+"""Key of the model's outputs beside the metrics' names."""
 
 
 def sample_values(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
@@ -32,12 +33,12 @@ def sample_values(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
 
 
 def evaluated(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
-    """The values of each sample, and the model's outputs where metrics of all samples ask for them."""
+    """Loss and metrics of each sample, and the model's outputs where ``whole_set`` metrics need them."""
     return optimize(optimize_forward(partial(_found, task)))(params, samples)
 
 
 def _found(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
-    outputs = cache(lambda: task.outputs(params, samples.x))  # once for all that look at them
+    outputs = cache(lambda: task.outputs(params, samples.x))  # computed once for all metrics that use them
 
     def value(metric: Any) -> Array:
         shared = isinstance(metric, OfOutputs) and metric.outputs is task.outputs
@@ -49,15 +50,16 @@ def _found(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
 
 
 class TracedEvaluation(NamedTuple):
-    """What is computed where parameters are evaluated."""
+    """The traced evaluation, a part of a run's identity."""
 
     programs: tuple[ClosedJaxpr, ...]
+    """The traced programs."""
     words: str
-    """The metrics' names, and of those of all samples together what they do."""
+    """Names of the metrics, and fingerprints of the ``whole_set`` metrics, which are not traced."""
 
 
 def trace_evaluation(task: Any, params: Tree, variables: Tree, samples: Any) -> TracedEvaluation:
-    """What evaluation makes of parameters and a few samples of these shapes. variables: as of ``with_statistics``."""
+    """Trace the evaluation of ``variables`` (see ``with_statistics``) on a chunk of samples of these shapes."""
     few = jax.tree.map(lambda a: jax.ShapeDtypeStruct((min(len(a), _ROWS_ON_CPU), *a.shape[1:]), a.dtype), samples)
     made = [jax.make_jaxpr(partial(_found, task))(variables, few)]
     if task.measures is not None:
@@ -70,7 +72,7 @@ def trace_evaluation(task: Any, params: Tree, variables: Tree, samples: Any) -> 
 
 
 def parameter_metrics(task: Any, params: Tree) -> dict[str, float]:
-    """What the task says of parameters without any data."""
+    """The task's measures of the parameters, which need no data."""
     if task.measures is None:
         return {}
     return {name: float(value) for name, value in _compiled_measures(task, CodeFingerprint(task))(params).items()}
@@ -86,7 +88,7 @@ def _rows_of_a_chunk() -> int:
 
 
 def chunk_starts(rows: int, devices: int) -> tuple[int, np.ndarray]:
-    """(rows of a chunk, first row of each chunk): equally many chunks for each device; the last may overlap."""
+    """(samples of a chunk, first row of each chunk); all devices have the same number, the last chunks may overlap."""
     chunk = min(_rows_of_a_chunk(), rows)
     per_device = -(-rows // (chunk * devices))
     return chunk, np.minimum(np.arange(per_device * devices) * chunk, rows - chunk)
@@ -112,7 +114,7 @@ def compiled_evaluation(task: Any, mesh: Mesh, rows: int, code: CodeFingerprint)
 
 @lru_cache(maxsize=16)
 def compiled_piece(task: Any, mesh: Mesh, code: CodeFingerprint) -> Callable:
-    """Function (params, samples in chunks [chunks, rows of a chunk, ...]) -> values by name, shaped alike."""
+    """Function (params, samples [chunks, rows, ...]) -> values by name [chunks, rows]."""
 
     def on_device(params: Tree, chunks: Any) -> dict[str, Array]:
         return jax.lax.map(lambda part: evaluated(task, params, part), chunks)
@@ -123,7 +125,7 @@ def compiled_piece(task: Any, mesh: Mesh, code: CodeFingerprint) -> Callable:
 
 
 class Evaluator:
-    """Per-sample loss and metrics on one data set, which it keeps on the devices."""
+    """Evaluates loss and metrics on one data set, whose samples are on the devices."""
 
     def __init__(self, task: Any, mesh: Mesh, samples: Any, offsets: np.ndarray | None = None):
         self.rows = len(jax.tree.leaves(samples)[0])
@@ -132,7 +134,7 @@ class Evaluator:
         self._run, self._starts = compiled_evaluation(task, mesh, self.rows, CodeFingerprint(task))
 
     def per_sample(self, params: Tree) -> dict[str, np.ndarray]:
-        """Loss and metrics of every sample, float64 [rows] by name; outputs [rows, ...] where they are asked for."""
+        """Loss and metrics of every sample, float64 [rows] by name; outputs [rows, ...] where metrics need them."""
         result = {}
         self._collect(result, self._starts, self._run(params, self.samples, self._starts))
         return result
@@ -145,7 +147,7 @@ class Evaluator:
             flat[rows.reshape(-1)] = found.reshape(-1, *found.shape[2:])
 
     def __call__(self, params: Tree, prefix: str, per_client: bool = False) -> dict[str, float]:
-        """Means over samples as ``{prefix}_{name}``; per client also what :func:`over_clients` says."""
+        """Means over samples as ``{prefix}_{name}``; with ``per_client`` also the statistics of `over_clients`."""
         found, result = self.per_sample(params), {}
         outputs = found.pop(OUTPUTS, None)
         for name, values in found.items():
@@ -155,7 +157,7 @@ class Evaluator:
         return result
 
     def _of_all(self, outputs: np.ndarray, prefix: str) -> dict[str, float]:
-        """The metrics of all samples together that are defined for these."""
+        """The ``whole_set`` metrics that are defined for these samples."""
         if not np.isfinite(outputs).all():
             return {f"{prefix}_{name}": np.nan for name in self.task.whole_set}
         y = np.asarray(self.samples[1])
@@ -163,7 +165,7 @@ class Evaluator:
         return {f"{prefix}_{name}": value for name, value in found.items() if value is not None}
 
     def summary(self, values: np.ndarray, key: str, name: str, per_client: bool) -> dict[str, float]:
-        """What is reported of one metric's values, a sample each."""
+        """The reported values of one metric from its values for each sample."""
         result = {key: float(values.mean())}
         if per_client and self.offsets is not None:
             sizes = np.diff(self.offsets)
@@ -174,25 +176,25 @@ class Evaluator:
 
 
 def whole_set_values(task: Any, outputs: np.ndarray, y: np.ndarray) -> dict[str, float | None]:
-    """The metrics of all these samples together, None where one is not defined."""
+    """The ``whole_set`` metrics of these samples; None where one is not defined."""
     values = {name: metric(outputs, y) for name, metric in task.whole_set.items()}
     for name, value in values.items():
         if value is not None and np.shape(value) != ():
             raise FedraxError(
                 f"the metric {name!r} of a whole set returns an array of shape {np.shape(value)}: return one number, or"
-                " None; what is more than that can be made of task.outputs(result.variables, x)"
+                " None; compute other values from task.outputs(result.variables, x) after the run"
             )
     return {name: None if value is None else float(value) for name, value in values.items()}
 
 
 def remedy(task: Any, key: str) -> str:
-    """What may help where the metric ``key`` of an event is not finite and the losses beside it are."""
+    """The remedy where the metric ``key`` of an event is not finite and the losses are."""
     if any(key.endswith(f"_{name}") for name in task.whole_set):
         return ", though the loss is: of a whole set a metric is None where it is not defined"
     if any(key.endswith(f"_{name}") for name in task.metrics):
         return (
-            ", though the loss is: a metric is a number for every sample, and what is defined for all of them together"
-            " belongs into the task's whole_set"
+            ", though the loss is: a metric has a value for every sample; metrics that are defined for all samples"
+            " together belong into the task's whole_set"
         )
     return ""
 
@@ -203,8 +205,16 @@ def is_lower_better(task: Any, name: str) -> bool:
 
 
 def over_clients(sums: np.ndarray, sizes: np.ndarray, key: str, lower_is_better: bool) -> dict[str, float]:
-    """A metric over the clients that have samples: the worst client and how many samples stand behind it, percentiles,
-    mean and deviation. ``sums`` [N] of the metric over each client's ``sizes`` [N] samples.
+    """Statistics of a metric over the clients that have samples.
+
+    Args:
+        sums: sum of the metric over each client's samples, [N].
+        sizes: samples of each client, [N].
+        key: the metric's key in events, the prefix of the results.
+        lower_is_better: whether the worst client is that with the largest value.
+
+    Returns:
+        The worst client's value and number of samples, 10th, 50th and 90th percentile, mean and standard deviation.
     """
     values, sizes = sums[sizes > 0] / sizes[sizes > 0], sizes[sizes > 0]
     worst = int(values.argmax() if lower_is_better else values.argmin())
@@ -219,7 +229,7 @@ def over_clients(sums: np.ndarray, sizes: np.ndarray, key: str, lower_is_better:
 
 
 class StreamedEvaluator(Evaluator):
-    """The same on samples that stay on the host: the devices get a few chunks at a time, the next while at work."""
+    """Evaluator for samples on the host: chunks are sent while the devices compute the previous ones."""
 
     def __init__(self, task: Any, mesh: Mesh, samples: Any, offsets: np.ndarray | None = None):
         self.task, self.offsets = task, offsets
@@ -230,7 +240,8 @@ class StreamedEvaluator(Evaluator):
             NamedSharding(mesh, P(CLIENT_AXIS)),
         )
         row_bytes = sum(a.nbytes for a in jax.tree.leaves(samples)) / self.rows
-        # two at least: a loop of a single trip is compiled to other code, which may round otherwise
+        # two at least: a loop with one iteration is compiled to other code, which may round differently
+
         at_once = max(2, int(_PIECE_BYTES / (row_bytes * self._chunk * mesh.devices.size)))
         self._at_once = min(at_once * mesh.devices.size, len(self._starts))
 

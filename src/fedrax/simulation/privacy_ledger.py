@@ -1,4 +1,4 @@
-"""A private run's ledger, from the method, the settings and the draw of its cohorts."""
+"""Privacy ledger of a run: made from the method's releases, the settings and the participation policy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedrax.simulation.settings import Settings
 
 
 def private_releases(algorithm: Algorithm) -> tuple[Release, ...]:
-    """What a round of a private method releases; nothing where no release of the method is protected."""
+    """The releases of a private method in a round; empty where no release of the method is protected."""
     remembers = uploads_depend_on_state(algorithm)
     releases = tuple(dataclasses.replace(r, remembers=r.remembers or remembers) for r in algorithm.releases())
     protected = any(r.noise > 0 or r.paper_noise is not None or r.paper_epsilon is not None for r in releases)
@@ -61,7 +61,7 @@ def accountant_of(algorithm: Algorithm, settings: Settings, sampler: CohortSampl
 
 
 def check_apart(apart: int, rounds: int, sampler: CohortSampler) -> None:
-    """FedraxError where a client takes part twice in less than ``apart`` rounds."""
+    """Raise FedraxError where a client participates twice within ``apart`` rounds."""
     last = np.full(sampler.num_clients, -apart)
     for r in range(rounds if apart > 1 else 0):
         cohort = sampler.cohort(r)
@@ -78,8 +78,8 @@ def check_apart(apart: int, rounds: int, sampler: CohortSampler) -> None:
 def ledger_of(algorithm: Algorithm, settings: Settings, sampler: CohortSampler) -> Ledger | None:
     """The empty ledger of a private run; None for a method that is not private.
 
-    Raises FedraxError for an amplification that the cohorts do not have, and for a budget that no round fits into.
-    Warns of a delta at which the data of one client, or of one sample, may be published.
+    Raises FedraxError for amplification that the participation policy does not give, and for a budget below the cost of
+    one round. Warns about a delta so large that the data of one client or sample may be published.
     """
     accountant = accountant_of(algorithm, settings, sampler)
     if accountant is None:
@@ -95,7 +95,7 @@ def ledger_of(algorithm: Algorithm, settings: Settings, sampler: CohortSampler) 
 
 
 def _check_room(accountant: Accountant, budget: float | None) -> None:
-    """FedraxError where not even one round fits into the budget."""
+    """Raise FedraxError where one round costs more than the budget."""
     if budget is None:
         return
     if not accountant.protects:
@@ -117,7 +117,7 @@ def last_round(ledger: Ledger | None, settings: Settings, sampler: CohortSampler
 
 
 def enter(ledger: Ledger | None, xs: Rounds, events: list[Event], clients: int) -> None:
-    """Enter the first rounds of a block into the ledger, and what they cost into their ``events``."""
+    """Record the rounds of ``events``, the first ones of a block, in the ledger, and their cost in the events."""
     if ledger is not None:
         for places, event in zip(xs.places.client, events, strict=False):
             here = np.asarray(places).ravel()
@@ -125,7 +125,8 @@ def enter(ledger: Ledger | None, xs: Rounds, events: list[Event], clients: int) 
 
 
 def check_not_spent(ledger: Ledger, settings: Settings, done: int, last: int) -> None:
-    """FedraxError where a run is asked to go on although its budget ends with the rounds that it has."""
+    """Raise FedraxError where a run is resumed whose budget allows no more rounds."""
+
     if last <= done < settings.rounds:
         raise FedraxError(
             f"the budget of epsilon = {settings.epsilon_budget:g} at delta = {settings.delta:g} is spent: {done} rounds"
