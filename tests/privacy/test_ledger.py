@@ -84,7 +84,7 @@ def test_a_run_without_a_finite_epsilon_goes_on(tmp_path: Path):
     run(silent, rounds=2, **options)
     resumed = run(silent, rounds=4, resume=True, **options)
     assert_identical(resumed, run(silent, rounds=4, eval_every=2))
-    assert resumed.metric("epsilon") == [] and resumed.to_target("epsilon", 1.0) is None
+    assert resumed.metric("epsilon") == [] and resumed.cost_to_target("epsilon", 1.0) is None
 
 
 def test_a_run_stops_before_the_round_that_would_exceed_its_budget(tmp_path: Path):

@@ -107,7 +107,9 @@ def test_too_little_memory_is_a_sentence(side_by_side: int, less: str, tmp_path:
     """As XLA says it; versions differ in what they lay out, so that no program is sure to take too much."""
     full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 70369012615352 bytes.")
     with (
-        pytest.raises(fedrax.FedraxError, match=f"memory of a device is too small .*70369.*{less}.*; .*run holds the last"),
+        pytest.raises(
+            fedrax.FedraxError, match=f"memory of a device is too small .*70369.*{less}.*; .*run holds the last"
+        ),
         runtime_errors_explained(True, tmp_path / "run", side_by_side),
     ):
         raise full

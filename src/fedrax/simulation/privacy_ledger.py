@@ -126,7 +126,6 @@ def enter(ledger: Ledger | None, xs: Rounds, events: list[Event], clients: int) 
 
 def check_not_spent(ledger: Ledger, settings: Settings, done: int, last: int) -> None:
     """Raise FedraxError where a run is resumed whose budget allows no more rounds."""
-
     if last <= done < settings.rounds:
         raise FedraxError(
             f"the budget of epsilon = {settings.epsilon_budget:g} at delta = {settings.delta:g} is spent: {done} rounds"
