@@ -247,9 +247,7 @@ def own_federation(data: Data, context: Context) -> Federation:
 
 
 def _given(data: Callable[[Context], Any], context: Context) -> Any:
-    """Call the function. The text of its errors stays in the client's log: it may contain data, and errors that are
-    raised reach the server.
-    """
+    """Call the function. Its errors stay in the client's log, since their text may contain data."""
     try:
         return data(context)
     except FedraxError:

@@ -45,9 +45,7 @@ class ClientStore:
 
     @property
     def _rounds(self) -> dict[str, int]:
-        """``before``: the last round that what is kept before comes from. ``after``, ``phase``: those of what came
-        after it.
-        """
+        """``before``: the round of the last counted state. ``after``, ``phase``: those of the state that follows it."""
         found = self.state.get(_ROUNDS)
         return dict(found) if isinstance(found, ConfigRecord) else {}  # type: ignore[arg-type]
 
@@ -95,8 +93,10 @@ class ClientStore:
         return received
 
     def key(self, order: RoundInstructions, make: Callable[[], list[int]]) -> list[int]:
-        """The words of the client's own random key in a round. A round that is asked for again gets another: of two
-        answers with the same noise the difference has none. No later phase can be asked for again, see ``kept``.
+        """The words of the client's random key in a round.
+
+        A round that is asked for again gets another key: the difference of two uploads with the same noise has none.
+        A later phase cannot be asked for again, see ``kept``.
         """
         if not order.phase:
             self.state[_SECRET] = ConfigRecord({"round": order.round, "words": make()})

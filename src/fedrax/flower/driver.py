@@ -175,9 +175,7 @@ class RoundDriver:
     def _round(
         self, r: int, cohort: np.ndarray, server: Any, statistics: Tree
     ) -> tuple[Any, Tree, dict[str, Any], list[int]]:
-        """(the server's state, the statistics, the round's record, the clients that it is made of); as before where the
-        round comes to nothing.
-        """
+        """(server state, statistics, the round's record, the aggregated clients); unchanged without enough replies."""
         if not len(cohort):
             return server, statistics, {}, []
         network = FlowerExecutor(

@@ -41,8 +41,9 @@ def evaluate_on_server(task: Task, test: tuple[Any, Any], samples: Batch) -> Eva
 
 
 def evaluate_on_clients(task: Task, nodes: ClientRegistry, traffic: DeliveryState, per_client: bool) -> Evaluate:
-    """On the test samples of all clients that are there and have some: means over samples, and what is said of the
-    clients where ``per_client``. No more than sums over a client's samples leave it.
+    """Evaluate on the test samples of the available clients; only sums over a client's samples leave it.
+
+    Metrics are means over samples, with statistics over clients where ``per_client``.
     """
     if not nodes.test_sizes.any():
         log.warning("no client has test samples, and the server has none: nothing is evaluated")

@@ -150,9 +150,7 @@ class FlowerExecutor(Executor):
         return self.arithmetic.of_round.server(p, self.algorithm, server, gathered, self.here, self.round_key)
 
     def clients(self, p: int, message: Tree, statistics: Tree) -> PhaseResult:
-        """Phase ``p`` on all clients of the cohort at once; those whose answer does not come, or makes no sense, are
-        left out, as if they had not been asked.
-        """
+        """Run phase ``p`` on all clients of the cohort; clients without a valid reply are left out of the cohort."""
         answers = self._answers(p, message, () if self.algorithm.traits.personal_statistics else statistics)
         if not answers or (len(answers) < len(self.asked) and self.algorithm.traits.fixed_cohort):
             raise TooFewReplies

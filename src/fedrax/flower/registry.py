@@ -80,8 +80,9 @@ class ClientRegistry:
         self.samples = (struct(x_shape, x_type), struct(y_shape, y_type))
 
     def _number(self, known: Mapping[int, Mapping[str, Any]], count: int) -> None:
-        """Clients by the numbers that their nodes have, else in the nodes' order. Of two with one number the later is
-        meant, since a node that was started again is there twice for a while.
+        """Number the clients by their nodes' partition-ids, otherwise in the order of nodes.
+
+        Of two nodes with one number the later counts, since a restarted node is listed twice for a while.
         """
         self.by_number = all("client" in facts for facts in known.values())
         numbers = {node: facts["client"] for node, facts in known.items()} if self.by_number else {}
@@ -134,8 +135,10 @@ class ClientRegistry:
         return found
 
     def _introductions(self, nodes: Iterable[int]) -> dict[int, Mapping[str, Any]]:
-        """What nodes that were not understood before say of themselves. One that gives no answer is asked again after
-        ten times as long as that has taken, so that it does not hold up everybody else.
+        """Query nodes that have not introduced themselves.
+
+        A node that does not reply is queried again only after ten times that waiting time, so that it does not delay
+        the other clients.
         """
         began = time.monotonic()
         new = sorted(node for node in set(nodes) - self.asked if self.not_before.get(node, began) <= began)
