@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.runners import jax_models
 from benchmarks.workloads import Arrays, Workload
 from fedrax.data import Federation
-from fedrax.data.federation import aligned
+from fedrax.data.federation import aligned_array
 from fedrax.models import LSTM, LeNet, Logistic, Model, TwoNN, from_linen
 
 # PyTorch's names of the layers -> the zoo's
@@ -89,7 +89,7 @@ def random_images(clients: int, samples: int, classes: int) -> Federation:
     thousand images repeat; each copy has memory of its own.
     """
     rng = np.random.default_rng(0)
-    x = aligned(np.empty((clients * samples, 28, 28), np.uint8))
+    x = aligned_array(np.empty((clients * samples, 28, 28), np.uint8))
     some = rng.integers(0, 256, (min(len(x), 5000), 28, 28), np.uint8)
     for start in range(0, len(x), len(some)):
         x[start : start + len(some)] = some[: len(x) - start]

@@ -19,7 +19,7 @@ from fedrax.algorithms.pfedme import PFedMe
 from fedrax.algorithms.scaffold import Scaffold
 from fedrax.contract.algorithm import Algorithm
 from fedrax.data import Dataset, Natural, Samples, load
-from fedrax.data.dataset import generator, split_test
+from fedrax.data.dataset import numpy_generator, train_test_split
 from fedrax.models import Logistic
 from fedrax.optim.server import SGD, Yogi
 
@@ -153,7 +153,7 @@ def held_out(dataset: Dataset) -> Dataset:
     owner = dataset.train_clients
     if owner is None:
         raise FedraxError(f"{dataset.name!r} has no devices.")
-    train, test = split_test(owner, HELD_OUT, generator(0, "held out"))
+    train, test = train_test_split(owner, HELD_OUT, numpy_generator(0, "held out"))
     of = lambda rows: Samples(dataset.train.x[rows], dataset.train.y[rows])  # noqa: E731
     clients = {"train_clients": owner[train], "test_clients": owner[test]}
     return dataclasses.replace(dataset, train=of(train), test=of(test), **clients)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fedrax.data import Federation
-from fedrax.data.plot import save_labels
+from fedrax.data.plot import save_label_counts
 from tests.cli.conftest import TINY
 
 LABELS = [r"$\\bad{$", "[/b]", "[red]x", "_x", "<script>alert(1)</script>", ":smile:", "a|b", "`*c*`", "$x$ and $"]
@@ -82,7 +82,7 @@ def test_classes_of_any_name_are_drawn_and_listed(tmp_path: Path, fedrax: Any):
     names = ("$\\bad{$", "_hidden", "\x07bell", "<b>")
     y = np.arange(12) % 4
     made = Federation.from_arrays(np.ones((12, 2)), y, np.arange(12) % 3, class_names=names, name="$d$[/b]")
-    for path in save_labels(made, tmp_path / "picture"):
+    for path in save_label_counts(made, tmp_path / "picture"):
         assert path.stat().st_size > 0
     ElementTree.parse(tmp_path / "picture.svg")
     rows = "".join(f"{i},{i % 3},{names[i % 4]}\n" for i in range(24) if i % 4 != 2)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedrax.data import Dataset, Federation, Iid, Natural, Samples, aligned, load
+from fedrax.data import Dataset, Federation, Iid, Natural, Samples, aligned_array, load
 from fedrax.errors import FedraxError
 
 
@@ -110,13 +110,13 @@ def test_all_arrays_are_aligned():
 @given(length=st.integers(0, 40), start=st.integers(0, 8), dtype=st.sampled_from(["u1", "f4", "i8"]))
 def test_aligned_copies_only_what_it_must(length, start, dtype):
     array = np.arange(length + start).astype(dtype)[start:]
-    result = aligned(array)
+    result = aligned_array(array)
     assert is_aligned(result) and np.array_equal(result, array) and result.dtype == array.dtype
-    assert aligned(result) is result
+    assert aligned_array(result) is result
 
 
 def test_grouped_aligned_arrays_are_not_copied():
-    x, y = aligned(np.zeros((8, 4), np.float32)), aligned(np.zeros(8, np.int32))
+    x, y = aligned_array(np.zeros((8, 4), np.float32)), aligned_array(np.zeros(8, np.int32))
     federation = Federation.from_arrays(x, y, offsets=np.array([0, 3, 8]), shuffle=False)
     assert federation.train.x is x and federation.train.y is y
 

@@ -20,7 +20,7 @@ from PIL import Image
 
 from fedrax.data import load
 from fedrax.data.readers.array_files import read_idx, read_npz
-from fedrax.data.readers.image_tables import read_image_table
+from fedrax.data.readers.images import read_image_table
 from fedrax.errors import FedraxError
 from fedrax.files import read_table
 from tests.data.test_readers import npy, npz_arrays

@@ -18,7 +18,7 @@ from fedrax.experiments import experiment
 from fedrax.simulation import simulate
 
 datasets = pytest.importorskip("datasets", reason="datasets is not installed: make test-huggingface")
-ClassLabel, Features, Value = datasets.ClassLabel, datasets.Features, datasets.Value
+ClassLabel, EncodedFeatures, Value = datasets.ClassLabel, datasets.Features, datasets.Value
 
 
 def rows(count: int = 12) -> dict[str, list]:
@@ -39,7 +39,7 @@ def table(count: int = 12) -> Any:
         "clinic": Value("string"),
         "ill": ClassLabel(names=["no", "yes"]),
     }
-    return datasets.Dataset.from_dict(rows(count), features=Features(kinds))
+    return datasets.Dataset.from_dict(rows(count), features=EncodedFeatures(kinds))
 
 
 def picture(shade: int, size: tuple[int, int] = (4, 3)) -> dict[str, Any]:
@@ -89,7 +89,9 @@ def test_images_texts_and_lists(tmp_path: Path) -> None:
     shades = [10, 20, 30, 40]
     images = datasets.Dataset.from_dict(
         {"image": [picture(s) for s in shades], "writer": [3, 3, 1, 1], "label": [0, 1, 0, 1]},
-        features=Features({"image": datasets.Image(), "writer": Value("int32"), "label": ClassLabel(names=["a", "b"])}),
+        features=EncodedFeatures(
+            {"image": datasets.Image(), "writer": Value("int32"), "label": ClassLabel(names=["a", "b"])}
+        ),
     )
     folder = tmp_path / "hub/data"
     folder.mkdir(parents=True)
@@ -108,7 +110,7 @@ def test_images_texts_and_lists(tmp_path: Path) -> None:
     assert from_huggingface(texts, tokens="characters", length=4, test_fraction=0.0).train.x.shape == (2, 4)
     lists = datasets.Dataset.from_dict(
         {"x": [[[1, 2], [3, 4]], [[5, 6], [7, 8]]], "v": [[1.5], [2.5]], "label": [0, 1]},
-        features=Features(
+        features=EncodedFeatures(
             {"x": datasets.Array2D((2, 2), "float32"), "v": datasets.List(Value("float64")), "label": Value("int64")}
         ),
     )
@@ -146,7 +148,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     refused("must hold numbers", datasets.Dataset.from_dict({"x": [["a"], ["b"]], "label": [0, 1]}))
     refused("not finite", datasets.Dataset.from_dict({"x": [[1.0], [float("inf")]], "label": [0, 1]}))
     bad = [{"bytes": b"no image", "path": None}, {"bytes": None, "path": "/etc/hostname"}]
-    kinds = Features({"image": datasets.Image(), "label": Value("int64")})
+    kinds = EncodedFeatures({"image": datasets.Image(), "label": Value("int64")})
     refused("not a readable", datasets.Dataset.from_dict({"image": bad[:1], "label": [0]}, features=kinds))
     refused("stored as bytes", datasets.Dataset.from_dict({"image": bad[1:], "label": [0]}, features=kinds))
 

@@ -18,9 +18,9 @@ from fedrax.data import (
     Samples,
     as_samples,
     has_one_label,
-    heterogeneity,
     label_counts,
     load,
+    measure_heterogeneity,
 )
 from fedrax.errors import FedraxError
 from fedrax.models import Linear
@@ -174,7 +174,7 @@ def test_natural_clients_keep_rows_and_labels_together():
 def test_heterogeneity_of_many_labels_a_sample_is_that_of_sizes():
     federation = Federation.from_dataset(positions(), Natural(), 0)
     assert not has_one_label(federation)
-    measured = heterogeneity(federation)
+    measured = measure_heterogeneity(federation)
     assert measured.median == 10 and measured.total_variation is None and measured.classes_per_client is None
     with pytest.raises(FedraxError, match=r"labels of shape \(6,\) a sample"):
         label_counts(federation)

@@ -24,8 +24,8 @@ from fedrax.data import (
     Samples,
     Shards,
     Similarity,
-    heterogeneity,
     load,
+    measure_heterogeneity,
 )
 from fedrax.errors import FedraxError
 
@@ -144,7 +144,7 @@ def test_similarity_at_its_ends_and_between():
 def test_iid_is_closer_to_the_global_labels_than_similarity():
     dataset = balanced(5000)
     distance = [
-        heterogeneity(Federation.from_dataset(dataset, rule, 0)).total_variation
+        measure_heterogeneity(Federation.from_dataset(dataset, rule, 0)).total_variation
         for rule in (Iid(10), Similarity(10, 80), Similarity(10, 30), Similarity(10, 0))
     ]
     assert distance == sorted(distance) and distance[0] < 0.05 and distance[-1] == pytest.approx(0.9)

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from fedrax.data import load
-from fedrax.data.readers.image_tables import read_image_table
+from fedrax.data.readers.images import read_image_table
 from fedrax.data.readers.tabular import load_csv
 from fedrax.errors import FedraxError
 

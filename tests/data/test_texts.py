@@ -8,7 +8,7 @@ import pytest
 
 from fedrax import FedraxError
 from fedrax.data import Federation, Natural, load
-from fedrax.data.readers.tokenize import MAX_LINE, encode, read_vectors, tokenize, vocabulary
+from fedrax.data.readers.text_data import MAX_LINE, build_vocabulary, encode_words, read_word_vectors, tokenize
 
 
 def test_words_are_in_lower_case_and_signs_stand_alone() -> None:
@@ -21,24 +21,24 @@ def test_words_are_in_lower_case_and_signs_stand_alone() -> None:
 
 def test_a_vocabulary_is_of_the_frequent_words_and_padding_is_zero() -> None:
     texts = [["b", "a", "b"], ["c", "a", "b"]]
-    assert vocabulary(texts, min_count=2) == ("b", "a")
-    assert vocabulary(texts, largest=1) == ("b",)
-    encoded = encode([["a", "z", "b", "b"], []], ("b", "a"), 3)
+    assert build_vocabulary(texts, min_count=2) == ("b", "a")
+    assert build_vocabulary(texts, largest=1) == ("b",)
+    encoded = encode_words([["a", "z", "b", "b"], []], ("b", "a"), 3)
     np.testing.assert_array_equal(encoded, [[3, 1, 2], [0, 0, 0]])
     assert encoded.dtype == np.int32
     with pytest.raises(FedraxError):
-        vocabulary(texts, min_count=0)
+        build_vocabulary(texts, min_count=0)
     with pytest.raises(FedraxError, match="no word occurs 4 times, the most frequent one 3"):
-        vocabulary(texts, min_count=4)
-    assert vocabulary([]) == vocabulary([[]]) == ()
+        build_vocabulary(texts, min_count=4)
+    assert build_vocabulary([]) == build_vocabulary([[]]) == ()
     with pytest.raises(FedraxError):
-        encode(texts, (), 0)
+        encode_words(texts, (), 0)
 
 
 def test_vectors_come_from_a_file_in_gloves_format(tmp_path: Path) -> None:
     path = tmp_path / "glove.txt"
     path.write_text("3 2\nthe 1.0 2.0\ncat -1 0.5\nthe 9 9\nother 7 7\n")
-    table = read_vectors(path, ("cat", "dog", "the"))
+    table = read_word_vectors(path, ("cat", "dog", "the"))
     np.testing.assert_array_equal(table, [[0, 0], [0, 0], [-1, 0.5], [0, 0], [1, 2]])
     assert table.dtype == np.float32
 
@@ -65,9 +65,9 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes, says: str) -> N
     path = tmp_path / "vectors.txt"
     path.write_bytes(content)
     with pytest.raises(FedraxError, match=says):
-        read_vectors(path, ("cat", "dog"))
+        read_word_vectors(path, ("cat", "dog"))
     with pytest.raises(FedraxError, match="cannot be read"):
-        read_vectors(tmp_path, ("cat",))
+        read_word_vectors(tmp_path, ("cat",))
 
 
 @pytest.mark.parametrize(
@@ -81,14 +81,14 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes, says: str) -> N
 def test_files_of_vectors_as_the_world_writes_them(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "vectors.txt"
     path.write_bytes(content)
-    np.testing.assert_array_equal(read_vectors(path, ("cat", "the")), [[0, 0], [0, 0], [-1, 0.5], [1, 2]])
+    np.testing.assert_array_equal(read_word_vectors(path, ("cat", "the")), [[0, 0], [0, 0], [-1, 0.5], [1, 2]])
 
 
 def test_what_is_no_text_or_no_list_of_words_is_a_sentence() -> None:
     for missing in (None, float("nan"), b"bytes"):
         with pytest.raises(FedraxError, match=r"a text is wanted, not .*: leave rows without one out"):
             tokenize(missing)  # type: ignore[arg-type]
-    for made in (vocabulary, lambda texts: encode(texts, ("a",), 3)):
+    for made in (build_vocabulary, lambda texts: encode_words(texts, ("a",), 3)):
         with pytest.raises(FedraxError, match="a list of words is wanted, not the text 'a cat': tokenize"):
             made(["a cat"])
 

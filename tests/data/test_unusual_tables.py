@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from fedrax.data import DirichletClasses, load
-from fedrax.data.dataset import split_test
-from fedrax.data.readers.huggingface import _kind
-from fedrax.data.readers.schema import classes_or_targets
-from fedrax.data.readers.tabular import spread_notes
+from fedrax.data.dataset import train_test_split
+from fedrax.data.readers.assembly import encode_labels
+from fedrax.data.readers.huggingface import _column_kind
+from fedrax.data.readers.tabular import scale_notes
 from fedrax.errors import FedraxError
 
 
@@ -41,7 +41,7 @@ def test_a_feature_that_is_constant_but_for_rounding(tmp_path: Path):
     assert "columns of one number in all training rows: 1, such as 'a'" in found.notes
     np.testing.assert_array_equal(found.train.x[:, 0], 0)
     np.testing.assert_allclose(found.test.x[:, 0], 0.1, rtol=1e-5)
-    assert spread_notes(np.array([[0.1, 1.0], [0.1, 2.0], [0.1, 3.0]])) == []
+    assert scale_notes(np.array([[0.1, 1.0], [0.1, 2.0], [0.1, 3.0]])) == []
 
 
 def test_a_column_without_values_in_one_file(tmp_path: Path):
@@ -85,7 +85,7 @@ def test_one_long_text(tmp_path: Path):
     found = load("csv", path=write(tmp_path / "m.csv", "note,x,label\n" + rows))
     assert found.train.x.shape[1] == 3
     labels = np.array(["b", "a", "z" * 10_000_000, "a"], object)
-    codes, names = classes_or_targets(labels)
+    codes, names = encode_labels(labels)
     assert codes.tolist() == [1, 0, 2, 0] and names[:2] == ("a", "b")
 
 
@@ -124,7 +124,7 @@ def test_kinds_of_whole_numbers_without_a_sign():
 
 def test_bytes_are_images_and_no_texts():
     pl = pytest.importorskip("polars")
-    assert [_kind(dtype) for dtype in (pl.Binary, pl.String, pl.Int8, pl.List(pl.Int8))] == [
+    assert [_column_kind(dtype) for dtype in (pl.Binary, pl.String, pl.Int8, pl.List(pl.Int8))] == [
         "image", "text", "number", "list",
     ]  # fmt: skip
 
@@ -175,7 +175,7 @@ def test_many_clients_are_standardized_in_one_pass(tmp_path: Path):
 
 
 def test_a_share_whose_product_lies_just_below_a_whole_number():
-    train, test = split_test(np.zeros(100), 0.29, np.random.default_rng(0))
+    train, test = train_test_split(np.zeros(100), 0.29, np.random.default_rng(0))
     assert (len(train), len(test)) == (71, 29)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedrax.data import load
-from fedrax.data.readers.csv_parquet import CsvForm, read_csv
+from fedrax.data.readers.table_files import CsvFormat, read_csv
 from fedrax.errors import FedraxError
 
 
@@ -85,7 +85,7 @@ def test_texts_that_name_the_row_are_told_of(path: Path) -> None:
 
 def test_a_form_is_that_of_every_column(path: Path) -> None:
     path.write_text("a|b\n1|NA\n|2\n")
-    table = read_csv(path, CsvForm("|", missing_as=("NA",)), texts=("a",))
+    table = read_csv(path, CsvFormat("|", missing_as=("NA",)), texts=("a",))
     assert table["a"].to_list() == ["1", None] and np.isnan(table["b"].to_numpy()[0])
 
 

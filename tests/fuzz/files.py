@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from fedrax.data import Dataset, load
-from fedrax.data.readers.image_tables import read_image_table
+from fedrax.data.readers.images import read_image_table
 from fedrax.data.registry import load_idx
 from fedrax.errors import FedraxError
 from fedrax.files import read_table

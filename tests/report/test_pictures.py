@@ -6,7 +6,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from fedrax.data import Federation
-from fedrax.data.plot import draw_labels
+from fedrax.data.plot import draw_label_counts
 from fedrax.report.curves import legend_columns
 from fedrax.report.runs import Statistic
 from fedrax.report.search_plots import draw_grids
@@ -38,10 +38,10 @@ def test_few_clients_of_many_classes_have_their_names() -> None:
     """Whose dots lie close together from class to class, and far apart from client to client."""
     y, owner = np.arange(86), np.array([f"region {i % 6}" for i in range(86)])
     many = tuple(f"département of a name that is long, {i}" for i in range(86))
-    few = draw_labels(Federation.from_arrays(np.zeros((86, 1)), y, owner, class_names=many)).axes[0]
+    few = draw_label_counts(Federation.from_arrays(np.zeros((86, 1)), y, owner, class_names=many)).axes[0]
     assert [label.get_text() for label in few.get_xticklabels()] == [f"region {i}" for i in range(6)]
     assert len(few.get_yticklabels()) < 86
-    named = draw_labels(Federation.from_arrays(np.zeros((86, 1)), y % 26, owner, class_names=many[:26])).axes[0]
+    named = draw_label_counts(Federation.from_arrays(np.zeros((86, 1)), y % 26, owner, class_names=many[:26])).axes[0]
     names = [label.get_text() for label in named.get_yticklabels()]
     assert len(names) == 26 and names[0] == "département of a name that is…"
 

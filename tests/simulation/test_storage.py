@@ -277,7 +277,7 @@ def test_a_mapped_array_is_not_copied(tmp_path: Path):
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
     federation = fedrax.Federation.from_arrays(mapped, y, offsets=FEDERATION.offsets, num_classes=3, shuffle=False)
     assert federation.train.x.ctypes.data == mapped.ctypes.data
-    assert fedrax.data.aligned(mapped).ctypes.data == mapped.ctypes.data
+    assert fedrax.data.aligned_array(mapped).ctypes.data == mapped.ctypes.data
     plain = fedrax.Federation.from_arrays(x, y, offsets=FEDERATION.offsets, num_classes=3, shuffle=False)
     for away in ({}, AWAY):
         assert_identical(run(SCAFFOLD, federation, **away), run(SCAFFOLD, plain))

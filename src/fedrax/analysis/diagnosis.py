@@ -19,7 +19,7 @@ from fedrax.contract.initialization import starting_parameters
 from fedrax.contract.local_training import LocalSGD
 from fedrax.contract.task import Task
 from fedrax.data import Federation
-from fedrax.data.dataset import generator
+from fedrax.data.dataset import numpy_generator
 from fedrax.errors import FedraxError
 from fedrax.participation import Asynchronous, Uniform
 from fedrax.prng.seeds import START, seeded
@@ -290,7 +290,7 @@ def _measured(federation: Federation, seed: int) -> Federation:
     """The federation, or some of its clients by chance."""
     if federation.num_clients <= MOST_CLIENTS:
         return federation
-    chosen = np.sort(generator(seed, "clients to measure").choice(federation.num_clients, MOST_CLIENTS, replace=False))
+    chosen = np.sort(numpy_generator(seed, "clients to measure").choice(federation.num_clients, MOST_CLIENTS, replace=False))
     low, sizes = federation.offsets[chosen], federation.sizes[chosen]
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     rows = np.repeat(low - offsets[:-1], sizes) + np.arange(offsets[-1])
@@ -301,7 +301,7 @@ def _measured(federation: Federation, seed: int) -> Federation:
 
 def _rows(federation: Federation, seed: int) -> np.ndarray:
     """Rows of each client to take single gradients of, [N, m], -1 where it has fewer."""
-    rng, most = generator(seed, "samples to measure"), min(SAMPLES_EACH, int(federation.sizes.max()))
+    rng, most = numpy_generator(seed, "samples to measure"), min(SAMPLES_EACH, int(federation.sizes.max()))
     rows = np.full((federation.num_clients, most), -1)
     for i, (low, size) in enumerate(zip(federation.offsets[:-1], federation.sizes, strict=True)):
         chosen = np.arange(size) if size <= most else rng.choice(size, most, replace=False)

@@ -12,7 +12,7 @@ from jax import Array
 from fedrax import tree
 from fedrax.contract.task import Batch, Task
 from fedrax.data import Federation
-from fedrax.data.dataset import generator
+from fedrax.data.dataset import numpy_generator
 from fedrax.prng.seeds import CURVATURE, seeded
 from fedrax.tree import Tree
 from fedrax.xla import optimize
@@ -33,7 +33,7 @@ def curvature(
     """
     if shares is None:
         shares = np.full(federation.num_clients, 1 / federation.num_clients)
-    rows, weights = _sample(federation, shares, most, generator(seed, "samples of the curvature"))
+    rows, weights = _sample(federation, shares, most, numpy_generator(seed, "samples of the curvature"))
     short = -len(rows) % AT_ONCE
     rows = np.pad(rows, (0, short)).reshape(-1, AT_ONCE)
     weights = np.pad(weights, (0, short)).reshape(-1, AT_ONCE).astype(np.float32)

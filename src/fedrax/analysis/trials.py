@@ -18,7 +18,7 @@ from fedrax.contract.initialization import shapes_of
 from fedrax.contract.local_training import LocalSGD
 from fedrax.contract.task import Batch, Task
 from fedrax.data import Federation, hold_out
-from fedrax.data.dataset import share_of
+from fedrax.data.dataset import floor_fractions
 from fedrax.errors import FedraxError, unknown
 from fedrax.simulation import Result, Settings
 from fedrax.simulation.settings import SettingsOptions
@@ -105,7 +105,7 @@ def try_methods(
             raise unknown("method to try:", name, METHODS)
     if not local.lr_is_step_size:
         raise FedraxError("a finished local optimizer has its own step size, so that methods cannot be tried at others")
-    rows = int(np.sum(share_of(federation.sizes, SHARE)))
+    rows = int(np.sum(floor_fractions(federation.sizes, SHARE)))
     if rows < FEWEST:
         raise FedraxError(f"clients hold out {rows} row{'s' * (rows != 1)} in all, too few to choose a method by")
     held, seeds = hold_out(federation, SHARE), range(settings.seed, settings.seed + SEEDS)

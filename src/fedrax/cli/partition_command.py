@@ -17,7 +17,7 @@ from fedrax.analysis import gradient_dissimilarity
 from fedrax.cli.arguments import parse_experiment
 from fedrax.cli.figures import save
 from fedrax.cli.run_command import say_notes
-from fedrax.data import Federation, has_one_label, heterogeneity, label_counts
+from fedrax.data import Federation, has_one_label, label_counts, measure_heterogeneity
 from fedrax.errors import FedraxError
 from fedrax.escaping import plain
 from fedrax.experiments import experiment
@@ -61,14 +61,14 @@ def main(args: list[str]) -> int:
     use_all_cores()
     federation = experiment.load_federation(parsed.experiment, options.data_dir)
     task = experiment.make_task(parsed.experiment, federation)
-    measures = dataclasses.asdict(heterogeneity(federation))
+    measures = dataclasses.asdict(measure_heterogeneity(federation))
     measures["gradient_dissimilarity"] = gradient_dissimilarity(task, federation, seed=parsed.experiment.run.seed)
     counts = label_counts(federation) if has_one_label(federation) else None
 
     def drawn() -> Figure:
-        from fedrax.data.plot import draw_labels  # which takes a while
+        from fedrax.data.plot import draw_label_counts  # which takes a while
 
-        return draw_labels(federation, options.show)
+        return draw_label_counts(federation, options.show)
 
     pictures, failed = save(drawn, None if counts is None else options.picture)
     if options.json:

@@ -1,54 +1,10 @@
-"""Data sets, partitions, and federations: plain NumPy arrays on the host.
+"""Data sets, their partition over clients, and federations: NumPy arrays in host memory.
 
-Pictures are in ``fedrax.data.plot``, apart so that a run does not wait for matplotlib.
+Data flows one way: `load` (or a reader) gives a `Dataset`, a partition such as `DirichletClients` divides its training
+rows over clients, and `Federation.from_dataset` groups the rows by client for `fedrax.simulate`. Arrays that are at
+hand become a federation by `Federation.from_arrays`.
 """
 
-from fedrax.data.dataset import Dataset, Samples, as_samples
-from fedrax.data.federation import Federation, aligned
-from fedrax.data.heterogeneity import Heterogeneity, has_one_label, heterogeneity, label_counts
-from fedrax.data.partition import (
-    PARTITIONS,
-    ClassesPerClient,
-    DirichletClasses,
-    DirichletClients,
-    Iid,
-    LogNormal,
-    Mix,
-    Natural,
-    Partition,
-    Partitioner,
-    Shards,
-    Similarity,
-)
-from fedrax.data.readers.huggingface import from_huggingface
-from fedrax.data.registry import DATASETS, DatasetEntry, load
-from fedrax.data.validation import hold_out
+from fedrax.lazy import attach_stub
 
-__all__ = [
-    "DATASETS",
-    "PARTITIONS",
-    "ClassesPerClient",
-    "Dataset",
-    "DatasetEntry",
-    "DirichletClasses",
-    "DirichletClients",
-    "Federation",
-    "Heterogeneity",
-    "Iid",
-    "LogNormal",
-    "Mix",
-    "Natural",
-    "Partition",
-    "Partitioner",
-    "Samples",
-    "Shards",
-    "Similarity",
-    "aligned",
-    "as_samples",
-    "from_huggingface",
-    "has_one_label",
-    "heterogeneity",
-    "hold_out",
-    "label_counts",
-    "load",
-]
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

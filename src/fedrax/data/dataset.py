@@ -77,7 +77,7 @@ class Dataset:
     def __post_init__(self) -> None:
         if len(self.train.y) == 0:
             raise FedraxError(f"data set {self.name!r} has no training samples.")
-        check_alike(self.train, self.test, f"data set {self.name!r}")
+        check_matching_shapes(self.train, self.test, f"data set {self.name!r}")
         for part, samples, clients in (
             ("training", self.train, self.train_clients),
             ("test", self.test, self.test_clients),
@@ -100,10 +100,10 @@ class Dataset:
 
         ``normalize`` takes mean and deviation out, where they are known; without it pixels lie in 0 .. 1.
         """
-        return preprocess_of(self.pixels, self.mean, self.std, normalize)
+        return make_preprocess(self.pixels, self.mean, self.std, normalize)
 
 
-def preprocess_of(
+def make_preprocess(
     pixels: bool, mean: tuple[float, ...], std: tuple[float, ...], normalize: bool
 ) -> "Preprocess | None":
     """`rescale` for pixels and for what has a mean (a mean is of pixels), None for anything else."""
@@ -128,51 +128,53 @@ def as_samples(x: np.ndarray, y: np.ndarray, padding: int | None = None) -> Samp
         if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
             raise FedraxError(f"{what} has masked values: leave those rows out, or fill them with numbers.")
     try:
-        x, y = _array(x), np.asarray(y)
+        x, y = _to_array(x), np.asarray(y)
     except (ValueError, TypeError) as error:
         raise FedraxError(
-            f"samples must be arrays of numbers in which all rows have one shape{_apart(given, y)}."
+            f"samples must be arrays of numbers in which all rows have one shape{_multi_input_hint(given, y)}."
         ) from error
     lost = sum(map(is_missing, y.ravel())) if y.dtype.kind == "O" else 0
     if lost:
         raise FedraxError(f"labels are missing in {lost:,} of {y.size:,} rows: leave those rows out.")
     if any(a.dtype.kind not in "buif" and a.dtype.name != "bfloat16" for a in (x, y)):
         raise FedraxError(
-            f"samples must be real numbers, not x of dtype {x.dtype} with y of dtype {y.dtype}{_remedy(given, x, y)}."
+            f"samples must be real numbers, not x of dtype {x.dtype} with y of dtype {y.dtype}"
+            f"{_conversion_hint(given, x, y)}."
         )
     if x.ndim < 1 or y.ndim < 1 or len(x) != len(y):
         raise FedraxError(
-            f"x of shape {x.shape} and y of shape {y.shape} are not n samples with n labels{_apart(given, y)}."
+            f"x of shape {x.shape} and y of shape {y.shape} are not n samples with n labels"
+            f"{_multi_input_hint(given, y)}."
         )
     if y.dtype.kind in "bui":
         low, high = label_range(y, padding)
-        if low < 0 or high > _LARGEST:
+        if low < 0 or high > _INT32_MAX:
             hint = f" (padding={low} leaves positions out)" if low < 0 and padding is None and y.ndim > 1 else ""
             raise FedraxError(f"class labels must be 0 or more and fit into 32 bits, found {low} .. {high}{hint}.")
-        return Samples(_held(x, "x"), y.astype(np.int32, copy=False))
-    return Samples(_held(x, "x"), _held(y, "y"))
+        return Samples(_to_jax_dtype(x, "x"), y.astype(np.int32, copy=False))
+    return Samples(_to_jax_dtype(x, "x"), _to_jax_dtype(y, "y"))
 
 
-def _array(given: Any) -> np.ndarray:
+def _to_array(given: Any) -> np.ndarray:
     """Samples as an array: of a table the columns side by side, also those of which np.asarray makes objects, as truth
     values beside numbers, decimals, and numbers that may be missing.
     """
-    columns = _columns(given)
+    columns = _table_columns(given)
     array = np.asarray(given)
-    odd = next((name for name, column in columns if not _holds_numbers(column)), None)
+    odd = next((name for name, column in columns if not _is_numeric(column)), None)
     if odd is not None or not columns or array.dtype.kind != "O":
         return array if odd is None else array.astype(object)
-    return np.stack([_floats(column) for _, column in columns], axis=1)
+    return np.stack([_to_float64(column) for _, column in columns], axis=1)
 
 
-def _columns(given: Any) -> list[tuple[Any, Any]]:
+def _table_columns(given: Any) -> list[tuple[Any, Any]]:
     """The columns of a table of pandas or polars by name; of anything else none."""
     if hasattr(given, "iter_columns"):
         return [(column.name, column) for column in given.iter_columns()]
     return list(given.items()) if hasattr(given, "iloc") and hasattr(given, "columns") else []
 
 
-def _holds_numbers(column: Any) -> bool:
+def _is_numeric(column: Any) -> bool:
     """Whether a column's type is of numbers, or of truth values, or categories of them."""
     kind = column.dtype
     if hasattr(kind, "is_numeric"):  # of polars
@@ -180,14 +182,14 @@ def _holds_numbers(column: Any) -> bool:
     return getattr(getattr(kind, "categories", kind), "dtype", kind).kind in "biuf"
 
 
-def _floats(column: Any) -> np.ndarray:
+def _to_float64(column: Any) -> np.ndarray:
     """A column as float64 [n], NaN where a number is missing."""
     if hasattr(column, "iloc"):
         return column.to_numpy(np.float64, na_value=np.nan)
     return np.array([np.nan if is_missing(value) else float(value) for value in column.to_list()], np.float64)
 
 
-def numbered(
+def encode_string_labels(
     y: Any, test: tuple[Any, Any] | None, class_names: tuple[str, ...] = ()
 ) -> tuple[Any, tuple[Any, Any] | None, tuple[str, ...]]:
     """Labels, ``test`` and names of classes, labels that are strings as their places among the names: those given, or
@@ -196,7 +198,7 @@ def numbered(
     Raises FedraxError for a label that is none of ``class_names``.
     """
     tested = () if test is None or not len(test[1]) else (test[1],)
-    parts = [part for part in map(_texts, (y, *tested)) if part is not None]
+    parts = [part for part in map(_string_array, (y, *tested)) if part is not None]
     if len(parts) != 1 + len(tested):
         return y, test, class_names
     held = np.unique(np.concatenate([part.ravel() for part in parts]))
@@ -208,7 +210,7 @@ def numbered(
     return codes[0], test and (test[0], codes[1] if tested else codes[0][:0]), tuple(names)
 
 
-def _texts(labels: Any) -> np.ndarray | None:
+def _string_array(labels: Any) -> np.ndarray | None:
     """Labels as an array of strings, if that is what they all are."""
     try:
         found = np.asarray(labels) if hasattr(labels, "dtype") else np.asarray(labels, object)
@@ -218,7 +220,7 @@ def _texts(labels: Any) -> np.ndarray | None:
     return found.astype(str) if texts and found.size else None
 
 
-def _apart(given: Any, y: Any) -> str:
+def _multi_input_hint(given: Any, y: Any) -> str:
     """What to do with several inputs of each sample, an array each."""
     parts = given.values() if isinstance(given, Mapping) else given if isinstance(given, tuple | list) else ()
     rows = [np.shape(part)[:1] for part in parts if hasattr(part, "shape")]
@@ -230,15 +232,15 @@ def _apart(given: Any, y: Any) -> str:
     )
 
 
-def _remedy(given: Any, x: np.ndarray, y: np.ndarray) -> str:
+def _conversion_hint(given: Any, x: np.ndarray, y: np.ndarray) -> str:
     """What makes numbers of what is none."""
-    if apart := _apart(given, y):
+    if apart := _multi_input_hint(given, y):
         return apart
     if hasattr(given, "toarray"):
         return "; x.toarray() is dense"
     if hasattr(given, "collect"):
         return "; x.collect() is the table"
-    odd = [(name, column) for name, column in _columns(given) if not _holds_numbers(column)]
+    odd = [(name, column) for name, column in _table_columns(given) if not _is_numeric(column)]
     texts = next((name for name, column in odd if any(isinstance(v, str) for v in np.asarray(column))), None)
     if texts is not None:
         return (
@@ -262,7 +264,7 @@ def is_missing(value: object) -> bool:
         return value.__class__.__name__ == "NAType"
 
 
-def decoded_texts(array: np.ndarray) -> np.ndarray:
+def decode_bytes(array: np.ndarray) -> np.ndarray:
     """Bytes as texts, those that are no UTF-8 still different from one another; any other array as it is."""
     return np.char.decode(array, "utf-8", "backslashreplace") if array.dtype.kind == "S" else array
 
@@ -273,15 +275,15 @@ def label_range(labels: np.ndarray, padding: int | None) -> tuple[int, int]:
     return (int(counted.min()), int(counted.max())) if counted.size else (0, -1)
 
 
-_LARGEST = np.iinfo(np.int32).max
+_INT32_MAX = np.iinfo(np.int32).max
 
 
-def _held(array: np.ndarray, what: str) -> np.ndarray:
+def _to_jax_dtype(array: np.ndarray, what: str) -> np.ndarray:
     """``array`` in its own type or, if JAX does not hold that, in one that it does."""
     kind, size = array.dtype.kind, array.dtype.itemsize
     if kind in "iu" and size > 4:
         low, high = label_range(array, None)
-        if low < -_LARGEST - 1 or high > _LARGEST:
+        if low < -_INT32_MAX - 1 or high > _INT32_MAX:
             raise FedraxError(f"{what} holds integers of {low} .. {high}, which do not fit into 32 bits: use floats.")
         return array.astype(np.int32)
     if kind == "f" and size > 8:
@@ -291,7 +293,7 @@ def _held(array: np.ndarray, what: str) -> np.ndarray:
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
-def check_alike(train: Samples, test: Samples, where: str) -> None:
+def check_matching_shapes(train: Samples, test: Samples, where: str) -> None:
     """Raise FedraxError, its sentence opened by ``where``, unless training and test samples have one shape."""
     for what, one, other in (("samples", train.x, test.x), ("labels", train.y, test.y)):
         if not (hasattr(one, "dtype") and hasattr(other, "dtype")):
@@ -338,19 +340,19 @@ def check_samples(
         raise FedraxError(f"{where}: labels must lie in 0 .. {num_classes - 1}{besides}, found {low} .. {high}.")
 
 
-def generator(seed: int, purpose: str) -> np.random.Generator:
+def numpy_generator(seed: int, purpose: str) -> np.random.Generator:
     """A random stream of its own for each purpose, so that no two uses of one seed share their numbers."""
     if seed < 0:
         raise FedraxError(f"a seed must be 0 or more, not {seed}.")
     return np.random.default_rng([seed, zlib.crc32(purpose.encode())])
 
 
-def share_of(sizes: np.ndarray, fraction: float) -> np.ndarray:
+def floor_fractions(sizes: np.ndarray, fraction: float) -> np.ndarray:
     """``fraction`` of each of the ``sizes``, rounded down, int64."""
     return (sizes * fraction * (1 + 1e-12)).astype(np.int64)  # 29 of 100 by 0.29, whose product is just below
 
 
-def split_test(groups: np.ndarray, fraction: float, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def train_test_split(groups: np.ndarray, fraction: float, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Divide rows into training and test rows; ``fraction`` of each group (class or client) is for the test.
 
     ``groups`` is [n], any sortable dtype; fractions are rounded down, so a group never loses all of its rows.
@@ -362,5 +364,5 @@ def split_test(groups: np.ndarray, fraction: float, rng: np.random.Generator) ->
     _, codes, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     order = shuffled[np.argsort(codes[shuffled], kind="stable")]
     rank = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    in_test = rank < np.repeat(share_of(sizes, fraction), sizes)
+    in_test = rank < np.repeat(floor_fractions(sizes, fraction), sizes)
     return np.sort(order[~in_test]), np.sort(order[in_test])

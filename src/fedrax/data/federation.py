@@ -1,7 +1,7 @@
 """The arrays a simulator holds: all samples in one array, and the rows that each client owns."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -10,15 +10,16 @@ from fedrax.data.dataset import (
     Dataset,
     Samples,
     as_samples,
-    check_alike,
     check_class_names,
+    check_matching_shapes,
     check_samples,
-    decoded_texts,
-    generator,
+    decode_bytes,
+    encode_string_labels,
     is_missing,
     label_range,
-    numbered,
-    preprocess_of,
+    make_preprocess,
+    numpy_generator,
+    train_test_split,
 )
 from fedrax.data.partition import Natural, Partitioner
 from fedrax.errors import FedraxError
@@ -74,7 +75,7 @@ class Federation:
                 f"federation {self.name!r} has {self.num_clients} clients, but {len(self.client_names)} names for them."
             )
         check_class_names(self.class_names, self.num_classes, f"federation {self.name!r}")
-        check_alike(self.train, self.test, f"federation {self.name!r}")
+        check_matching_shapes(self.train, self.test, f"federation {self.name!r}")
         for part, samples in (("training", self.train), ("test", self.test)):
             where = f"federation {self.name!r}, {part} part"
             check_samples(samples, self.num_classes, where, self.pixels, self.padding)
@@ -107,7 +108,7 @@ class Federation:
 
     def preprocess(self, normalize: bool = True) -> "Preprocess | None":
         """What a task does to x first, as ``Dataset.preprocess`` says: for ``classification(model, ...)``."""
-        return preprocess_of(self.pixels, self.mean, self.std, normalize)
+        return make_preprocess(self.pixels, self.mean, self.std, normalize)
 
     @classmethod
     def from_dataset(cls, dataset: Dataset, partition: Partitioner, seed: int, shuffle: bool = True) -> Self:
@@ -118,23 +119,23 @@ class Federation:
         """
         if not isinstance(dataset, Dataset):
             raise FedraxError(
-                f"a partition divides a fedrax.Dataset, not {_thing(dataset)}: Federation.from_arrays takes arrays."
+                f"a partition divides a fedrax.Dataset, not {_describe(dataset)}: Federation.from_arrays takes arrays."
             )
         if isinstance(partition, type) or not hasattr(partition, "assign"):
-            raise FedraxError(f"a partition is an object such as Shards(clients=20), not {_thing(partition)}.")
-        rows, offsets = _assigned(partition, dataset, seed)
+            raise FedraxError(f"a partition is an object such as Shards(clients=20), not {_describe(partition)}.")
+        rows, offsets = _assign(partition, dataset, seed)
         test_rows, test_offsets, names = None, None, ()
         if isinstance(partition, Natural) and dataset.train_clients is not None:
             clients = dataset.train_clients[rows[offsets[:-1]]]
             names = tuple(dataset.client_names[i] for i in clients) if dataset.client_names else ()
             if dataset.test_clients is not None:
-                test_rows, test_offsets = _group_test(clients, dataset.test_clients)
+                test_rows, test_offsets = _group_test_rows(clients, dataset.test_clients)
         if shuffle:
-            rows = rows[_shuffled_inside(offsets, seed)]
+            rows = rows[_shuffle_within_clients(offsets, seed)]
         return cls(
-            train=taken(dataset.train, rows),
-            offsets=aligned(offsets),
-            test=_aligned(dataset.test) if test_rows is None else taken(dataset.test, test_rows),
+            train=take_rows(dataset.train, rows),
+            offsets=aligned_array(offsets),
+            test=_aligned_samples(dataset.test) if test_rows is None else take_rows(dataset.test, test_rows),
             test_offsets=test_offsets,
             num_classes=dataset.num_classes,
             mean=dataset.mean,
@@ -180,26 +181,26 @@ class Federation:
         y [n, ...] does not count. ``shuffle`` and ``seed`` as in :meth:`from_dataset`. Nothing is copied with
         ``offsets``, ``shuffle=False`` and aligned arrays as in JAX.
         """
-        y, test, class_names = numbered(y, test, class_names)
-        train, tested = _parts(x, y, test, padding, f"federation {name!r}")
+        y, test, class_names = encode_string_labels(y, test, class_names)
+        train, tested = _train_and_test(x, y, test, padding, f"federation {name!r}")
         if train.y.dtype.kind == "i" and num_classes is None:
             num_classes = len(class_names) or max(label_range(part.y, padding)[1] for part in (train, tested)) + 1
         _check_owners(client_ids, offsets, test_client_ids, test_offsets)
         rows, test_rows, names = None, None, ()
         if client_ids is not None:
-            clients, rows, offsets = _group(check_ids("client_ids", client_ids, len(train.y)))
+            clients, rows, offsets = _group_by_client(check_client_ids("client_ids", client_ids, len(train.y)))
             names = () if clients.dtype.kind in "iu" else tuple(map(str, clients))
             if test_client_ids is not None:
-                test_ids = check_ids("test_client_ids", test_client_ids, len(tested.y), like=clients)
-                test_rows, test_offsets = _group_test(clients, test_ids)
+                test_ids = check_client_ids("test_client_ids", test_client_ids, len(tested.y), like=clients)
+                test_rows, test_offsets = _group_test_rows(clients, test_ids)
         offsets = _check_train_offsets(np.asarray(offsets), len(train.y), f"federation {name!r}")
         if shuffle:
-            rows = (np.arange(len(train.y)) if rows is None else rows)[_shuffled_inside(offsets, seed)]
+            rows = (np.arange(len(train.y)) if rows is None else rows)[_shuffle_within_clients(offsets, seed)]
         return cls(
-            train=_aligned(train) if rows is None else taken(train, rows),
-            offsets=aligned(offsets),
-            test=_aligned(tested) if test_rows is None else taken(tested, test_rows),
-            test_offsets=None if test_offsets is None else aligned(np.asarray(test_offsets, np.int64)),
+            train=_aligned_samples(train) if rows is None else take_rows(train, rows),
+            offsets=aligned_array(offsets),
+            test=_aligned_samples(tested) if test_rows is None else take_rows(tested, test_rows),
+            test_offsets=None if test_offsets is None else aligned_array(np.asarray(test_offsets, np.int64)),
             num_classes=num_classes,
             mean=mean,
             std=std,
@@ -211,21 +212,23 @@ class Federation:
         )
 
 
-def _parts(x: Any, y: Any, test: tuple[Any, Any] | None, padding: int | None, where: str) -> tuple[Samples, Samples]:
+def _train_and_test(
+    x: Any, y: Any, test: tuple[Any, Any] | None, padding: int | None, where: str
+) -> tuple[Samples, Samples]:
     """Training and test samples, of which the latter may be none."""
     train = as_samples(x, y, padding)
     tested = Samples(train.x[:0], train.y[:0]) if test is None else as_samples(*test, padding)
-    check_alike(train, tested, where)
+    check_matching_shapes(train, tested, where)
     if not len(train.y):
         raise FedraxError("a federation needs training samples.")
     return train, tested
 
 
-def _thing(value: object) -> str:
+def _describe(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
-def aligned(array: np.ndarray) -> np.ndarray:
+def aligned_array(array: np.ndarray) -> np.ndarray:
     """``array`` itself if it is C-contiguous and starts at a multiple of 64 bytes, else a copy that is.
 
     A memory-mapped array stays one, and unread: an array in a .npy file starts at a multiple of 64 bytes.
@@ -234,12 +237,12 @@ def aligned(array: np.ndarray) -> np.ndarray:
     placed = array.size == 0 or array.ctypes.data % ALIGNMENT == 0
     if placed and array.flags.c_contiguous:
         return array
-    copy = aligned_memory(array.shape, array.dtype)
+    copy = allocate_aligned(array.shape, array.dtype)
     copy[...] = array
     return copy
 
 
-def aligned_memory(shape: tuple[int, ...], dtype: np.dtype, make: Callable = np.empty) -> np.ndarray:
+def allocate_aligned(shape: tuple[int, ...], dtype: np.dtype, make: Callable = np.empty) -> np.ndarray:
     """An array that starts at a multiple of 64 bytes, in memory that ``make`` gives."""
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     memory = make(size + ALIGNMENT, np.uint8)
@@ -247,22 +250,22 @@ def aligned_memory(shape: tuple[int, ...], dtype: np.dtype, make: Callable = np.
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
-def _aligned(samples: Samples) -> Samples:
-    return Samples(aligned(samples.x), aligned(samples.y))
+def _aligned_samples(samples: Samples) -> Samples:
+    return Samples(aligned_array(samples.x), aligned_array(samples.y))
 
 
-def taken(samples: Samples, rows: np.ndarray) -> Samples:
+def take_rows(samples: Samples, rows: np.ndarray) -> Samples:
     """Rows of samples, gathered straight into aligned memory."""
 
     def take(array: np.ndarray) -> np.ndarray:
-        out = aligned_memory((len(rows), *array.shape[1:]), array.dtype)
+        out = allocate_aligned((len(rows), *array.shape[1:]), array.dtype)
         # mode="raise" would gather into a second buffer; rows come from a partition and are in range.
         return np.take(array, rows, axis=0, out=out, mode="clip")
 
     return Samples(take(samples.x), take(samples.y))
 
 
-def _assigned(partition: Partitioner, dataset: Dataset, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def _assign(partition: Partitioner, dataset: Dataset, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """The rows and offsets of a partition, which may be a user's own: rows that there are, and offsets among them."""
     name, found = type(partition).__name__, partition.assign(dataset, seed)
     if not (isinstance(found, tuple) and len(found) == 2 and all(isinstance(part, np.ndarray) for part in found)):
@@ -279,10 +282,10 @@ def _assigned(partition: Partitioner, dataset: Dataset, seed: int) -> tuple[np.n
     return rows, _check_train_offsets(offsets, len(rows), f"partition {name}")
 
 
-def _shuffled_inside(offsets: np.ndarray, seed: int) -> np.ndarray:
+def _shuffle_within_clients(offsets: np.ndarray, seed: int) -> np.ndarray:
     """A random order of rows that leaves each row with its client."""
     owner = np.repeat(np.arange(len(offsets) - 1, dtype=np.float64), np.diff(offsets))
-    return np.argsort(owner + generator(seed, "order").random(len(owner)), kind="stable")
+    return np.argsort(owner + numpy_generator(seed, "order").random(len(owner)), kind="stable")
 
 
 def _check_owners(client_ids: object, offsets: object, test_client_ids: object, test_offsets: object) -> None:
@@ -293,7 +296,7 @@ def _check_owners(client_ids: object, offsets: object, test_client_ids: object, 
         raise FedraxError("test_client_ids go with client_ids, and test_offsets with offsets.")
 
 
-def check_ids(what: str, ids: Any, rows: int, like: np.ndarray | None = None) -> np.ndarray:
+def check_client_ids(what: str, ids: Any, rows: int, like: np.ndarray | None = None) -> np.ndarray:
     """Integers or texts [rows], as ``like`` is, of arrays, of columns of pandas or polars, and of lists alike."""
     given = np.array(ids, object) if isinstance(ids, list | tuple) else np.asarray(ids)  # NumPy would write None out
     listed = given.ravel().tolist() if given.dtype.kind in "Of" else []
@@ -301,14 +304,14 @@ def check_ids(what: str, ids: Any, rows: int, like: np.ndarray | None = None) ->
     if lost:
         raise FedraxError(f"{what} are missing in {lost:,} of {len(listed):,} rows: leave out rows that nobody owns.")
     if listed and all(map(_is_integer, listed)):
-        given = _integers(what, listed).reshape(given.shape)
+        given = _to_integers(what, listed).reshape(given.shape)
     elif listed and all(isinstance(value, bytes) for value in listed):
         given = np.array(listed, "S").reshape(given.shape)
-    given = decoded_texts(given)
+    given = decode_bytes(given)
     kind = given.dtype.kind
     texts = kind in "UT" or (kind == "O" and all(isinstance(value, str) for value in listed))
     if given.shape != (rows,) or not (texts or kind in "iu"):
-        found = _kinds_of(listed) if kind == "O" else given.dtype
+        found = _type_names(listed) if kind == "O" else given.dtype
         raise FedraxError(f"{what} must be one integer or string for each of {rows} rows, not {found} {given.shape}.")
     if like is not None and (like.dtype.kind in "iu") == texts:
         raise FedraxError(f"{what} must be {'integers' if texts else 'strings'}, as client_ids are.")
@@ -319,7 +322,7 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _integers(what: str, values: list[Any]) -> np.ndarray:
+def _to_integers(what: str, values: list[Any]) -> np.ndarray:
     """Whole numbers as int64, or as uint64 where they need it."""
     low, high = min(values), max(values)
     kind = next((k for k in (np.int64, np.uint64) if np.iinfo(k).min <= low and high <= np.iinfo(k).max), None)
@@ -328,17 +331,17 @@ def _integers(what: str, values: list[Any]) -> np.ndarray:
     return np.array(values, kind)
 
 
-def _kinds_of(values: list[Any]) -> str:
+def _type_names(values: list[Any]) -> str:
     return " and ".join(sorted({type(value).__name__ for value in values}))
 
 
-def _group(client_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _group_by_client(client_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Clients [N] in sorted order, all rows grouped by them [n], and their offsets [N + 1]."""
     clients, owner, sizes = np.unique(client_ids, return_inverse=True, return_counts=True)
     return clients, np.argsort(owner, kind="stable"), np.concatenate([[0], np.cumsum(sizes)])
 
 
-def _group_test(clients: np.ndarray, test_clients: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
+def _group_test_rows(clients: np.ndarray, test_clients: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Test rows grouped by ``clients`` (sorted, [N]) and their offsets; strangers' rows last.
 
     (None, None) if no test row belongs to any of the clients.
@@ -350,7 +353,7 @@ def _group_test(clients: np.ndarray, test_clients: np.ndarray) -> tuple[np.ndarr
     sizes = np.bincount(owner, minlength=len(clients) + 1)[:-1]
     if not sizes.any():
         return None, None
-    return np.argsort(owner, kind="stable"), aligned(np.concatenate([[0], np.cumsum(sizes)]))
+    return np.argsort(owner, kind="stable"), aligned_array(np.concatenate([[0], np.cumsum(sizes)]))
 
 
 def _check_train_offsets(offsets: np.ndarray, rows: int, where: str) -> np.ndarray:
@@ -370,3 +373,34 @@ def _check_offsets(offsets: np.ndarray, rows: int, where: str) -> np.ndarray:
     if not fits or offsets[0] != 0 or (np.diff(offsets.astype(np.int64)) < 0).any() or offsets[-1] > rows:
         raise FedraxError(f"{where}: offsets must be N + 1 integers that rise from 0 to at most {rows}.")
     return offsets.astype(np.int64, copy=False)
+
+
+def hold_out(federation: Federation, share: float, seed: int = 0) -> Federation:
+    """The federation with ``share`` of each client's training rows, rounded down, in place of the test data.
+
+    Which rows they are is decided by ``seed`` (a random stream of its own). Raises FedraxError unless 0 < share < 1,
+    and where no client has enough rows to lose one.
+    """
+    if not 0 < share < 1:
+        raise FedraxError(f"the share of validation data must lie between 0 and 1, not be {share}.")
+    clients = federation.num_clients
+    owner = np.repeat(np.arange(clients), federation.sizes)
+    kept, held = train_test_split(owner, share, numpy_generator(seed, "validation split"))
+    if not len(held):
+        raise FedraxError(
+            f"the largest client of {federation.name!r} has {federation.sizes.max()} training rows, too few to hold"
+            f" out {share:g} of them for validation: raise the share."
+        )
+
+    def offsets(rows: np.ndarray) -> np.ndarray:
+        return aligned_array(
+            np.concatenate([[0], np.cumsum(np.bincount(owner[rows], minlength=clients))]).astype(np.int64)
+        )
+
+    return replace(
+        federation,
+        train=take_rows(federation.train, kept),
+        offsets=offsets(kept),
+        test=take_rows(federation.train, held),
+        test_offsets=offsets(held),
+    )

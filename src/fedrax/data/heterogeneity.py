@@ -59,7 +59,7 @@ def has_one_label(federation: Federation) -> bool:
     return federation.num_classes is not None and federation.train.y.ndim == 1
 
 
-def heterogeneity(federation: Federation) -> Heterogeneity:
+def measure_heterogeneity(federation: Federation) -> Heterogeneity:
     """Measure ``federation``; raises FedraxError for a table of labels that is too large for ``label_counts``."""
     sizes = federation.sizes
     variation, divergence, held = None, None, None

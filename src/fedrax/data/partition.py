@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from fedrax.data.dataset import Dataset, generator
+from fedrax.data.dataset import Dataset, numpy_generator
 from fedrax.errors import FedraxError, known_fields_only
 
 DIRICHLET_ATTEMPTS = 100
@@ -41,8 +41,8 @@ class Iid:
     """Number of clients."""
 
     def assign(self, dataset: Dataset, seed: int) -> Partition:
-        sizes = _even_sizes(_rows(dataset, self.clients), self.clients)
-        rng = generator(seed, "partition")
+        sizes = _even_sizes(_num_rows(dataset, self.clients), self.clients)
+        rng = numpy_generator(seed, "partition")
         return Partition(rng.permutation(len(dataset.train.y)), _offsets(sizes))
 
 
@@ -62,12 +62,12 @@ class Shards:
     def assign(self, dataset: Dataset, seed: int) -> Partition:
         if self.per_client < 1:
             raise FedraxError(f"a client needs at least 1 shard, not {self.per_client}.")
-        total, shards = _rows(dataset, self.clients), self.clients * self.per_client
+        total, shards = _num_rows(dataset, self.clients), self.clients * self.per_client
         if total < shards:
             raise FedraxError(
                 f"{total} rows are too few for {shards} shards ({self.clients} clients x {self.per_client})."
             )
-        rng = generator(seed, "partition")
+        rng = numpy_generator(seed, "partition")
         # Shards are dealt before they are cut: where their sizes differ by one, the client that holds a
         # shard decides its size, so that the clients' totals stay even.
         shard_of = rng.permutation(shards).reshape(self.clients, self.per_client)
@@ -94,8 +94,8 @@ class Similarity:
 
     def assign(self, dataset: Dataset, seed: int) -> Partition:
         _check_percent(self.percent)
-        total = _rows(dataset, self.clients)
-        rows = generator(seed, "partition").permutation(total)
+        total = _num_rows(dataset, self.clients)
+        rows = numpy_generator(seed, "partition").permutation(total)
         mixed = round(total * self.percent / 100)
         sizes, mixed_sizes = _even_sizes(total, self.clients), _even_sizes(mixed, self.clients)
         clients = np.arange(self.clients)
@@ -137,8 +137,8 @@ class DirichletClasses:
 
     def assign(self, dataset: Dataset, seed: int) -> Partition:
         _check_concentration("omega", self.omega)
-        labels, num_classes = _labels(dataset, self.clients)
-        rng = generator(seed, "partition")
+        labels, num_classes = _class_labels(dataset, self.clients)
+        rng = numpy_generator(seed, "partition")
         mix = rng.dirichlet(np.full(num_classes, self.omega), size=self.clients)
         missing = _even_sizes(len(labels), self.clients)
         stock = np.bincount(labels, minlength=num_classes)
@@ -177,8 +177,8 @@ class DirichletClients:
     def assign(self, dataset: Dataset, seed: int) -> Partition:
         _check_concentration("alpha", self.alpha)
         _check_min_size(self.min_size, self.clients, len(dataset.train.y))
-        labels, num_classes = _labels(dataset, self.clients)
-        rng = generator(seed, "partition")
+        labels, num_classes = _class_labels(dataset, self.clients)
+        rng = numpy_generator(seed, "partition")
         for _ in range(DIRICHLET_ATTEMPTS):
             counts = self._draw(np.bincount(labels, minlength=num_classes), rng)
             if counts.sum(axis=1).min() >= self.min_size:
@@ -219,7 +219,7 @@ class ClassesPerClient:
     """Classes that each client holds."""
 
     def assign(self, dataset: Dataset, seed: int) -> Partition:
-        labels, num_classes = _labels(dataset, self.clients)
+        labels, num_classes = _class_labels(dataset, self.clients)
         stock = np.bincount(labels, minlength=num_classes)
         present = np.flatnonzero(stock)
         if not 1 <= self.classes <= len(present):
@@ -228,7 +228,7 @@ class ClassesPerClient:
             raise FedraxError(
                 f"{self.clients} clients of {self.classes} classes cannot hold all {len(present)} classes."
             )
-        rng = generator(seed, "partition")
+        rng = numpy_generator(seed, "partition")
         counts = np.zeros((self.clients, num_classes), np.int64)
         used = np.zeros(len(present), np.int64)
         for client in range(self.clients):
@@ -260,9 +260,9 @@ class LogNormal:
     def assign(self, dataset: Dataset, seed: int) -> Partition:
         if not 0 <= self.sigma <= 100:
             raise FedraxError(f"sigma must lie in 0 .. 100, not {self.sigma}.")
-        total = _rows(dataset, self.clients)
+        total = _num_rows(dataset, self.clients)
         _check_min_size(self.min_size, self.clients, total)
-        rng = generator(seed, "partition")
+        rng = numpy_generator(seed, "partition")
         normal = rng.standard_normal(self.clients)
         weights = np.exp(self.sigma * (normal - normal.max()))  # no overflow, same proportions
         exact = weights / weights.sum() * (total - self.clients * self.min_size)
@@ -295,7 +295,7 @@ class Natural:
                 f"data set {dataset.name!r} has {len(kept)} natural clients of {self.min_size} rows or more; "
                 f"{wanted} of them cannot be taken."
             )
-        kept = np.sort(generator(seed, "partition").permutation(kept)[:wanted])
+        kept = np.sort(numpy_generator(seed, "partition").permutation(kept)[:wanted])
         number = np.full(len(sizes), -1)
         number[kept] = np.arange(wanted)
         rows = np.flatnonzero(number[owner] >= 0)
@@ -317,7 +317,7 @@ for _rule in PARTITIONS.values():
     known_fields_only(_rule)
 
 
-def _rows(dataset: Dataset, clients: int) -> int:
+def _num_rows(dataset: Dataset, clients: int) -> int:
     """The number of training rows, checked to be at least one for each client."""
     total = len(dataset.train.y)
     if clients < 1:
@@ -327,7 +327,7 @@ def _rows(dataset: Dataset, clients: int) -> int:
     return total
 
 
-def _one_label_a_row(dataset: Dataset) -> np.ndarray:
+def _partition_labels(dataset: Dataset) -> np.ndarray:
     """The training labels [n], or what stands in place of them; FedraxError where a row has several."""
     if dataset.partition_by is not None:
         return dataset.partition_by
@@ -339,9 +339,9 @@ def _one_label_a_row(dataset: Dataset) -> np.ndarray:
     return dataset.train.y
 
 
-def _labels(dataset: Dataset, clients: int) -> tuple[np.ndarray, int]:
+def _class_labels(dataset: Dataset, clients: int) -> tuple[np.ndarray, int]:
     """Labels [n] and the number of classes, for the rules that deal out classes."""
-    _rows(dataset, clients)
+    _num_rows(dataset, clients)
     by, classes = dataset.partition_by, dataset.num_classes
     if by is not None:
         classes = None if by.dtype.kind == "f" else int(by.max()) + 1
@@ -353,7 +353,7 @@ def _labels(dataset: Dataset, clients: int) -> tuple[np.ndarray, int]:
             f"{clients} clients x {classes} classes are too many for this partition "
             f"(at most {MAX_TABLE:,} entries); iid, shards, similarity and mix have no such limit."
         )
-    return _one_label_a_row(dataset).astype(np.int64), classes
+    return _partition_labels(dataset).astype(np.int64), classes
 
 
 def _check_concentration(name: str, value: float) -> None:
@@ -384,7 +384,7 @@ def _offsets(sizes: np.ndarray) -> np.ndarray:
 
 def _sorted_by_label(dataset: Dataset, rows: np.ndarray) -> np.ndarray:
     """``rows`` in the order of their labels; rows of one label keep their order."""
-    return rows[np.argsort(_one_label_a_row(dataset)[rows], kind="stable")]
+    return rows[np.argsort(_partition_labels(dataset)[rows], kind="stable")]
 
 
 def _grouped(rows: np.ndarray, owner: np.ndarray, clients: int) -> Partition:

@@ -18,7 +18,7 @@ LINE = 0.125
 """Inches from one line of small text to the next."""
 
 
-def draw_labels(federation: Federation, clients: int = 50) -> Figure:
+def draw_label_counts(federation: Federation, clients: int = 50) -> Figure:
     """Draw the label counts of the first ``clients`` clients, as in GradMA's figure 8.
 
     A dot of the size of its cell is the largest count shown. Raises FedraxError for a regression.
@@ -62,12 +62,12 @@ def _short(names: Sequence[str]) -> list[str]:
     return [for_picture(name if len(name) <= 30 else f"{name[:29]}…") for name in names]
 
 
-def save_labels(federation: Federation, path: str | Path, clients: int = 50) -> tuple[Path, Path]:
+def save_label_counts(federation: Federation, path: str | Path, clients: int = 50) -> tuple[Path, Path]:
     """Save the picture as PNG and SVG beside each other; returns both paths.
 
     ``path`` is without suffix (a .png or .svg is dropped). Each file is written whole or not at all.
     """
-    figure = draw_labels(federation, clients)
+    figure = draw_label_counts(federation, clients)
     path = Path(path)
     stem = path.name.removesuffix(".png").removesuffix(".svg")
     png, svg = (write_picture(path.with_name(f"{stem}.{kind}"), figure) for kind in ("png", "svg"))

@@ -12,18 +12,24 @@ from typing import Any
 
 import numpy as np
 
-from fedrax.data.dataset import Dataset, Samples, as_samples, decoded_texts, generator, label_range, split_test
-from fedrax.data.federation import check_ids
+from fedrax.data.dataset import (
+    Dataset,
+    Samples,
+    as_samples,
+    decode_bytes,
+    label_range,
+    numpy_generator,
+    train_test_split,
+)
+from fedrax.data.federation import check_client_ids
 from fedrax.data.readers.array_files import data_directory, find_file, read_idx, read_npz
+from fedrax.data.readers.assembly import encode_labels, make_dataset, split_rows, take_rows, to_float32
 from fedrax.data.readers.huggingface import load_huggingface
 from fedrax.data.readers.image_folders import load_image_folder
 from fedrax.data.readers.leaf import load_leaf
-from fedrax.data.readers.schema import classes_or_targets, from_rows, rows_of, shortened, split
-from fedrax.data.readers.tabular import load_csv, spread_notes
-from fedrax.data.readers.text_datasets import SENT140, SNLI, load_sent140, load_snli
-from fedrax.data.synthetic.logistic import load_synthetic
-from fedrax.data.synthetic.matrix_sensing import load_matrix_sensing
-from fedrax.data.synthetic.quartic import load_quartic_pair
+from fedrax.data.readers.tabular import load_csv, scale_notes
+from fedrax.data.readers.text_data import SENT140, SNLI, load_sent140, load_snli
+from fedrax.data.synthetic import load_matrix_sensing, load_quartic_pair, load_synthetic
 from fedrax.errors import FedraxError, unknown
 from fedrax.files import cache_directory
 
@@ -82,9 +88,9 @@ def load_digits(test_fraction: float = 0.2, seed: int = 0) -> Dataset:
 
     x, y = bundled(return_X_y=True)
     x = (np.asarray(x) / 16).astype(np.float32).reshape(-1, 8, 8, 1)
-    train, test = split_test(np.asarray(y), test_fraction, generator(seed, "test split"))
+    train, test = train_test_split(np.asarray(y), test_fraction, numpy_generator(seed, "test split"))
     samples = as_samples(x, np.asarray(y))
-    return Dataset("digits", rows_of(samples, train), rows_of(samples, test), 10, class_names=tuple("0123456789"))
+    return Dataset("digits", take_rows(samples, train), take_rows(samples, test), 10, class_names=tuple("0123456789"))
 
 
 def load_mnist(data_dir: Path) -> Dataset:
@@ -220,10 +226,10 @@ def load_openml(dataset: str, version: int = 1, test_fraction: float = 0.2, seed
         )
     if not isinstance(x, np.ndarray) or x.dtype.kind not in "buif" or not np.isfinite(x).all():
         raise FedraxError(f"OpenML data set {dataset!r} has missing, sparse or non-numeric features.")
-    y, names = classes_or_targets(np.asarray(y))
-    train, test = split(y, None, test_fraction, seed)
-    notes = tuple(spread_notes(x[train]))
-    return from_rows(dataset, as_samples(shortened(x, "features"), y), None, train, test, names, notes=notes)
+    y, names = encode_labels(np.asarray(y))
+    train, test = split_rows(y, None, test_fraction, seed)
+    notes = tuple(scale_notes(x[train]))
+    return make_dataset(dataset, as_samples(to_float32(x, "features"), y), None, train, test, names, notes=notes)
 
 
 def _idx_images(part: str) -> str:
@@ -243,7 +249,7 @@ def _load_images(
     mean: tuple[float, ...],
     std: tuple[float, ...],
 ) -> Dataset:
-    from fedrax.data.readers.image_tables import read_image_table
+    from fedrax.data.readers.images import read_image_table
 
     x, y, names = read_image_table(folder / "train.parquet", label, size)
     x_test, y_test, _ = read_image_table(folder / f"{test}.parquet", label, size)
@@ -261,7 +267,7 @@ def _from_npz(
     pixels: bool = False,
     padding: int | None = None,
 ) -> Dataset:
-    labels = [decoded_texts(arrays[f"y_{part}"]) for part in ("train", "test")]
+    labels = [decode_bytes(arrays[f"y_{part}"]) for part in ("train", "test")]
     if all(y.ndim == 1 and y.dtype.kind == "U" for y in labels):
         found, y = np.unique(np.concatenate(labels), return_inverse=True)
         class_names, labels = tuple(map(str, found)), [y[: len(labels[0])], y[len(labels[0]) :]]
@@ -280,7 +286,8 @@ def _from_npz(
     if keys == [f"{client}_test"]:
         raise FedraxError(f"{path} holds {client}_test and no {client}_train: give both, that alone, or neither.")
     ids = [
-        check_ids(f"{path}: {key}", arrays[key], len(part.y)) for key, part in zip(keys, (train, test), strict=False)
+        check_client_ids(f"{path}: {key}", arrays[key], len(part.y))
+        for key, part in zip(keys, (train, test), strict=False)
     ]
     codes: list[np.ndarray | None] = [None, None]
     names: tuple[str, ...] = ()
@@ -308,7 +315,7 @@ def _npz_notes(
 ) -> tuple[str, ...]:
     """Warnings of arrays that may mean something else than what they are taken for."""
     x, y = train
-    notes = spread_notes(x) if x.ndim == 2 and x.dtype.kind == "f" else []
+    notes = scale_notes(x) if x.ndim == 2 and x.dtype.kind == "f" else []
     if x.dtype == np.uint8 and x.ndim > 2 and not pixels:
         notes.append("warning: x are bytes, read as the numbers 0 to 255: pixels = true takes them for those of images")
     counted = y.dtype.kind == "i" and padding is None and not class_names  # a padding may be what others count from

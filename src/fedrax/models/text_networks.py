@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from fedrax.config.hyperparameters import PositiveInt
 from fedrax.contract.model import Model, Params
-from fedrax.data.readers.tokenize import PADDING, UNKNOWN, read_vectors
+from fedrax.data.readers.text_data import PADDING, UNKNOWN, read_word_vectors
 from fedrax.errors import FedraxError
 from fedrax.models.layers import dense, dropout, init_dense, init_output, output
 from fedrax.models.lstm import init_lstm
@@ -137,7 +137,7 @@ def _embedding(vectors: Path | None, vocabulary: tuple[str, ...], width: int) ->
             "a model of words needs a data set of texts, with a vocabulary (snli, sent140, leaf, huggingface)."
         )
     if vectors is not None:
-        table = read_vectors(vectors, vocabulary)  # known to all: nothing that is trained or sent
+        table = read_word_vectors(vectors, vocabulary)  # known to all: nothing that is trained or sent
 
         def look_up(params: Params, words: Array) -> Array:
             return jnp.asarray(table, params["output"]["weight"].dtype)[words]

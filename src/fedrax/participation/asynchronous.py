@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from fedrax.config.hyperparameters import PositiveInt
-from fedrax.data.readers.csv_parquet import read_columns
+from fedrax.data.readers.table_files import read_csv_columns
 from fedrax.errors import FedraxError
 from fedrax.participation.policy import ARRIVALS, CohortSizes, ParticipationPolicy, Population
 
@@ -182,7 +182,7 @@ def _draws(rng: np.random.Generator, num_clients: int) -> Iterator[int]:
 def read_durations(participation: Asynchronous, num_clients: int) -> list[np.ndarray]:
     """The seconds that each client takes, float64, in the order of the file; raises FedraxError for a malformed one."""
     path = participation.trace
-    client, seconds = read_columns(path, "the trace of durations", ["client", "seconds"])
+    client, seconds = read_csv_columns(path, "the trace of durations", ["client", "seconds"])
     numbers = client.dtype.is_integer() and seconds.dtype.is_numeric() and not client.null_count()
     if not numbers or seconds.null_count():
         raise FedraxError(f"the trace of durations {path} must hold whole numbers of clients and numbers of seconds")

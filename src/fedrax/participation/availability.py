@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fedrax.data.readers.csv_parquet import read_columns
+from fedrax.data.readers.table_files import read_csv_columns
 from fedrax.errors import FedraxError
 from fedrax.participation.policy import CohortSizes, ParticipationPolicy, Population, sample_among
 
@@ -52,7 +52,7 @@ class Availability(ParticipationPolicy):
 def read_trace(participation: Availability, num_clients: int) -> list[np.ndarray]:
     """The available clients of each round of a trace file, sorted; raises FedraxError for a malformed one."""
     path = participation.trace
-    table = read_columns(path, "the availability trace", ["round", "client"])
+    table = read_csv_columns(path, "the availability trace", ["round", "client"])
     if not all(kind.is_integer() for kind in table.dtypes) or sum(table.null_count().row(0)):
         raise FedraxError(f"the availability trace {path} must hold whole numbers only")
     rounds, clients = np.unique(table.to_numpy(), axis=0).T

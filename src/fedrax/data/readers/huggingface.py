@@ -18,11 +18,18 @@ import numpy as np
 
 from fedrax.data.dataset import Dataset
 from fedrax.data.readers.array_files import MAX_BYTES
-from fedrax.data.readers.csv_parquet import as_numbers
-from fedrax.data.readers.image_decoding import MAX_FILE, ON_A_SIDE, check_form, decoded, moments, orientation
-from fedrax.data.readers.schema import Columns, Owners, check_columns, label_notes, refuse_idle
-from fedrax.data.readers.tabular import dataset_of
-from fedrax.data.readers.tokenize import MAX_CHARACTERS, encode, encode_characters, tokenize, vocabulary
+from fedrax.data.readers.assembly import reject_unused_options
+from fedrax.data.readers.images import (
+    EXIF_SIDEWAYS,
+    MAX_FILE,
+    channel_moments,
+    check_image_form,
+    decode_images,
+    exif_orientation,
+)
+from fedrax.data.readers.table_files import cast_numeric
+from fedrax.data.readers.tabular import ColumnRoles, TableRows, check_columns, dataset_from_table, label_notes
+from fedrax.data.readers.text_data import MAX_CHARACTERS, build_vocabulary, encode_characters, encode_words, tokenize
 from fedrax.errors import FedraxError, unknown
 
 if TYPE_CHECKING:
@@ -68,29 +75,31 @@ def load_huggingface(
     ``test_fraction`` of its rows for the test.
     """
     given = dict(locals())
-    chosen = Columns(label, client, partition_by, tuple(columns), tuple(drop), labels, standardize, missing)
+    chosen = ColumnRoles(label, client, partition_by, tuple(columns), tuple(drop), labels, standardize, missing)
     chosen = replace(chosen, categorical=tuple(categorical), max_categories=max_categories)
     if tokens not in ("words", "characters"):
         raise unknown("tokens:", tokens, ("words", "characters"))
     splits, name = _splits(path)
-    parts = _chosen(splits, train_split, test_split, test_fraction, name)
-    table, first, features = _joined(parts, chosen, name)
-    table = _without(table, missing_as, chosen)
-    owners = _named(Owners.of(table, chosen, first, test_fraction, seed, name), table, chosen, features, name)
+    parts = _select_splits(splits, train_split, test_split, test_fraction, name)
+    table, first, features = _concatenate_splits(parts, chosen, name)
+    table = _nullify_markers(table, missing_as, chosen)
+    owners = _with_class_names(
+        TableRows.of(table, chosen, first, test_fraction, seed, name), table, chosen, features, name
+    )
     said = [] if getattr(features[label], "names", None) else label_notes(table, chosen)
-    owners = replace(owners, notes=(*owners.notes, *said, *_left_out(splits, train_split, test_split, name)))
+    owners = replace(owners, notes=(*owners.notes, *said, *_unused_split_notes(splits, train_split, test_split, name)))
     inputs = chosen.features(table, name)
-    kind = _kind_of_samples({column: _kind(table[column].dtype) for column in inputs}, chosen, given, name)
+    kind = _sample_kind({column: _column_kind(table[column].dtype) for column in inputs}, chosen, given, name)
     if kind == "features":
-        return dataset_of(table, chosen, owners, name, name)
+        return dataset_from_table(table, chosen, owners, name, name)
     column = table[inputs[0]]
     if column.null_count():
         raise FedraxError(f"{name}: column {inputs[0]!r} has missing values.")
     if kind == "images":
-        return _of_images(column, owners, size, color, name)
+        return _image_dataset(column, owners, size, color, name)
     if kind == "texts":
-        return _of_texts(column, owners, tokens, length, min_count, largest, name)
-    return owners.dataset(name, _arrays(column, name))
+        return _text_dataset(column, owners, tokens, length, min_count, largest, name)
+    return owners.dataset(name, _nested_lists(column, name))
 
 
 _OPTIONS = {
@@ -102,7 +111,7 @@ _OPTIONS = {
 """What samples may be, and the options that have an effect on them."""
 
 
-def _kind_of_samples(kinds: dict[str, str], chosen: Columns, given: dict[str, Any], name: str) -> str:
+def _sample_kind(kinds: dict[str, str], chosen: ColumnRoles, given: dict[str, Any], name: str) -> str:
     """What samples of columns of these kinds are: features, or what one column alone holds; options must suit it."""
     odd = next((column for column, kind in kinds.items() if kind not in ("text", "number", "time")), None)
     if odd is not None and len(kinds) > 1:
@@ -118,7 +127,7 @@ def _kind_of_samples(kinds: dict[str, str], chosen: Columns, given: dict[str, An
     idle = sorted(option for of in _OPTIONS.values() for option in of if option not in _OPTIONS[found])
     if set(chosen.categorical) <= {chosen.label, chosen.partition_by}:  # which are no samples
         idle = [option for option in idle if option != "categorical"]
-    refuse_idle(load_huggingface, f"on {found}", **{option: given[option] for option in idle})
+    reject_unused_options(load_huggingface, f"on {found}", **{option: given[option] for option in idle})
     return found
 
 
@@ -140,7 +149,7 @@ def _splits(given: Any) -> tuple[Splits, str]:
     name = given.name if isinstance(given, Path) else Path(given).name if isinstance(given, str) else "huggingface"
     if isinstance(given, str | Path):
         try:
-            given = _from_disk(Path(given), datasets)
+            given = _read_from_disk(Path(given), datasets)
         except FedraxError:
             raise
         except Exception as error:  # a damaged file may break the readers in any way
@@ -155,7 +164,7 @@ def _splits(given: Any) -> tuple[Splits, str]:
     return dict(given), name
 
 
-def _from_disk(path: Path, datasets: Any) -> Any:
+def _read_from_disk(path: Path, datasets: Any) -> Any:
     if not path.exists():
         raise FedraxError(f"there is no data set {path}: download it first, with datasets.load_dataset.")
     if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
@@ -172,7 +181,9 @@ def _from_disk(path: Path, datasets: Any) -> Any:
     return {split: datasets.Dataset(read(parts)) for split, parts in splits.items()}
 
 
-def _chosen(splits: Splits, train_split: str, test_split: str | None, test_fraction: float, name: str) -> list[Any]:
+def _select_splits(
+    splits: Splits, train_split: str, test_split: str | None, test_fraction: float, name: str
+) -> list[Any]:
     """The training split and, where there is one, the test split, which leaves nothing to ``test_fraction``."""
     only = splits.get("") if len(splits) == 1 else None
     if only is None and train_split not in splits:
@@ -182,17 +193,17 @@ def _chosen(splits: Splits, train_split: str, test_split: str | None, test_fract
     train = splits[train_split] if only is None else only
     if test_split not in splits or test_split == train_split:
         return [train]
-    refuse_idle(load_huggingface, f"where {test_split} is a split", test_fraction=test_fraction)
+    reject_unused_options(load_huggingface, f"where {test_split} is a split", test_fraction=test_fraction)
     return [train, splits[test_split]]
 
 
-def _joined(parts: Sequence[Any], chosen: Columns, name: str) -> tuple[pl.DataFrame, int | None, Any]:
+def _concatenate_splits(parts: Sequence[Any], chosen: ColumnRoles, name: str) -> tuple[pl.DataFrame, int | None, Any]:
     """The rows of the training split, then those of the test split if there is one; how many are the first."""
     import polars as pl
 
     if sum(part.data.nbytes for part in parts) > MAX_BYTES:
         raise FedraxError(f"{name} holds more than {MAX_BYTES >> 30} GiB.")
-    tables = [_table(part) for part in parts]
+    tables = [_to_polars(part) for part in parts]
     for table in tables:
         if not len(table):
             raise FedraxError(f"{name} has a split without rows.")
@@ -207,7 +218,7 @@ def _joined(parts: Sequence[Any], chosen: Columns, name: str) -> tuple[pl.DataFr
     return pl.concat(tables), len(tables[0]) if len(parts) == 2 else None, parts[0].features
 
 
-def _table(part: Any) -> pl.DataFrame:
+def _to_polars(part: Any) -> pl.DataFrame:
     """The rows as they are stored, nothing decoded; arrays as lists of lists."""
     import polars as pl
 
@@ -222,24 +233,26 @@ def _table(part: Any) -> pl.DataFrame:
     return made.with_columns(pl.col(pl.Decimal).cast(pl.Float64))  # amounts, as databases write them
 
 
-def _left_out(splits: Splits, train_split: str, test_split: str | None, name: str) -> list[str]:
+def _unused_split_notes(splits: Splits, train_split: str, test_split: str | None, name: str) -> list[str]:
     """A sentence about splits that nothing is made of."""
     others = sorted(set(splits) - {"", train_split, test_split})
     return [f"{name}: {', '.join(others)} left out (train_split, test_split)"] * bool(others)
 
 
-def _without(table: pl.DataFrame, missing_as: Sequence[str], chosen: Columns) -> pl.DataFrame:
+def _nullify_markers(table: pl.DataFrame, missing_as: Sequence[str], chosen: ColumnRoles) -> pl.DataFrame:
     """Nothing where the texts of ``missing_as`` stand; a column whose other texts are all numbers is one of numbers."""
     import polars as pl
 
     for column in table.select(pl.col(pl.String)).iter_columns() if missing_as else ():
         kept = column.set(column.str.strip_chars().is_in([*map(str.strip, missing_as)]), None)
         if kept.null_count() > column.null_count():
-            table = table.with_columns(kept if column.name in chosen.of_names else as_numbers(kept))
+            table = table.with_columns(kept if column.name in chosen.of_names else cast_numeric(kept))
     return table
 
 
-def _named(owners: Owners, table: pl.DataFrame, chosen: Columns, features: Any, name: str) -> Owners:
+def _with_class_names(
+    owners: TableRows, table: pl.DataFrame, chosen: ColumnRoles, features: Any, name: str
+) -> TableRows:
     """Classes and clients by the names that a ``ClassLabel`` gives them, in its order."""
     names = getattr(features[chosen.label], "names", None)
     if names and chosen.labels != "numbers":
@@ -256,7 +269,7 @@ def _named(owners: Owners, table: pl.DataFrame, chosen: Columns, features: Any, 
     return owners
 
 
-def _kind(dtype: Any) -> str:
+def _column_kind(dtype: Any) -> str:
     """What a column holds, by its type in polars."""
     import polars as pl
 
@@ -271,7 +284,9 @@ def _kind(dtype: Any) -> str:
     return "text" if dtype in (pl.String, pl.Categorical, pl.Enum) else "time"
 
 
-def _of_images(column: pl.Series, owners: Owners, size: tuple[int, int] | None, color: str, name: str) -> Dataset:
+def _image_dataset(
+    column: pl.Series, owners: TableRows, size: tuple[int, int] | None, color: str, name: str
+) -> Dataset:
     import polars as pl
 
     encoded = column if column.dtype == pl.Binary else column.struct.field("bytes")
@@ -279,45 +294,45 @@ def _of_images(column: pl.Series, owners: Owners, size: tuple[int, int] | None, 
         raise FedraxError(
             f"{name}: images must be stored as bytes, not as paths, and be of at most {MAX_FILE:,} bytes."
         )
-    shape, mode = check_form(_size_of(encoded[0], name) if size is None else size, color)
-    images = decoded(encoded.to_list(), _opened, shape, mode, name)
-    mean, std = moments(images, owners.train)
+    shape, mode = check_image_form(_first_image_size(encoded[0], name) if size is None else size, color)
+    images = decode_images(encoded.to_list(), _open_bytes, shape, mode, name)
+    mean, std = channel_moments(images, owners.train)
     said = "pixels are standardized by mean and deviation of the training images (normalize)"
     return replace(owners.dataset(name, images, (said,)), pixels=True, mean=mean, std=std)
 
 
-def _opened(data: bytes) -> AbstractContextManager[io.BytesIO]:
+def _open_bytes(data: bytes) -> AbstractContextManager[io.BytesIO]:
     return nullcontext(io.BytesIO(data))
 
 
-def _size_of(data: bytes, name: str) -> tuple[int, int]:
+def _first_image_size(data: bytes, name: str) -> tuple[int, int]:
     from PIL import Image
 
     try:
         with Image.open(io.BytesIO(data), formats=("JPEG", "PNG")) as image:
             width, height = image.size
-            return (width, height) if orientation(image) >= ON_A_SIDE else (height, width)
+            return (width, height) if exif_orientation(image) >= EXIF_SIDEWAYS else (height, width)
     except Exception as error:
         raise FedraxError(f"{name}, row 0 is not a readable JPEG or PNG image ({error}).") from error
 
 
-def _of_texts(
-    column: pl.Series, owners: Owners, tokens: str, length: int, min_count: int, largest: int, name: str
+def _text_dataset(
+    column: pl.Series, owners: TableRows, tokens: str, length: int, min_count: int, largest: int, name: str
 ) -> Dataset:
     if not 1 <= length <= MAX_CHARACTERS or 4 * len(column) * length > MAX_BYTES:
         raise FedraxError(f"{name}: {len(column):,} texts of length {length} are none, or too much.")
     texts = [str(text)[:MAX_CHARACTERS] for text in column]
     if tokens == "characters":
-        refuse_idle(load_huggingface, "on characters", min_count=min_count, largest=largest)
+        reject_unused_options(load_huggingface, "on characters", min_count=min_count, largest=largest)
         x, words = encode_characters(texts, owners.train, length)
     else:
         lists = [tokenize(text) for text in texts]
-        words = vocabulary((lists[row] for row in owners.train), min_count, largest)
-        x = encode(lists, words, length)
+        words = build_vocabulary((lists[row] for row in owners.train), min_count, largest)
+        x = encode_words(lists, words, length)
     return replace(owners.dataset(name, x), vocabulary=words)
 
 
-def _arrays(column: pl.Series, name: str) -> np.ndarray:
+def _nested_lists(column: pl.Series, name: str) -> np.ndarray:
     """Lists of numbers, and lists of such lists, as an array [n, ...]."""
     import polars as pl
 

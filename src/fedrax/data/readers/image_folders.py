@@ -19,21 +19,20 @@ from typing import Literal
 import numpy as np
 
 from fedrax.data.dataset import Dataset, as_samples
-from fedrax.data.readers.image_cache import kept_images
-from fedrax.data.readers.image_decoding import MAX_FILE, check_form, decoded, moments
-from fedrax.data.readers.schema import few_notes, from_rows, refuse_idle, split
+from fedrax.data.readers.assembly import make_dataset, reject_unused_options, small_split_notes, split_rows
+from fedrax.data.readers.images import MAX_FILE, cached_images, channel_moments, check_image_form, decode_images
 from fedrax.errors import FedraxError
 from fedrax.files import reading
 
-ENDINGS = (".png", ".jpg", ".jpeg")
-TESTS = ("test", "val", "valid", "validation")
+EXTENSIONS = (".png", ".jpg", ".jpeg")
+TEST_FOLDERS = ("test", "val", "valid", "validation")
 """Folders beside train, of which the first that is there holds the test images; in capitals or not."""
-SETTLED = 2_000_000_000
+MTIME_GRANULARITY = 2_000_000_000
 """Nanoseconds after which a second change of a file has another time, on the coarsest file systems."""
 
 
 @dataclass
-class Listing:
+class FolderListing:
     """The images of one part, their classes and clients, and how many files are no images."""
 
     paths: list[Path] = field(default_factory=list)
@@ -59,22 +58,24 @@ def load_image_folder(
     class, keeps ``test_fraction`` of its images for the test. Decoded images are kept in the cache directory: a
     second start reads them there.
     """
-    shape, mode = check_form(size, color)
-    folders, ignored = _parts(Path(path))
+    shape, mode = check_image_form(size, color)
+    folders, ignored = _part_folders(Path(path))
     if len(folders) == 2:
-        refuse_idle(load_image_folder, f"where {folders[1]} holds the test images", test_fraction=test_fraction)
-    parts = [_listed(folder, clients) for folder in folders]
+        reject_unused_options(
+            load_image_folder, f"where {folders[1]} holds the test images", test_fraction=test_fraction
+        )
+    parts = [_list_images(folder, clients) for folder in folders]
     paths = [file for part in parts for file in part.paths]
     found, y = np.unique([name for part in parts for name in part.classes], return_inverse=True)
     names, owner = np.unique([name for part in parts for name in part.clients], return_inverse=True)
-    images, few = _images(paths, shape, mode, str(path)), ()
+    images, few = _decode(paths, shape, mode, str(path)), ()
     if len(parts) == 2:
         train, test = np.arange(len(parts[0].paths)), np.arange(len(parts[0].paths), len(paths))
     else:
-        train, test = split(y, owner if clients else None, test_fraction, seed)
-        few = few_notes(owner if clients else None, test, test_fraction)
-    mean, std = moments(images, train)
-    made = from_rows(
+        train, test = split_rows(y, owner if clients else None, test_fraction, seed)
+        few = small_split_notes(owner if clients else None, test, test_fraction)
+    mean, std = channel_moments(images, train)
+    made = make_dataset(
         Path(path).resolve().name or "images",
         as_samples(images, y),
         owner if clients else None,
@@ -87,15 +88,15 @@ def load_image_folder(
     return replace(made, pixels=True, mean=mean, std=std)
 
 
-def _images(paths: list[Path], shape: tuple[int, int, int], mode: str, where: str) -> np.ndarray:
+def _decode(paths: list[Path], shape: tuple[int, int, int], mode: str, where: str) -> np.ndarray:
     """The images of files: kept ones where no file has changed since, and kept in their turn where none does so now."""
     name, changed = _fingerprint(paths, shape, mode)
 
-    def settled() -> bool:
-        return time.time_ns() - changed > SETTLED and _fingerprint(paths, shape, mode)[0] == name
+    def is_current() -> bool:
+        return time.time_ns() - changed > MTIME_GRANULARITY and _fingerprint(paths, shape, mode)[0] == name
 
-    decode = partial(decoded, paths, partial(reading, limit=MAX_FILE), shape, mode, where)
-    return kept_images(name, (len(paths), *shape), decode, settled)
+    decode = partial(decode_images, paths, partial(reading, limit=MAX_FILE), shape, mode, where)
+    return cached_images(name, (len(paths), *shape), decode, is_current)
 
 
 def _fingerprint(paths: list[Path], shape: tuple[int, int, int], mode: str) -> tuple[str, int]:
@@ -115,14 +116,14 @@ def _fingerprint(paths: list[Path], shape: tuple[int, int, int], mode: str) -> t
     return made.hexdigest(), last
 
 
-def _parts(path: Path) -> tuple[list[Path], list[str]]:
+def _part_folders(path: Path) -> tuple[list[Path], list[str]]:
     """The folders of the training part and, where there is one, of the test part; the names of those left out."""
     inside: dict[str, list[Path]] = {}
     for folder in _folders(path):
         inside.setdefault(folder.name.lower(), []).append(folder)
     if not any(map(_folders, inside.get("train", ()))):  # a class may be called so
         return [path], []
-    chosen = ["train", *(name for name in TESTS if name in inside)][:2]
+    chosen = ["train", *(name for name in TEST_FOLDERS if name in inside)][:2]
     twice = next((name for name in chosen if len(inside[name]) > 1), None)
     if twice is not None:
         one, other, *_ = inside[twice]
@@ -149,16 +150,16 @@ def _entries(path: Path) -> list[os.DirEntry]:
     return found
 
 
-def _listed(path: Path, clients: bool) -> Listing:
-    made = Listing()
+def _list_images(path: Path, clients: bool) -> FolderListing:
+    made = FolderListing()
     for client in _folders(path) if clients else [path]:
         for folder in _folders(client):
             before = len(made.paths)
             for entry in _entries(folder):
-                if entry.is_file() and entry.name.lower().endswith(ENDINGS):
+                if entry.is_file() and entry.name.lower().endswith(EXTENSIONS):
                     made.paths.append(Path(entry))
-                    made.classes.append(_written(folder))
-                    made.clients.extend([_written(client)] * clients)
+                    made.classes.append(_folder_name(folder))
+                    made.clients.extend([_folder_name(client)] * clients)
                 else:
                     made.others += 1
             if len(made.paths) == before:
@@ -166,19 +167,19 @@ def _listed(path: Path, clients: bool) -> Listing:
                 if _folders(folder):
                     hint = ", but folders: parts are called train and test"
                     hint += ", and clients = true reads client/class/file" if not clients else ""
-                raise FedraxError(f"{folder} holds no images, files that end in {', '.join(ENDINGS)}{hint}.")
+                raise FedraxError(f"{folder} holds no images, files that end in {', '.join(EXTENSIONS)}{hint}.")
     if not made.paths:
         wanted = "client/class/file" if clients else "class/file"
         raise FedraxError(f"{path} holds no images in folders {wanted}.")
     return made
 
 
-def _written(folder: Path) -> str:
+def _folder_name(folder: Path) -> str:
     """The name of a folder, which may hold bytes that are no text."""
     return os.fsencode(folder.name).decode("utf-8", "backslashreplace")
 
 
-def _notes(parts: Sequence[Listing], ignored: Sequence[str]) -> tuple[str, ...]:
+def _notes(parts: Sequence[FolderListing], ignored: Sequence[str]) -> tuple[str, ...]:
     others = sum(part.others for part in parts)
     return (
         "pixels are standardized by mean and deviation of the training images (normalize)",

@@ -19,8 +19,15 @@ import numpy as np
 
 from fedrax.data.dataset import Dataset, as_samples
 from fedrax.data.readers.array_files import MAX_BYTES
-from fedrax.data.readers.schema import classes_or_targets, few_notes, from_rows, in_digits, refuse_idle, split
-from fedrax.data.readers.tokenize import MAX_CHARACTERS, encode, encode_characters, tokenize, vocabulary
+from fedrax.data.readers.assembly import (
+    encode_labels,
+    format_number,
+    make_dataset,
+    reject_unused_options,
+    small_split_notes,
+    split_rows,
+)
+from fedrax.data.readers.text_data import MAX_CHARACTERS, build_vocabulary, encode_characters, encode_words, tokenize
 from fedrax.errors import FedraxError, unknown
 from fedrax.files import read_json
 
@@ -31,7 +38,7 @@ CHARACTERS, WORDS = 80, 25
 
 
 @dataclass(frozen=True)
-class User:
+class LeafUser:
     """The samples of a user in one file: x float32 [n, d] or n texts, y numbers float64 [n] or n texts."""
 
     name: str
@@ -66,7 +73,7 @@ def load_leaf(
     _check_choices(clients, labels, tokens)
     folders = _folders(Path(path))
     if len(folders) == 2:
-        refuse_idle(load_leaf, "where a folder test holds the test rows", test_fraction=test_fraction)
+        reject_unused_options(load_leaf, "where a folder test holds the test rows", test_fraction=test_fraction)
     parts = [_read_part(folder, text) for folder in folders]
     users = [user for part in parts for user in part]
     if clients == "hierarchies" and any(user.group is None for user in users):
@@ -75,31 +82,31 @@ def load_leaf(
     names = [user.group if clients == "hierarchies" else user.name for user in users]
     found, owner = np.unique(np.array(names, object), return_inverse=True)
     owner = np.repeat(owner, sizes)
-    x = _joined([user.x for user in users], "inputs", path)
-    y = _joined([user.y for user in users], "labels", path)
-    next_characters = _are_characters(y)
-    y, class_names = classes_or_targets(_labels(y, labels, path))
+    x = _concatenate([user.x for user in users], "inputs", path)
+    y = _concatenate([user.y for user in users], "labels", path)
+    next_characters = _predicts_characters(y)
+    y, class_names = encode_labels(_labels(y, labels, path))
     notes: tuple[str, ...] = ()
     if len(parts) == 2:
         first = sum(sizes[: len(parts[0])])
         train, test = np.arange(first), np.arange(first, len(y))
     else:
-        train, test = split(y, owner, test_fraction, seed)
-        notes = few_notes(owner, test, test_fraction)
+        train, test = split_rows(y, owner, test_fraction, seed)
+        notes = small_split_notes(owner, test, test_fraction)
     words: tuple[str, ...] = ()
     of_words: dict[str, Any] = {"min_count": min_count, "largest": largest}
     if isinstance(x, np.ndarray):
-        refuse_idle(load_leaf, "on vectors of numbers", text=text, tokens=tokens, length=length, **of_words)
-        x = _shaped(x, shape, path)
+        reject_unused_options(load_leaf, "on vectors of numbers", text=text, tokens=tokens, length=length, **of_words)
+        x = _reshape(x, shape, path)
     else:
-        refuse_idle(load_leaf, "on texts", shape=shape)
-        x, words = _tokens(x, train, tokens, next_characters, length, of_words)
+        reject_unused_options(load_leaf, "on texts", shape=shape)
+        x, words = _encode_texts(x, train, tokens, next_characters, length, of_words)
     client_names = tuple(str(name) for name in found)
-    made = from_rows(Path(path).stem, as_samples(x, y), owner, train, test, class_names, client_names=client_names)
+    made = make_dataset(Path(path).stem, as_samples(x, y), owner, train, test, class_names, client_names=client_names)
     return replace(made, vocabulary=words, notes=notes)
 
 
-def _tokens(
+def _encode_texts(
     texts: list[str],
     train: np.ndarray,
     tokens: str,
@@ -109,11 +116,11 @@ def _tokens(
 ) -> tuple[np.ndarray, tuple[str, ...]]:
     """Texts as int32 [n, length], and what their numbers stand for."""
     if tokens == "words" or (tokens == "auto" and not next_characters):
-        lists, length = [tokenize(text) for text in texts], _fitting(length, WORDS, len(texts))
-        words = vocabulary((lists[row] for row in train), **of_words)
-        return encode(lists, words, length), words
-    refuse_idle(load_leaf, "on characters", **of_words)
-    most = _fitting(length, CHARACTERS, len(texts))
+        lists, length = [tokenize(text) for text in texts], _check_length(length, WORDS, len(texts))
+        words = build_vocabulary((lists[row] for row in train), **of_words)
+        return encode_words(lists, words, length), words
+    reject_unused_options(load_leaf, "on characters", **of_words)
+    most = _check_length(length, CHARACTERS, len(texts))
     if next_characters:
         texts = [text[-most:] for text in texts]  # what stands before the next one
     return encode_characters(texts, train, most)
@@ -140,9 +147,9 @@ def _folders(path: Path) -> list[list[Path]]:
     return parts
 
 
-def _read_part(files: Iterable[Path], text: int) -> list[User]:
+def _read_part(files: Iterable[Path], text: int) -> list[LeafUser]:
     """The users of all files of a part, each of them once; those without samples are nobody's clients."""
-    users: dict[str, User] = {}
+    users: dict[str, LeafUser] = {}
     size = 0
     for path in files:
         for user in _read_users(path, text):
@@ -158,8 +165,8 @@ def _read_part(files: Iterable[Path], text: int) -> list[User]:
     return [user for user in users.values() if len(user.y)]
 
 
-def _read_users(path: Path, text: int) -> list[User]:
-    found = read_json(path, partial(_of_object, text=text))
+def _read_users(path: Path, text: int) -> list[LeafUser]:
+    found = read_json(path, partial(_parse_user, text=text))
     if not isinstance(found, dict) or not isinstance(found.get("user_data"), dict):
         raise FedraxError(f"{path} is not of LEAF's format, which has users and user_data.")
     data, names = found["user_data"], _names(found, "users", path)
@@ -183,35 +190,35 @@ def _names(table: dict[str, Any], key: str, path: Path) -> list[str]:
     return names
 
 
-def _user(path: Path, name: str, group: str | None, count: Any, samples: Any) -> User:
+def _user(path: Path, name: str, group: str | None, count: Any, samples: Any) -> LeafUser:
     where = f"{path}: user {name!r}"
     if isinstance(samples, FedraxError):
         raise FedraxError(f"{where} {samples}")
-    if not isinstance(samples, _Samples):
+    if not isinstance(samples, _UserSamples):
         raise FedraxError(f"{where} needs a list x and a list y.")
     if len(samples.x) != len(samples.y) or (count is not None and count != len(samples.y)):
         said = "" if count is None else f", where num_samples says {count!r:.20}"
         raise FedraxError(f"{where} has {len(samples.x):,} inputs and {len(samples.y):,} labels{said}.")
-    return User(name, group, samples.x, samples.y)
+    return LeafUser(name, group, samples.x, samples.y)
 
 
-class _Samples(NamedTuple):
+class _UserSamples(NamedTuple):
     x: np.ndarray | list[str]
     y: np.ndarray | list[str]
 
 
-def _of_object(table: dict[str, Any], text: int) -> Any:
+def _parse_user(table: dict[str, Any], text: int) -> Any:
     """The samples of a user as arrays or texts, or what is wrong with them; any other object as it is."""
     x, y = table.get("x"), table.get("y")
     if not (isinstance(x, list) and isinstance(y, list)):
         return table
     try:
-        return _Samples(_inputs(x, text), _answers(y))
+        return _UserSamples(_parse_inputs(x, text), _parse_labels(y))
     except FedraxError as error:
         return error
 
 
-def _inputs(x: list[Any], text: int) -> np.ndarray | list[str]:
+def _parse_inputs(x: list[Any], text: int) -> np.ndarray | list[str]:
     """Vectors of one length as float32 [n, d], or the n texts."""
     kinds = set(map(type, x))
     if kinds <= {str}:
@@ -226,7 +233,7 @@ def _inputs(x: list[Any], text: int) -> np.ndarray | list[str]:
     return _numbers(x, np.float32)
 
 
-def _answers(y: list[Any]) -> np.ndarray | list[str]:
+def _parse_labels(y: list[Any]) -> np.ndarray | list[str]:
     """Labels as numbers float64 [n] or as texts."""
     kinds = set(map(type, y))
     if kinds == {str}:
@@ -269,7 +276,7 @@ def _is_unicode(texts: Sequence[str]) -> bool:
     return True
 
 
-def _joined(parts: Sequence[np.ndarray | list[str]], what: str, path: object) -> np.ndarray | list[str]:
+def _concatenate(parts: Sequence[np.ndarray | list[str]], what: str, path: object) -> np.ndarray | list[str]:
     """Inputs or labels of all users, which must be of one kind."""
     texts = {isinstance(part, list) for part in parts}
     shapes = {part.shape[1:] for part in parts if isinstance(part, np.ndarray)}
@@ -292,15 +299,15 @@ def _labels(y: np.ndarray | list[str], kind: str, path: object) -> np.ndarray:
     whole = bool((y == np.floor(y)).all() and (np.abs(y) < 2**53).all())
     if kind == "numbers" or (kind == "auto" and not whole):
         return y
-    return y.astype(np.int64) if whole else np.array(list(map(in_digits, y)), object)
+    return y.astype(np.int64) if whole else np.array(list(map(format_number, y)), object)
 
 
-def _are_characters(y: np.ndarray | list[str]) -> bool:
+def _predicts_characters(y: np.ndarray | list[str]) -> bool:
     """Whether labels are what a text goes on with, and not the numbers of classes."""
     return isinstance(y, list) and all(len(label) == 1 for label in y) and not all(map(str.isdigit, y))
 
 
-def _shaped(x: np.ndarray, shape: tuple[int, ...], path: object) -> np.ndarray:
+def _reshape(x: np.ndarray, shape: tuple[int, ...], path: object) -> np.ndarray:
     if not shape:
         return x
     if min(shape) < 1 or math.prod(shape) != x.shape[1]:
@@ -308,7 +315,7 @@ def _shaped(x: np.ndarray, shape: tuple[int, ...], path: object) -> np.ndarray:
     return x.reshape(len(x), *shape)
 
 
-def _fitting(length: int | None, usual: int, rows: int) -> int:
+def _check_length(length: int | None, usual: int, rows: int) -> int:
     """The length of texts, checked."""
     chosen = usual if length is None else length
     if not 1 <= chosen <= MAX_CHARACTERS or 4 * rows * chosen > MAX_BYTES:

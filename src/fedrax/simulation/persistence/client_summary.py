@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fedrax.data import Federation, has_one_label, heterogeneity
+from fedrax.data import Federation, has_one_label, measure_heterogeneity
 from fedrax.errors import FedraxError
 from fedrax.files import MAX_FILE, reading, write_text
 
@@ -59,7 +59,7 @@ class ClientSummary:
         counted = has_one_label(federation) and classes <= MAX_CLASSES
         distance = None
         if counted and federation.num_clients * classes <= MAX_MEASURED:
-            distance = heterogeneity(federation).total_variation
+            distance = measure_heterogeneity(federation).total_variation
         names, ends = federation.class_names or tuple(map(str, range(classes))), federation.offsets
         owned = [federation.train.y[ends[i] : ends[i + 1]] for i in range(shown if counted else 0)]
         return cls(

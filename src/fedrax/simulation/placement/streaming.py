@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from fedrax import tree
 from fedrax.background_thread import begun
-from fedrax.data.federation import aligned_memory
+from fedrax.data.federation import allocate_aligned
 from fedrax.errors import FedraxError
 from fedrax.simulation.executors.compiled import Carry
 from fedrax.simulation.placement.client_states import moved
@@ -148,7 +148,7 @@ class SampleStreamer:
         dtype, parts = jax.dtypes.canonicalize_dtype(array.dtype), []
         for device, mine in zip(self.mesh.devices.flat, rows, strict=True):
             # new memory each time, which CPU devices take over; zeros in the unused room cost nothing there
-            part = aligned_memory((self.room, *array.shape[1:]), dtype, np.zeros)
+            part = allocate_aligned((self.room, *array.shape[1:]), dtype, np.zeros)
             if dtype == array.dtype:
                 np.take(array, mine, axis=0, out=part[: len(mine)], mode="clip")
             else:

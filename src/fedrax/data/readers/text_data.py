@@ -1,4 +1,4 @@
-"""Text as numbers: words, vocabularies, and word vectors from files. Hostile until parsed."""
+"""Text as numbers: words, vocabularies, word vectors from files; SNLI and Sentiment140."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedrax.errors import FedraxError
+from fedrax.data.dataset import Dataset, Samples, numpy_generator, train_test_split
+from fedrax.data.readers.array_files import MAX_BYTES
+from fedrax.data.readers.table_files import parquet_errors
+from fedrax.errors import FedraxError, unknown
 from fedrax.files import reading
+
+if TYPE_CHECKING:
+    import polars as pl
 
 PADDING, UNKNOWN = 0, 1
 """The numbers of no word at all, and of every word that a vocabulary does not have; its own begin at 2."""
@@ -26,18 +33,18 @@ MAX_DIMENSION = 4096
 MAX_LINE = 64 * MAX_DIMENSION
 """Bytes of a line of a file of word vectors."""
 
-_WHOLE = r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]"
+_IDEOGRAPH = r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]"
 """Kana and Han: written without spaces, so that each sign is taken for a word."""
-_WORD = re.compile(r"[a-z0-9]+(?:['’][a-z]+)?|\S")
+_ASCII_WORD = re.compile(r"[a-z0-9]+(?:['’][a-z]+)?|\S")
 """Of texts in ASCII."""
 
 
 @cache
-def _word() -> re.Pattern[str]:
+def _unicode_word() -> re.Pattern[str]:
     """Of all texts: letters with their marks, such as vowel signs, which Python's patterns take for no letters."""
     every = map(chr, range(sys.maxunicode + 1))
     marks = "".join(re.escape(sign) for sign in every if unicodedata.category(sign)[0] == "M")
-    letter, in_words = (rf"(?:(?!{_WHOLE})[^\W{no}_][{marks}]*)+" for no in (r"", r"\d"))
+    letter, in_words = (rf"(?:(?!{_IDEOGRAPH})[^\W{no}_][{marks}]*)+" for no in (r"", r"\d"))
     return re.compile(rf"{letter}(?:['’]{in_words})?|\S")
 
 
@@ -49,16 +56,16 @@ def tokenize(text: str) -> list[str]:
     if not isinstance(text, str):  # such as NaN, which tables have where a text is missing
         raise FedraxError(f"a text is wanted, not {text!r:.60}: leave rows without one out, or give them an empty one.")
     text = unicodedata.normalize("NFC", text[:MAX_CHARACTERS]).lower()
-    return (_WORD if text.isascii() else _word()).findall(text)
+    return (_ASCII_WORD if text.isascii() else _unicode_word()).findall(text)
 
 
-def vocabulary(texts: Iterable[Sequence[str]], min_count: int = 1, largest: int = 100_000) -> tuple[str, ...]:
+def build_vocabulary(texts: Iterable[Sequence[str]], min_count: int = 1, largest: int = 100_000) -> tuple[str, ...]:
     """The words that occur at least ``min_count`` times, the most frequent ones first, at most ``largest``."""
     if min_count < 1 or largest < 1:
         raise FedraxError(f"a vocabulary needs counts of 1 or more, not min_count {min_count} and largest {largest}.")
     counts: Counter[str] = Counter()
     for words in texts:
-        counts.update(_words_of(words))
+        counts.update(_check_tokens(words))
     kept = [(-count, word) for word, count in counts.items() if count >= min_count]
     if counts and not kept:
         most = max(counts.values())
@@ -66,19 +73,19 @@ def vocabulary(texts: Iterable[Sequence[str]], min_count: int = 1, largest: int 
     return tuple(word for _, word in sorted(kept)[:largest])
 
 
-def encode(texts: Sequence[Sequence[str]], words: Sequence[str], length: int) -> np.ndarray:
+def encode_words(texts: Sequence[Sequence[str]], words: Sequence[str], length: int) -> np.ndarray:
     """Texts as int32 [n, length]: the first ``length`` words of each by number, then padding."""
     if length < 1:
         raise FedraxError(f"a text has room for 1 word or more, not {length}.")
     number = {word: i for i, word in enumerate(words, start=UNKNOWN + 1)}
     encoded = np.full((len(texts), length), PADDING, np.int32)
     for row, text in enumerate(texts):
-        numbers = [number.get(word, UNKNOWN) for word in _words_of(text)[:length]]
+        numbers = [number.get(word, UNKNOWN) for word in _check_tokens(text)[:length]]
         encoded[row, : len(numbers)] = numbers
     return encoded
 
 
-def _words_of(text: Sequence[str]) -> Sequence[str]:
+def _check_tokens(text: Sequence[str]) -> Sequence[str]:
     """A text as a list of words; of a text as it is written every character would be taken for a word."""
     if isinstance(text, str):
         raise FedraxError(f"a list of words is wanted, not the text {text!r:.60}: tokenize makes one of it.")
@@ -103,7 +110,7 @@ def encode_characters(texts: Sequence[str], train: np.ndarray, length: int) -> t
     return number[codes], tuple(map(chr, alphabet))
 
 
-def read_vectors(path: str | Path, words: Sequence[str]) -> np.ndarray:
+def read_word_vectors(path: str | Path, words: Sequence[str]) -> np.ndarray:
     """Vectors of padding, of unknown words and of ``words``, float32 [2 + len(words), dimension], from a file.
 
     The format of GloVe: a line a word, the word and its numbers between single blanks, of which the word itself may
@@ -113,9 +120,9 @@ def read_vectors(path: str | Path, words: Sequence[str]) -> np.ndarray:
     """
     number = {word: i for i, word in enumerate(words, start=UNKNOWN + 1)}
     table, found, width = np.zeros((0, 0), np.float32), set(), 0
-    for at, line in _lines(Path(path)):
-        width = width or _width(line)
-        word = _word_of(line, width)
+    for at, line in _text_lines(Path(path)):
+        width = width or _vector_length(line)
+        word = _leading_word(line, width)
         if word not in number or word in found:
             continue
         values = line[len(word) + 1 :].split(" ")
@@ -139,12 +146,12 @@ def read_vectors(path: str | Path, words: Sequence[str]) -> np.ndarray:
     return table
 
 
-def _width(line: str) -> int:
+def _vector_length(line: str) -> int:
     """How many numbers stand at the end of a line, after its first word."""
     return sum(1 for _ in takewhile(_is_number, reversed(line.split(" ")[1:])))
 
 
-def _word_of(line: str, width: int) -> str:
+def _leading_word(line: str, width: int) -> str:
     """What stands before the ``width`` numbers of a line; the first piece of it where the last one is a number, too."""
     first = line.partition(" ")[0]
     if not width or line.count(" ") <= width:
@@ -161,7 +168,7 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def _text_lines(path: Path) -> Iterator[tuple[int, str]]:
     """(number, what it holds) of every line but a first one of two whole numbers."""
     try:
         with reading(path) as file:
@@ -182,3 +189,101 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 yield at, line
     except OSError as error:
         raise FedraxError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+RELATIONS = ("entailment", "neutral", "contradiction")
+SNLI = ("snli/{train}.parquet", "snli/test.parquet")
+SENT140 = ("sent140/{table}.parquet",)
+
+
+def load_snli(
+    data_dir: Path, train: str = "dev", length: int = 40, min_count: int = 1, largest: int = 100_000
+) -> Dataset:
+    """SNLI (Bowman et al. 2015): pairs of sentences, int32 [n, 2, length], and one of three relations.
+
+    Read from snli/: ``train`` names the training table, "train" or "dev" (a small stand-in where the full training set
+    is not at hand), and the test table is "test". Sentences are cut after ``length`` words and padded with 0. The
+    vocabulary is of the training sentences: words that occur ``min_count`` times, at most ``largest``; others are 1.
+    """
+    if train not in ("train", "dev"):
+        raise unknown("training table of snli", train, ("train", "dev"))
+    tables = [read_text_table(data_dir / "snli" / f"{part}.parquet", _PAIR_COLUMNS) for part in (train, "test")]
+    sides = [[[tokenize(text) for text in table[side]] for side in _PAIR_COLUMNS[:2]] for table in tables]
+    words = build_vocabulary([text for side in sides[0] for text in side], min_count, largest)
+    parts = []
+    for table, (first, second) in zip(tables, sides, strict=True):
+        _check_size(len(table) * 2, length)
+        other = set(table["label"].unique()) - set(RELATIONS)
+        if other:
+            raise FedraxError(
+                f"snli: labels are {', '.join(RELATIONS)}, not {min(map(str, other))!r}: leave other rows out."
+            )
+        x = np.stack([encode_words(side, words, length) for side in (first, second)], axis=1)
+        parts.append(Samples(x, np.array([RELATIONS.index(label) for label in table["label"]], np.int32)))
+    return Dataset("snli", parts[0], parts[1], len(RELATIONS), class_names=RELATIONS, vocabulary=words)
+
+
+_PAIR_COLUMNS = ("sentence1", "sentence2", "label")
+
+
+def load_sent140(
+    data_dir: Path,
+    table: str = "leaf_k30_by_user",
+    length: int = 25,
+    min_count: int = 2,
+    largest: int = 100_000,
+    test_fraction: float = 0.2,
+    seed: int = 0,
+) -> Dataset:
+    """Sentiment140 (Go et al. 2009): tweets, int32 [n, length], negative or positive; natural clients are the users.
+
+    Read from sent140/: ``table`` is "leaf_k30_by_user" or "sample". Each user keeps ``test_fraction`` of the tweets for
+    the test. Words are as in snli, the vocabulary that of the training tweets.
+    """
+    if table not in ("leaf_k30_by_user", "sample"):
+        raise unknown("table of sent140", table, ("leaf_k30_by_user", "sample"))
+    path = data_dir / "sent140" / f"{table}.parquet"
+    rows = read_text_table(path, ("text", "user"), label="label")
+    _check_size(len(rows), length)
+    y = rows["label"].to_numpy()
+    if not np.isin(y, (0, 1)).all():
+        raise FedraxError(f"{path}: labels are 0 and 1.")
+    users = np.unique(rows["user"].to_numpy(), return_inverse=True)[1]
+    train, test = train_test_split(users, test_fraction, numpy_generator(seed, "test split"))
+    tweets = [tokenize(text) for text in rows["text"]]
+    words = build_vocabulary((tweets[row] for row in train), min_count, largest)
+    x, y = encode_words(tweets, words, length), y.astype(np.int32)
+    return Dataset(
+        "sent140",
+        Samples(x[train], y[train]),
+        Samples(x[test], y[test]),
+        2,
+        train_clients=users[train],
+        test_clients=users[test],
+        class_names=("negative", "positive"),
+        vocabulary=words,
+    )
+
+
+def read_text_table(path: Path, texts: Sequence[str], label: str | None = None) -> pl.DataFrame:
+    """The columns ``texts``, and ``label`` of integers, of a Parquet table without missing values."""
+    import polars as pl
+
+    columns = [*texts, *([label] if label else [])]
+    with parquet_errors(path):
+        schema = pl.read_parquet_schema(path)
+        for column in columns:
+            if column not in schema:
+                raise unknown(f"column of {path}", column, schema)
+            fits = schema[column].is_integer() if column == label else schema[column] == pl.String
+            if not fits:
+                raise FedraxError(f"{path}: column {column!r} holds {schema[column]}.")
+        found = pl.read_parquet(path, columns=columns, glob=False)
+    if sum(found.null_count().row(0)) or not len(found):
+        raise FedraxError(f"{path} has missing values, or no rows.")
+    return found
+
+
+def _check_size(rows: int, length: int) -> None:
+    if length < 1 or 4 * rows * length > MAX_BYTES:
+        raise FedraxError(f"{rows:,} texts of {length} words are none, or more than {MAX_BYTES >> 30} GiB.")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fedrax.data import Dataset, load
-from fedrax.data.readers import image_cache, image_folders
+from fedrax.data.readers import image_folders, images
 from tests.data.test_image_folders import picture, write
 
 
@@ -20,7 +20,7 @@ from tests.data.test_image_folders import picture, write
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Twelve images, written long ago as far as the cache is concerned."""
     monkeypatch.setenv("FEDRAX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(image_folders, "SETTLED", -1)
+    monkeypatch.setattr(image_folders, "MTIME_GRANULARITY", -1)
     for i in range(12):
         write(tmp_path / "scans" / "ab"[i % 2] / f"{i}.png", picture((i, 2 * i, 255 - i)))
     return tmp_path / "scans"
@@ -30,13 +30,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def decodings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many images each decoding was of."""
     made: list[int] = []
-    decode: Callable[..., np.ndarray] = image_folders.decoded
+    decode: Callable[..., np.ndarray] = image_folders.decode_images
 
     def counted(paths: list[Path], *arguments: object) -> np.ndarray:
         made.append(len(paths))
         return decode(paths, *arguments)
 
-    monkeypatch.setattr(image_folders, "decoded", counted)
+    monkeypatch.setattr(image_folders, "decode_images", counted)
     return made
 
 
@@ -91,17 +91,17 @@ def test_files_that_may_change_unseen_are_not_kept(
     folder: Path, decodings: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of the last moments, and those that changed while they were decoded."""
-    monkeypatch.setattr(image_folders, "SETTLED", 3600 * 10**9)
+    monkeypatch.setattr(image_folders, "MTIME_GRANULARITY", 3600 * 10**9)
     read(folder)
     assert files(folder) == []
-    monkeypatch.setattr(image_folders, "SETTLED", -1)
-    counted: Callable[..., np.ndarray] = image_folders.decoded
+    monkeypatch.setattr(image_folders, "MTIME_GRANULARITY", -1)
+    counted: Callable[..., np.ndarray] = image_folders.decode_images
 
     def disturbed(*arguments: object) -> np.ndarray:
         (folder / "a/0.png").write_bytes(picture((9, 9, 9)))
         return counted(*arguments)
 
-    monkeypatch.setattr(image_folders, "decoded", disturbed)
+    monkeypatch.setattr(image_folders, "decode_images", disturbed)
     read(folder)
     assert files(folder) == [] and decodings == [12, 12]
 
@@ -113,10 +113,10 @@ def test_what_was_not_used_for_longest_goes(folder: Path, monkeypatch: pytest.Mo
     (second,) = set(files(folder)) - {first}
     long_ago = time.time() - 1000
     os.utime(second, (long_ago, long_ago))
-    monkeypatch.setattr(image_cache, "MOST", 12 * 36 + first.stat().st_size)
+    monkeypatch.setattr(images, "MAX_CACHE_BYTES", 12 * 36 + first.stat().st_size)
     read(folder, size=(4, 3))
     assert second not in files(folder) and first in files(folder) and len(files(folder)) == 2
-    monkeypatch.setattr(image_cache, "MOST", 100)
+    monkeypatch.setattr(images, "MAX_CACHE_BYTES", 100)
     read(folder, size=(5, 5))
     assert len(files(folder)) == 2
 

@@ -23,7 +23,7 @@ MAX_CSV, MAX_HEADER, MAX_COLUMNS = 4 << 30, 1 << 20, 100_000
 
 
 @contextmanager
-def reading_parquet(path: Path) -> Iterator[None]:
+def parquet_errors(path: Path) -> Iterator[None]:
     """FedraxError for what polars finds wrong with a Parquet file.
 
     Offsets that lie outside of the file make it panic: its threads write reports onto the error output, which are kept
@@ -31,7 +31,7 @@ def reading_parquet(path: Path) -> Iterator[None]:
     """
     import polars as pl
 
-    _check_name(path)
+    _check_path_encoding(path)
     error_output, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 2)
@@ -45,7 +45,7 @@ def reading_parquet(path: Path) -> Iterator[None]:
         os.close(nowhere)
 
 
-def _check_name(path: Path) -> None:
+def _check_path_encoding(path: Path) -> None:
     """Refuse a file whose name is no text: polars finds files by texts."""
     try:
         str(path).encode()
@@ -55,7 +55,7 @@ def _check_name(path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class CsvForm:
+class CsvFormat:
     """How a CSV file is written: what stands between two cells, what before a number's fraction, and the texts of cells
     that hold nothing, besides empty ones.
     """
@@ -84,7 +84,7 @@ class CsvForm:
         return found
 
 
-def read_csv(path: Path, form: CsvForm = CsvForm(), texts: Sequence[str] = ()) -> pl.DataFrame:
+def read_csv(path: Path, form: CsvFormat = CsvFormat(), texts: Sequence[str] = ()) -> pl.DataFrame:
     """The table in a CSV file with a header of different names; FedraxError if it is not one.
 
     Columns in ``texts`` stay texts, whatever they hold; rows that hold nothing are left out, and so are blanks around
@@ -93,61 +93,63 @@ def read_csv(path: Path, form: CsvForm = CsvForm(), texts: Sequence[str] = ()) -
     import polars as pl
 
     header = _header(path, form)
-    with _reading_csv(path):
+    with _csv_errors(path):
         kinds = {name: pl.String for name in header if name.strip() in texts}
-        table = _inferred(path, kinds, form)
+        table = _read_inferred(path, kinds, form)
     table.columns = [name.strip() for name in table.columns]
     # a cell of quotes alone, as programs write them that quote everything, is as empty as one of nothing
     written = pl.col(pl.String).str.strip_chars()
     empty = written.is_in(["", *map(str.strip, form.missing_as)])
     table = table.with_columns(pl.when(empty).then(None).otherwise(written).name.keep())
     of_texts = [c for c in table.select(pl.col(pl.String)).iter_columns() if c.name not in texts]
-    table = table.with_columns(as_numbers(column, form.decimal) for column in of_texts)
-    long = next((column.name for column in table.iter_columns() if column.name not in texts and _is_long(column)), None)
+    table = table.with_columns(cast_numeric(column, form.decimal) for column in of_texts)
+    long = next(
+        (column.name for column in table.iter_columns() if column.name not in texts and _exceeds_int64(column)), None
+    )
     if long is not None:
-        raise FedraxError(f"{path}: column {long!r} holds {_TOO_LONG}.")
-    table = table.with_columns(without_numbers(column, form.missing_numbers) for column in table.iter_columns())
+        raise FedraxError(f"{path}: column {long!r} holds {_BEYOND_INT64}.")
+    table = table.with_columns(nullify_numbers(column, form.missing_numbers) for column in table.iter_columns())
     return table.filter(~pl.all_horizontal(pl.all().is_null())) if table.width > 1 else table
 
 
-def _inferred(path: Path, kinds: Mapping[str, Any], form: CsvForm) -> pl.DataFrame:
+def _read_inferred(path: Path, kinds: Mapping[str, Any], form: CsvFormat) -> pl.DataFrame:
     """The table with the kinds that polars finds, or of texts where one before 2 gives up on a long whole number."""
     import polars as pl
 
     try:
-        return pl.read_csv(path, infer_schema_length=None, schema_overrides=kinds, **_options(form))
+        return pl.read_csv(path, infer_schema_length=None, schema_overrides=kinds, **_polars_options(form))
     except pl.exceptions.ComputeError as error:
-        if not _LONG.search(str(error)):
+        if not _INT64_OVERFLOW.search(str(error)):
             raise
-        return pl.read_csv(path, infer_schema=False, **_options(form))
+        return pl.read_csv(path, infer_schema=False, **_polars_options(form))
 
 
-_LONG = re.compile(r"could not parse `[-+]?\d{19,}` as dtype `i64`")
+_INT64_OVERFLOW = re.compile(r"could not parse `[-+]?\d{19,}` as dtype `i64`")
 
 
-def as_numbers(column: pl.Series, decimal: str = ".") -> pl.Series:
+def cast_numeric(column: pl.Series, decimal: str = ".") -> pl.Series:
     """A column of texts all of which are numbers as whole numbers or floats; any other as it is.
 
     So are whole numbers beyond 64 bits, which floats do not tell apart.
     """
     import polars as pl
 
-    written = with_point(column, decimal)
+    written = normalize_decimal(column, decimal)
     for kind in (pl.Int64, pl.Float64):
         made = written.cast(kind, strict=False)
         if made.null_count() == column.null_count() < len(column):
-            return column if kind == pl.Float64 and _is_long(column) else made
+            return column if kind == pl.Float64 and _exceeds_int64(column) else made
     return column
 
 
-def without_numbers(column: pl.Series, numbers: Sequence[float]) -> pl.Series:
+def nullify_numbers(column: pl.Series, numbers: Sequence[float]) -> pl.Series:
     """A column of numbers without these, any other as it is."""
     if column.dtype.is_integer():
         numbers = [int(number) for number in numbers if number.is_integer()]
     return column.set(column.is_in(numbers), None) if numbers and column.dtype.is_numeric() else column
 
 
-def with_point(column: pl.Series, decimal: str) -> pl.Series:
+def normalize_decimal(column: pl.Series, decimal: str) -> pl.Series:
     """Numbers among texts with a point before their fraction; nothing where one stands already and should not."""
     written = column.str.strip_chars()
     if decimal == ".":
@@ -155,7 +157,7 @@ def with_point(column: pl.Series, decimal: str) -> pl.Series:
     return written.set(written.str.contains(".", literal=True), None).str.replace(decimal, ".", literal=True)
 
 
-def _is_long(column: pl.Series) -> bool:
+def _exceeds_int64(column: pl.Series) -> bool:
     """Whether all are whole numbers, some of them beyond 64 bits."""
     import polars as pl
 
@@ -165,41 +167,41 @@ def _is_long(column: pl.Series) -> bool:
     return whole and column.null_count() < len(column)
 
 
-def zero_padded(path: Path, names: Sequence[str], form: CsvForm = CsvForm()) -> list[str]:
+def zero_padded_columns(path: Path, names: Sequence[str], form: CsvFormat = CsvFormat()) -> list[str]:
     """Of these columns those where a whole number begins with a zero, as in 007: such are names of things."""
     import polars as pl
 
     known = [name for name in _header(path, form) if name.strip() in names]
     if not known:
         return []
-    with _reading_csv(path):
-        table = pl.read_csv(path, infer_schema=False, columns=known, **_options(form))
+    with _csv_errors(path):
+        table = pl.read_csv(path, infer_schema=False, columns=known, **_polars_options(form))
     return [name.strip() for name in known if table[name].str.contains(r"^\s*0\d+\s*$").any()]
 
 
-def _options(form: CsvForm) -> dict[str, Any]:
+def _polars_options(form: CsvFormat) -> dict[str, Any]:
     """For polars."""
     missing = list(form.missing_as) or None
     return {"glob": False, "separator": form.separator, "decimal_comma": form.decimal == ",", "null_values": missing}
 
 
 @contextmanager
-def _reading_csv(path: Path) -> Iterator[None]:
+def _csv_errors(path: Path) -> Iterator[None]:
     """What polars finds wrong with a CSV file, without its advice on arguments that users of fedrax do not have."""
     import polars as pl
 
-    _check_name(path)
+    _check_path_encoding(path)
     try:
         yield
     except (OSError, ValueError, csv.Error, pl.exceptions.PolarsError) as error:
         first = (str(error).splitlines() or [""])[0].rstrip(".")
-        said = next((text for words, text in _KNOWN.items() if words in first.lower()), "{}").format(first)
+        said = next((text for words, text in _EXPLANATIONS.items() if words in first.lower()), "{}").format(first)
         raise FedraxError(f"{path} cannot be read as a CSV table: {said}.") from error
 
 
-_TOO_LONG = "whole numbers beyond 64 bits: write floats, or put a letter in front of names"
-_KNOWN = {
-    "as dtype `i128`": f"it holds {_TOO_LONG}",
+_BEYOND_INT64 = "whole numbers beyond 64 bits: write floats, or put a letter in front of names"
+_EXPLANATIONS = {
+    "as dtype `i128`": f"it holds {_BEYOND_INT64}",
     "utf-8": "it is no text in UTF-8: save it in this encoding",
     "more fields than": "a row has more cells than the header has names",
     "new-line character": "its lines end in carriage returns alone: save it with line feeds",
@@ -209,13 +211,13 @@ _KNOWN = {
 """What to say where polars or Python says these words, which take the place of the brackets."""
 
 
-def _header(path: Path, form: CsvForm) -> list[str]:
+def _header(path: Path, form: CsvFormat) -> list[str]:
     """The names of a CSV file's columns; FedraxError where they cannot be told apart."""
-    with _reading_csv(path), reading(path, MAX_CSV) as file:
+    with _csv_errors(path), reading(path, MAX_CSV) as file:
         first = file.read(4)
-        file.seek(max(0, os.fstat(file.fileno()).st_size - len(_PARQUET)))
-        other = next((said for said, marks in _NO_TEXTS.items() if first.startswith(marks)), None)
-        if first == _PARQUET == file.read():
+        file.seek(max(0, os.fstat(file.fileno()).st_size - len(_PARQUET_MAGIC)))
+        other = next((said for said, marks in _FOREIGN_FORMATS.items() if first.startswith(marks)), None)
+        if first == _PARQUET_MAGIC == file.read():
             other = "a Parquet table: the data set huggingface reads it"
         if other is not None:
             raise FedraxError(f"{path} is {other}.")
@@ -240,17 +242,17 @@ def _header(path: Path, form: CsvForm) -> list[str]:
     return header
 
 
-_NO_TEXTS = {
+_FOREIGN_FORMATS = {
     "compressed: unpack it first": (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\x78\x01", b"\x78\x9c", b"\x78\xda"),
     "a ZIP archive or a spreadsheet: unpack it, or save it as CSV": (b"PK\x03\x04",),
     "taken for compressed, as it begins with x^: unpack it first, or give its first column another name": (b"x^",),
 }
 """How other files begin: gzip, zstandard and zlib, which polars would unpack by itself, and ZIP."""
-_PARQUET = b"PAR1"
+_PARQUET_MAGIC = b"PAR1"
 """How a Parquet table begins and ends."""
 
 
-def read_columns(path: Path, what: str, columns: Sequence[str]) -> pl.DataFrame:
+def read_csv_columns(path: Path, what: str, columns: Sequence[str]) -> pl.DataFrame:
     """These columns of a CSV file; FedraxError if it is none or lacks one. ``what``: the file, in words."""
     wanted = f"{what} {path} is not a CSV with columns {', '.join(columns)}"
     try:

@@ -1,1 +1,0 @@
-"""Synthetic federated data sets of the papers."""
