@@ -290,7 +290,9 @@ def _measured(federation: Federation, seed: int) -> Federation:
     """The federation, or some of its clients by chance."""
     if federation.num_clients <= MOST_CLIENTS:
         return federation
-    chosen = np.sort(numpy_generator(seed, "clients to measure").choice(federation.num_clients, MOST_CLIENTS, replace=False))
+    chosen = np.sort(
+        numpy_generator(seed, "clients to measure").choice(federation.num_clients, MOST_CLIENTS, replace=False)
+    )
     low, sizes = federation.offsets[chosen], federation.sizes[chosen]
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     rows = np.repeat(low - offsets[:-1], sizes) + np.arange(offsets[-1])
