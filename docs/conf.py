@@ -6,13 +6,20 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import fedrax
-from docs import benchmark_pages, method_table
+from docs import benchmark_pages, method_table, reference_pages
 
 project = "fedrax"
 author = "fedrax developers"
 version = release = fedrax.__version__
 
-extensions = ["docs.mathml", "docs.readable", "myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
+extensions = [
+    "docs.mathml",
+    "docs.reference_pages",
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+]
 exclude_patterns = ["_build", "_generated/*.md", "results"]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
@@ -25,7 +32,12 @@ html_css_files = ["sides.css"]
 html_theme_options = {"navigation_with_keys": True}
 
 autodoc_default_options = {"member-order": "bysource"}
-add_module_names = False  # each section says where its names are imported from
+autodoc_preserve_defaults = True
+autodoc_typehints_format = "short"
+autodoc_type_aliases = {name: name for name in reference_pages.TYPE_ALIASES}
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+add_module_names = False  # the title of a page is the namespace
 default_role = "code"  # a name in single backquotes is code, as in the Markdown pages
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
@@ -33,3 +45,4 @@ python_maximum_signature_line_length = 88
 GENERATED = Path(__file__).parent / "_generated"
 method_table.write(GENERATED / "methods.md")
 benchmark_pages.collect(GENERATED)
+reference_pages.write_pages()
