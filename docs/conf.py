@@ -35,6 +35,7 @@ autodoc_default_options = {"member-order": "bysource"}
 autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
 autodoc_type_aliases = {name: name for name in reference_pages.TYPE_ALIASES}
+suppress_warnings = ["ref.python"]  # a field such as `loss` belongs to several classes
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 add_module_names = False  # the title of a page is the namespace

@@ -65,13 +65,18 @@ def exports(namespace: str) -> dict[str, Any]:
 
 
 def directive(namespace: str, name: str, value: Any) -> str:
-    """The autodoc directive of one name."""
+    """The directive of one name; of a dictionary the keys are listed, of an alias what it stands for."""
     if inspect.isclass(value):
         kind = "exception" if issubclass(value, Exception) else "class"
-        options = "" if kind == "exception" else "\n   :members:"
+        return f".. auto{kind}:: {namespace}.{name}\n" + ("" if kind == "exception" else "   :members:\n")
+    if inspect.isroutine(value):
+        return f".. autofunction:: {namespace}.{name}\n"
+    if isinstance(value, dict):
+        text = "Keys: " + ", ".join(f"``{key}``" for key in value)
     else:
-        kind, options = ("function" if inspect.isroutine(value) else "data"), ""
-    return f".. auto{kind}:: {namespace}.{name}{options}\n"
+        alias = re.sub(r"(?:fedrax|jax|typing|numpy|pathlib)(?:[.]\w+)*[.]", "", str(value))
+        text = f"Type alias: ``{alias}``"
+    return f".. py:data:: {name}\n   :module: {namespace}\n\n   {text}\n"
 
 
 def write_pages(folder: Path = GENERATED) -> None:
@@ -83,7 +88,7 @@ def write_pages(folder: Path = GENERATED) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     homes = {id(value): f"{namespace}.{name}" for namespace in NAMESPACES for name, value in exports(namespace).items()}
     for namespace in NAMESPACES:
-        module, names = importlib.import_module(namespace), exports(namespace)
+        names = exports(namespace)
         own = [name for name, value in names.items() if homes[id(value)] == f"{namespace}.{name}"]
         links = [f"- {{py:obj}}`{homes[id(names[name])]}`" for name in names if name not in own]
         described = "\n".join(directive(namespace, name, names[name]) for name in own)

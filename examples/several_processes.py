@@ -8,7 +8,7 @@ import sys
 
 import fedrax
 from fedrax.data import Federation, load
-from fedrax.data.partition import DirichletClients
+from fedrax.data import DirichletClients
 from fedrax.models import TwoNN
 
 if len(sys.argv) == 4:

@@ -15,31 +15,8 @@ from typing import Any
 
 import pytest
 
-NAMESPACES = (
-    "fedrax",
-    "fedrax.algorithms",
-    "fedrax.analysis",
-    "fedrax.attacks",
-    "fedrax.compression",
-    "fedrax.contract",
-    "fedrax.data",
-    "fedrax.experiments",
-    "fedrax.flower",
-    "fedrax.metrics",
-    "fedrax.models",
-    "fedrax.optim",
-    "fedrax.participation",
-    "fedrax.personalization",
-    "fedrax.privacy",
-    "fedrax.profiling",
-    "fedrax.report",
-    "fedrax.robust",
-    "fedrax.simulation",
-    "fedrax.testing",
-    "fedrax.tree",
-    "fedrax.tuning",
-)
-"""The documented namespaces; documentation and examples import from these alone."""
+from docs.reference_pages import NAMESPACES
+
 SECTION = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Example|Examples|References|Note):$", re.MULTILINE)
 
 

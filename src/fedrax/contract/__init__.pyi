@@ -18,6 +18,7 @@ from fedrax.config.hyperparameters import (
 from fedrax.config.hyperparameters import (
     PositiveInt as PositiveInt,
 )
+from fedrax.config.hyperparameters import check as check
 from fedrax.config.hyperparameters import (
     hyperparameters as hyperparameters,
 )

@@ -1,0 +1,58 @@
+"""Documentation and examples import from the public namespaces alone, and the reference has every public name."""
+
+import ast
+import json
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from docs import reference_pages
+
+ROOT = Path(__file__).parents[2]
+PUBLIC = {*reference_pages.NAMESPACES, "fedrax.cli"}
+
+
+def code_of(path: Path) -> Iterator[str]:
+    """The Python code of a page, a notebook or an example."""
+    text = path.read_text("utf-8")
+    if path.suffix == ".py":
+        yield text
+    elif path.suffix == ".ipynb":
+        yield from ("".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code")
+    else:
+        blocks = re.findall(r"^ *```(?:python|\{code-block\} python)\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
+        yield from (textwrap.dedent(re.sub(r"^ *:\w+:.*\n", "", block, flags=re.MULTILINE)) for block in blocks)
+
+
+def modules_imported(code: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+
+
+def test_pages_and_examples_import_from_public_namespaces() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.*")]
+    internal = [
+        f"{path.relative_to(ROOT)}: {module}"
+        for path in pages
+        if path.suffix in (".md", ".py", ".ipynb") and "_generated" not in path.parts
+        for code in code_of(path)
+        for module in modules_imported(code)
+        if module.split(".")[0] == "fedrax" and module not in PUBLIC
+    ]
+    assert not internal, "\n".join(internal)
+
+
+def test_the_root_has_few_names_and_every_name_is_described_once(tmp_path: Path) -> None:
+    reference_pages.write_pages(tmp_path)
+    text = "\n".join(path.read_text("utf-8") for path in tmp_path.glob("*.md"))
+    for namespace in reference_pages.NAMESPACES:
+        for name, value in reference_pages.exports(namespace).items():
+            if not isinstance(value, type) or not value.__module__.startswith("fedrax"):
+                continue
+            homes = [f"{other}.{name}" for other in reference_pages.NAMESPACES if f":: {other}.{name}\n" in text]
+            assert len(homes) == 1 or len({id(reference_pages.exports(h.rpartition(".")[0])[name]) for h in homes}) > 1
+    assert 20 <= len(reference_pages.exports("fedrax")) <= 32
