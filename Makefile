@@ -6,6 +6,7 @@
 #   make test-huggingface  the tests that need Hugging Face's datasets, in .venv-huggingface
 #   make test-ray  the tests that need Ray, in .venv-ray
 #   make test-libraries  the code of other libraries in docs/coming-from.md, with these in .venv-libraries
+#   make coverage  the tests of make test, with the lines of the package that they run
 #   make lint   ruff and pyright
 #   make oldest the test suite with the oldest versions that pyproject.toml allows (PYTHON=python3.11)
 #   make reliability  thousands of odd inputs and hundreds of kills, see docs/reliability.md
@@ -17,7 +18,7 @@ SHELL := /bin/bash
 PYTHON ?= python3 python3.13 python3.12 python3.11
 BIN := .venv/bin
 
-.PHONY: demo test test-all test-torch test-huggingface test-libraries test-ray oldest reliability lint docs figures clean
+.PHONY: demo test test-all test-torch test-huggingface test-libraries test-ray oldest reliability coverage lint docs figures clean
 
 demo: .venv/.user
 	$(BIN)/fedrax compare examples/digits.toml
@@ -55,6 +56,9 @@ reliability: .venv/.dev
 	$(BIN)/python -m tests.fuzz runs 500
 	$(BIN)/python -m tests.kill --runs 200
 	$(BIN)/python -m tests.kill --runs 100 --compare
+
+coverage: .venv/.dev
+	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not exhaustive' --cov=fedrax --cov-report=term --cov-fail-under=85
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
