@@ -58,7 +58,7 @@ reliability: .venv/.dev
 	$(BIN)/python -m tests.kill --runs 100 --compare
 
 coverage: .venv/.dev
-	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not exhaustive' --cov=fedrax --cov-report=term --cov-fail-under=85
+	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not exhaustive' --cov=fedrax --cov-report=term
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
