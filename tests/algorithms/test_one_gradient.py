@@ -69,7 +69,7 @@ def test_options_of_local_steps_are_refused(method: Algorithm, sentence: str):
         ),
         (FedSGD(local=LocalSGD(steps=1, blocks=2)), r"FedSGD .* and local.blocks counts for nothing"),
         (LoSAC(local=LocalSGD(steps=2, blocks=2, batch_size="full")), "blocks = 2, and local.batch_size counts for no"),
-        (Upcycled(FedAvg(), extrapolate="both"), "FedAvg keeps no states .* extrapolate = 'both' counts for nothing"),
+        (Upcycled(FedAvg(), extrapolate="both"), "FedAvg has no control variates, and extrapolate = 'both' is ignored"),
         (Personalized(FedAvg()), "nothing stays at home, so that Personalized changes nothing: set at_home"),
         (Personalized(FedAvg(), ("a",), alternate=CARRIED), r"and alternate.carry counts for nothing"),
         (Ditto(FedAvg(), own_steps=CARRIED), r"and own_steps.carry counts for nothing"),

@@ -203,7 +203,7 @@ def test_a_model_without_parameters_is_none(tmp_path: Path, fedrax: Any):
 
 def test_a_default_that_no_file_could_give_stays(tmp_path: Path, fedrax: Any):
     (tmp_path / "mine.py").write_text(
-        "import optax\nfrom fedrax import FedAvg, LocalSGD, Optax, hyperparameters\n\n\n"
+        "import optax\nfrom fedrax import FedAvg, LocalSGD, hyperparameters\nfrom fedrax.optim import Optax\n\n\n"
         "@hyperparameters\nclass Mine(FedAvg):\n"
         "    local: LocalSGD = LocalSGD(optimizer=Optax.of(optax.adamw, weight_decay=0.01))\n"
     )

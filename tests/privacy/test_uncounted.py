@@ -39,7 +39,7 @@ TASK = classification(Logistic().build((2,), 2))
     ids=["SampleDP", "ClientDP", "OutputPerturbation"],
 )
 def test_who_is_drawn_by_numbers_of_samples_tells_of_them(method: Any):
-    with pytest.raises(FedraxError, match="cohorts drawn by numbers of samples tell the server of them"):
+    with pytest.raises(FedraxError, match="cohorts that are sampled by numbers of samples tell the server"):
         run(method, participation=WeightedBySamples(), rounds=1)
 
 

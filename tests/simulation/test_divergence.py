@@ -147,7 +147,7 @@ def test_task_is_healthy():
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
-        ("metrics", "belongs into the task's whole_set"),
+        ("metrics", "belong into the task's whole_set"),
         ("whole_set", "a metric is None where it is not defined"),
     ],
 )

@@ -125,7 +125,7 @@ class Stopwatch:
         made.program = ProgramText(compiled.as_text() or "")
 
         def run(algorithm: Any, carry: Any, key: Any, xs: Rounds, rounds: int) -> tuple[Any, dict]:
-            carry, records, _ = compiled(algorithm, carry, sim.engine.samples, key, xs, np.int32(rounds))
+            carry, records, *_ = compiled(algorithm, carry, sim.engine.samples, key, xs, np.int32(rounds))
             return carry, {name: np.asarray(value)[:rounds] for name, value in records.items()}
 
         self._run = run
