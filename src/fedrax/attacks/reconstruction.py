@@ -132,7 +132,8 @@ class Attack:
             ) from error
         best, distances, kept = jax.tree.map(np.asarray, made)
         labels = np.asarray(y) if y is not None else best["labels"].argmax(1)
-        return Reconstruction(best["x"], labels, float(np.nanmin(distances)), distances, kept, at)
+        nearest = float(np.min(distances, initial=np.inf, where=~np.isnan(distances)))
+        return Reconstruction(best["x"], labels, nearest, distances, kept, at)
 
 
 def dlg(steps: int = 300, restarts: int = 1, distance: Distance = "relative") -> Attack:
