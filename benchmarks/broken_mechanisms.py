@@ -33,14 +33,14 @@ class Broken(ClientDP):
         output, own = ClientDP.around_client(self._exact, client, message, state, own, data, last)
         if self.at == "server":
             return output, own
-        upload = self.noisy(data.stream("noise"), output.upload, self._in_phase(self.clip.bound)[1])
+        upload = self.noisy(data.key("noise"), output.upload, self._in_phase(self.clip.bound)[1])
         return output._replace(upload=upload), own
 
     def _covered(self, cohort: Cohort, bound: Any) -> Cohort:
         """The mean of clipped uploads, with this noise."""
         exact = ClientDP._covered(self._exact, cohort, bound)
         deviation = self._in_phase(bound)[1] / exact.size
-        return exact._replace(mean=self.noisy(cohort.stream("noise"), exact.mean, deviation))
+        return exact._replace(mean=self.noisy(cohort.key("noise"), exact.mean, deviation))
 
     @property
     def _exact(self) -> Broken:

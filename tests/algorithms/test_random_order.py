@@ -163,7 +163,7 @@ def test_drawing_with_replacement_stays_with_the_client():
 
 def test_a_fresh_batch_is_another_one():
     data = client((200, 200), 0)
-    assert rows_of(data, 0, 20, "shuffle") != rows_of(data.fresh(), 0, 20, "shuffle")
+    assert rows_of(data, 0, 20, "shuffle") != rows_of(data.resampled(), 0, 20, "shuffle")
 
 
 @pytest.mark.parametrize("blocks", [1, 3, 4, 11])

@@ -44,7 +44,7 @@ class Noised(fedrax.algorithms.FedSGD):
     def client(self, message: Any, state: Any, data: fedrax.ClientData) -> fedrax.ClientOutput:
         output = super().client(message, state, data)
         leaves, structure = jax.tree.flatten(output.upload)
-        keys = jax.random.split(data.stream("noise"), len(leaves))
+        keys = jax.random.split(data.key("noise"), len(leaves))
         noised = [a + 0.05 * jax.random.normal(k, a.shape, a.dtype) for a, k in zip(leaves, keys, strict=True)]
         return output._replace(upload=jax.tree.unflatten(structure, noised))
 

@@ -40,13 +40,13 @@ class Keys(Algorithm):
 
     def client(self, message: Any, state: Any, data: ClientData) -> ClientOutput:
         """Keys of two streams, of a fresh batch's stream, and of the first step."""
-        keys = [data.stream("a"), data.stream("b"), data.fresh().stream("a"), data.step_key(0)]
+        keys = [data.key("a"), data.key("b"), data.resampled().key("a"), data.dropout_key(0)]
         return ClientOutput(upload=(), each=jax.numpy.stack([jax.random.key_data(key) for key in keys]))
 
     def noted(self, server: Server, cohort: Cohort, p: int) -> tuple[Server, Info]:
         """Write them down."""
         clients = server.clients.at[cohort.round, p, cohort.clients].set(cohort.each, mode="drop")
-        mine = jax.numpy.stack([jax.random.key_data(cohort.stream(name)) for name in "ab"])
+        mine = jax.numpy.stack([jax.random.key_data(cohort.key(name)) for name in "ab"])
         return Server(server.params, clients, server.server.at[cohort.round, p].set(mine)), {}
 
 

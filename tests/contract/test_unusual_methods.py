@@ -179,7 +179,7 @@ def test_the_number_of_a_step_is_an_array(plan: str):
     class Slowing(FedAvg):
         def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
             def direction(gradient: Any, x: Any, memory: Any, step: Any) -> Any:
-                drawn = jax.random.normal(step.stream("noise"))
+                drawn = jax.random.normal(step.key("noise"))
                 return tree.scale(1 / (1 + step.index.astype(jnp.float32)), gradient), memory.at[step.index].set(drawn)
 
             result = self.local.run(data, message, direction, memory=jnp.zeros(3))

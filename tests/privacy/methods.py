@@ -25,7 +25,7 @@ class Noisy(fedrax.FedAvg):
         output = super().client(message, state, data)
         size = fedrax.tree.norm(output.upload)
         leaves, structure = jax.tree.flatten(output.upload)
-        keys = jax.random.split(data.stream("noise"), len(leaves))
+        keys = jax.random.split(data.key("noise"), len(leaves))
         noisy = [
             x / jax.numpy.maximum(size, 1) + self.noise * jax.random.normal(k, x.shape)
             for x, k in zip(leaves, keys, strict=True)

@@ -14,6 +14,7 @@ from scipy import stats
 import fedrax
 from fedrax import Algorithm, ClientData, ClientOutput, Cohort, Wrapper, hyperparameters, tree
 from fedrax.contract import Info, Phase
+from fedrax.prng.streams import NamedKeys
 from fedrax.tree import Tree
 from tests.simulation.problems import CLASSES, FEATURES, SIZES, TASK, run
 
@@ -95,7 +96,7 @@ def sent_by(algorithm: Algorithm, x: Any, y: Any, round: int = 0) -> list[Tree]:
             break
         one = jnp.ones(())
         who = (jnp.zeros(1, jnp.int32), jnp.ones(1), one, N, jnp.int32(round))
-        cohort = Cohort(received, (), output.total, *who, key, expected=one)
+        cohort = Cohort(received, (), output.total, *who, NamedKeys(key), expected=one)
         server, _ = phase.server(server, cohort)
     return sent
 

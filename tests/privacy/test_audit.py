@@ -62,7 +62,7 @@ class SameKeyTwice(Noisy):
 
     def client(self, message, state, data):
         plain = fedrax.FedAvg.client(self, message, state, data)
-        noise, size = jax.random.normal(data.stream("noise"), (2,)), fedrax.tree.norm(plain.upload)
+        noise, size = jax.random.normal(data.key("noise"), (2,)), fedrax.tree.norm(plain.upload)
         upload = {name: leaf / jnp.maximum(size, 1) + self.noise * noise for name, leaf in plain.upload.items()}
         return plain._replace(upload=upload)
 

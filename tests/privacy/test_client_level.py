@@ -74,7 +74,9 @@ class SameKeyTwice(ClientDP):
     def around_client(self, client, message, state, own, data, last):
         """One key for all phases of a client's round."""
         output, own = super().around_client(client, message, state, own, data, last)
-        twice = with_noise(data.step_key(0), jax.tree.map(jnp.zeros_like, client(message, state, data).upload), Z * C)
+        twice = with_noise(
+            data.dropout_key(0), jax.tree.map(jnp.zeros_like, client(message, state, data).upload), Z * C
+        )
         return output._replace(upload=twice), own
 
 
@@ -86,7 +88,7 @@ class OneKeyForAll(ClientDP):
         """A key that clients share."""
         output, own = super().around_client(client, message, state, own, data, last)
         zeros = jax.tree.map(jnp.zeros_like, client(message, state, data).upload)
-        return output._replace(upload=with_noise(data.shared_stream("noise"), zeros, Z * C)), own
+        return output._replace(upload=with_noise(data.key("noise", shared=True), zeros, Z * C)), own
 
 
 @hyperparameters

@@ -60,7 +60,7 @@ class OneKeyForAllSteps(SampleDP):
 
         def rule(losses, params, batch, weights, key):
             loss, gradient = exact(losses, params, batch, weights, key)
-            return loss, with_noise(data.stream("noise"), gradient, self.noise * self.clip)
+            return loss, with_noise(data.key("noise"), gradient, self.noise * self.clip)
 
         return rule
 

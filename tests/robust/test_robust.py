@@ -28,6 +28,7 @@ from fedrax.compression import Quantized
 from fedrax.contract import binary_classification
 from fedrax.contract.algorithm import Algorithm, Cohort
 from fedrax.models import Linear, Logistic
+from fedrax.prng.streams import NamedKeys
 from fedrax.robust import Attacked, Robust
 from fedrax.robust.attacked_clients import ALittle, Gaussian, LabelFlip, Scaling
 from fedrax.robust.rules import GeometricMedian, Krum, Median, NormBound, TrimmedMean
@@ -52,7 +53,7 @@ def cohort_of(uploads: Any, order: Any = None, rows: int = ROWS) -> Cohort:
         padded = np.concatenate([values, np.full((rows - size, *values.shape[1:]), empty, values.dtype)])
         return jnp.asarray(padded[places], jnp.float32 if values.dtype == float else None)
 
-    facts = {"size": jnp.float32(size), "num_clients": 99, "round": jnp.int32(0), "key": jax.random.key(0)}
+    facts = {"size": jnp.float32(size), "num_clients": 99, "round": jnp.int32(0), "keys": NamedKeys(jax.random.key(0))}
     clients, weights = put(np.arange(size, dtype=np.int32), 99), put(np.full(size, 1 / size))
     return Cohort((), (), (), clients, weights, **facts, uploads=jax.tree.map(put, uploads))  # type: ignore[arg-type]
 

@@ -45,7 +45,7 @@ class Private(Wrapper):
         output = client(message, state, data)
         length = tree.norm(output.upload)
         shrink = jnp.where(length > self.clip, self.clip / jnp.where(length > 0, length, 1), 1)
-        noise = normal_like(data.stream("noise"), output.upload)
+        noise = normal_like(data.key("noise"), output.upload)
         return output._replace(upload=tree.add_scaled(tree.scale(shrink, output.upload), self.sigma, noise)), own
 
 
@@ -79,7 +79,7 @@ class PerSample(Wrapper):
         self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
     ) -> tuple[ClientOutput, Tree]:
         """Other gradients."""
-        stream = data.stream("samples")
+        stream = data.key("samples")
 
         def clipped(losses: Callable, params: Tree, batch: Tree, weights: Array | None, key: Array) -> tuple:
             def one(sample: Tree) -> tuple[Array, Tree]:
@@ -153,7 +153,7 @@ class Shaken(FedAvg):
 
     def server(self, server: Any, cohort: Cohort) -> tuple[Any, Info]:
         """The mean with noise of the server's own stream."""
-        noise = normal_like(cohort.stream("noise"), cohort.mean)
+        noise = normal_like(cohort.key("noise"), cohort.mean)
         return super().server(server, cohort._replace(mean=tree.add_scaled(cohort.mean, self.sigma, noise)))
 
 

@@ -54,7 +54,7 @@ class Episode(Algorithm):
 
     def resample(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
         """Phase 1: G_i, kept for phase 2 as the client's state within the round, with weight decay."""
-        fresh = data.fresh()
+        fresh = data.resampled()
         loss, gradient = Step(self.local, fresh, 0).gradient(message)
         gradient = self.local.decayed(gradient, message)
         info = {"loss": loss, "gradients": self.local.samples(fresh, 1)}
@@ -118,7 +118,7 @@ class NaiveParallelClip(Algorithm):
 
     def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
         """The gradient on one batch."""
-        fresh = data.fresh()
+        fresh = data.resampled()
         loss, gradient = self.local.one_gradient(fresh, message)
         info = {"loss": loss, "gradients": self.local.samples(fresh, 1)}
         return ClientOutput(upload=self.local.decayed(gradient, message), info=info)

@@ -84,7 +84,7 @@ class Scaffnew(Algorithm):
 
     def client(self, message: Tree, state: Client, data: ClientData) -> ClientOutput:
         """T local steps from the global parameters."""
-        steps = geometric(data.shared_stream("steps"), self.p)
+        steps = geometric(data.key("steps", shared=True), self.p)
         result = self.local.run(
             data.with_steps(steps), message, lambda g, x, memory, step: (tree.sub(g, state.control), memory)
         )

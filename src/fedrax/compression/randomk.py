@@ -82,7 +82,7 @@ class RandomK(Wrapper):
                 f"RandomK draws among an upload's floating numbers, and {type(self.inner).__name__} sends none up: put"
                 " what makes whole numbers of them around RandomK"
             )
-        seed = jax.random.key_data(data.stream("randomk"))
+        seed = jax.random.key_data(data.key("randomk"))
         drawn = Drawn.of(floating, numbers_sent(size, self.fraction), seed)
         whole = [None if mine is not None else leaf for mine, leaf in zip(floating, leaves, strict=True)]
         return output._replace(upload=Split(drawn, whole, structure)), own

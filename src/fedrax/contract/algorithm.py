@@ -30,7 +30,7 @@ from fedrax.config.hyperparameters import hyperparameters
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.traits import Traits
 from fedrax.errors import FedraxError
-from fedrax.prng.streams import stream_key
+from fedrax.prng.streams import NamedKeys
 from fedrax.tree import Tree
 
 if TYPE_CHECKING:
@@ -79,13 +79,11 @@ class Cohort(NamedTuple):
     """N, all clients of the federation."""
     round: Array
     """The number of this round, from 0."""
-    key: Array
-    """The server's random key of this round and phase; :meth:`stream` gives keys to use."""
+    keys: NamedKeys
+    """The server's random keys of this round and phase; see :meth:`key`."""
     uploads: Tree = ()
     """Where the phase is ``stacked``: every receive(upload_i), on a leading axis of ``clients.shape``; zero beyond the
     cohort, float32 at least. An empty tuple elsewhere."""
-    depth: int = 0
-    """Wrappers around whoever looks at this."""
     expected: Any = None
     """The S that was asked for where a round may have fewer clients or more, as of `Poisson` cohorts, of an
     availability trace or in turns; else ``size``; a float."""
@@ -95,9 +93,9 @@ class Cohort(NamedTuple):
         """bool, in the order of ``clients``: False beyond the cohort."""
         return self.clients < self.num_clients
 
-    def stream(self, name: str) -> Array:
-        """The server's random key for the purpose ``name`` in this phase; another one in every wrapper."""
-        return stream_key(self.key, name, self.depth)
+    def key(self, name: str) -> Array:
+        """The server's random key for the purpose ``name`` in this phase; different in every wrapper."""
+        return self.keys(name)
 
 
 def unchanged(upload: Tree) -> Tree:

@@ -24,7 +24,7 @@ from fedrax.contract.model import with_statistics
 from fedrax.contract.task import Batch
 from fedrax.errors import FedraxError
 from fedrax.prng.permutation import shuffled_index, uniform_index
-from fedrax.prng.streams import FRESH, stream_key
+from fedrax.prng.streams import NamedKeys
 from fedrax.tree import Tree
 
 Order = Literal["shuffle", "stored", "replacement"]
@@ -75,10 +75,9 @@ class ClientData(Ruled):
         self.round, self.num_clients, self.cohort_size = round, num_clients, cohort_size
         self.unroll, self.carried = unroll, carried or Carried()
         self.precision: xla.OperandFormat = precision
-        self._stepping = self._fresh = False
-        self._phase = phase
-        self._key, self.words = key, jax.random.key_data(key)
-        self._shared_key = key if shared_key is None else shared_key
+        self._stepping = self._resampled = False
+        self._keys, self._words = NamedKeys(key, phase=phase), jax.random.key_data(key)
+        self._shared_keys = NamedKeys(key if shared_key is None else shared_key, phase=phase)
 
     @classmethod
     def alone(
@@ -93,26 +92,30 @@ class ClientData(Ruled):
 
     # -- random numbers ----------------------------------------------------------------------------------------
 
-    def stream(self, name: str) -> Array:
+    def key(self, name: str, shared: bool = False) -> Array:
         """The client's random key for the purpose ``name`` in this phase of this round.
 
-        Streams share nothing with batches, dropout or each other, nor do those of wrappers around one another.
+        Keys of different names are independent of each other and of the keys of batches and dropout. A wrapper and the
+        method inside it get different keys for the same name.
+
+        Args:
+          name: what is drawn; any text.
+          shared: whether all clients of the cohort get the same key, for what they must draw alike.
+
+        Returns:
+          A JAX random key.
         """
-        return stream_key(self._key, name, self._depth, self._phase)
+        return (self._shared_keys if shared else self._keys)(name)
 
-    def shared_stream(self, name: str) -> Array:
-        """The same of a key that all clients of this round share: for what they must draw alike."""
-        return stream_key(self._shared_key, name, self._depth, self._phase)
+    def dropout_key(self, index: Array | int) -> Array:
+        """The key that the loss of local step ``index`` is given. Internal."""
+        return jax.random.fold_in(self._keys.base, index)
 
-    def step_key(self, index: Array | int) -> Array:
-        """The key of local step ``index``: for dropout."""
-        return jax.random.fold_in(self._key, index)
-
-    def fresh(self) -> Self:
-        """The same client with independent random keys: for a batch besides those of the local steps."""
+    def resampled(self) -> Self:
+        """The same client with other random keys and batches: for a batch besides those of the local steps."""
         self.refuse_uncounted("a batch besides those of its local steps")
-        key = jax.random.fold_in(self._key, FRESH)
-        return self._with(_key=key, words=jax.random.key_data(key), _fresh=True)
+        keys = self._keys.resampled()
+        return self._with(_keys=keys, _words=jax.random.key_data(keys.base), _resampled=True)
 
     # -- what a wrapper may change -----------------------------------------------------------------------------
 
@@ -166,7 +169,7 @@ class ClientData(Ruled):
     def given_rows(self) -> Array | None:
         """int32 [T, B], the rows of each batch where a script gives them; of a fresh batch [1, B]."""
         fresh = self.place.fresh
-        return self.place.batches if not self._fresh else None if fresh is None else fresh[None]
+        return self.place.batches if not self._resampled else None if fresh is None else fresh[None]
 
     # -- samples -----------------------------------------------------------------------------------------------
 
@@ -181,15 +184,15 @@ class ClientData(Ruled):
         """
         if not self._stepping:
             self.refuse_uncounted("a batch beside them")
-        if self._batch_rule is not None and not self._fresh:
+        if self._batch_rule is not None and not self._resampled:
             return self._batch_rule(step)
         if self.given_rows is not None:
-            rows = self.given_rows[0 if self._fresh else step]
+            rows = self.given_rows[0 if self._resampled else step]
             return self.gather(jnp.maximum(rows, 0)), rows >= 0
         size = min(batch_size, self.layout.largest)
         lanes = jnp.arange(size, dtype=jnp.int32)
         if order == "replacement":
-            return self.gather(uniform_index(self.words, step * size + lanes, self.size)), None
+            return self.gather(uniform_index(self._words, step * size + lanes, self.size)), None
         per_epoch = self.batches(size)
         epoch, start = step // per_epoch, (step % per_epoch) * size
         whole = self.layout.divisor % size == 0
@@ -201,7 +204,7 @@ class ClientData(Ruled):
             once_more = positions - self.size if size <= self.layout.smallest else jax.lax.rem(positions, self.size)
             positions = jnp.where(inside, positions, once_more)
         if order == "shuffle":
-            positions = shuffled_index(self.words, epoch, positions, self.size)
+            positions = shuffled_index(self._words, epoch, positions, self.size)
         return self.gather(positions), None if whole else inside
 
     def batches(self, batch_size: int) -> Array | int:
@@ -214,11 +217,11 @@ class ClientData(Ruled):
     @xla.scope(xla.GATHER)
     def block_index(self, step: Array | int, num_blocks: int) -> Array:
         """The block of step ``step``, drawn uniformly from {0, ..., M - 1} unless the experiment fixes it."""
-        if self._fresh and self.place.fresh is not None:
+        if self._resampled and self.place.fresh is not None:
             return self.place.fresh
-        if self.place.blocks is not None and not self._fresh:
+        if self.place.blocks is not None and not self._resampled:
             return self.place.blocks[step]
-        return uniform_index(self.words, step, num_blocks, stream=2)
+        return uniform_index(self._words, step, num_blocks, stream=2)
 
     def block_rows(self, block: Array | int, num_blocks: int) -> tuple[Array, Array | int]:
         """(first row, rows) of block j of M: the client's rows floor(j n_i / M) to floor((j + 1) n_i / M)."""
@@ -350,7 +353,7 @@ class ClientData(Ruled):
     def full_gradient(self, params: Tree, reduction: Reduction = "mean") -> tuple[Array, Tree]:
         """Loss and gradient over all of the client's data."""
         rows = self.layout.largest if self.layout.equal else self.size
-        total = self.range_gradient(params, 0, rows, self.layout.largest, self._key)
+        total = self.range_gradient(params, 0, rows, self.layout.largest, self._keys.base)
         return total if reduction == "sum" else self._mean(total)
 
     def block_gradient(

@@ -12,6 +12,7 @@ from jax import Array
 from jax.extend.core import get_opaque_trace_state
 
 from fedrax.errors import FedraxError
+from fedrax.prng.streams import NamedKeys
 from fedrax.tree import Tree
 
 LossRule = Callable[[Callable], Callable]
@@ -43,7 +44,8 @@ class Counted:
 class Ruled:
     """Client data as a wrapper hands them to the method inside, with rules for the local work."""
 
-    _depth = 0
+    _keys: NamedKeys
+    _shared_keys: NamedKeys
     _counted: Counted | None = None
     _withheld = False
     _loss_rules: tuple[tuple[int, LossRule], ...] = ()
@@ -55,7 +57,7 @@ class Ruled:
 
     def inside(self) -> Self:
         """As the method inside a wrapper sees it: with random streams of its own."""
-        return self._with(_depth=self._depth + 1)
+        return self._with(_keys=self._keys.inside(), _shared_keys=self._shared_keys.inside())
 
     def with_loss(self, rule: LossRule) -> Self:
         """With another local loss, ``rule(losses)``, made of the one before: (params, batch, key) -> [B].
@@ -80,8 +82,8 @@ class Ruled:
 
     def _after_inside(self, rules: tuple[tuple[int, Any], ...], rule: Any) -> tuple[tuple[int, Any], ...]:
         """``rules`` in the order in which they are applied, with this place's behind those inside."""
-        inside = [one for one in rules if one[0] >= self._depth]
-        return (*inside, (self._depth, rule), *rules[len(inside) :])
+        inside = [one for one in rules if one[0] >= self._keys.depth]
+        return (*inside, (self._keys.depth, rule), *rules[len(inside) :])
 
     def directed(self, direction: Tree, x: Tree, step: Any) -> Tree:
         """A step's direction by the rules of :meth:`with_directions`."""

@@ -31,7 +31,7 @@ class Step:
     def __init__(self, local: LocalSGD, data: ClientData, index: Array | int):
         self.index = jnp.asarray(index, jnp.int32)
         """t, from 0: int32."""
-        self.key = data.step_key(index)
+        self._key = data.dropout_key(index)
         self._local, self._data, self._asked = local, data, False
         self.block: Array | None = None
         """The block this step works on (M fixed blocks only)."""
@@ -51,20 +51,20 @@ class Step:
             data.refuse_uncounted("a second gradient in a step")
         self._asked = True
         if local.blocks is not None and self.block is not None:
-            found = data.block_gradient(params, self.block, local.blocks, self.key, local.reduction)
+            found = data.block_gradient(params, self.block, local.blocks, self._key, local.reduction)
         elif local.batch_size == "full":
             found = data.full_gradient(params, local.reduction)
         else:
-            return data.loss_and_gradient(params, self._samples, self._weights, self.key, local.reduction)
+            return data.loss_and_gradient(params, self._samples, self._weights, self._key, local.reduction)
         if data.carried.statistics:
             raise FedraxError(
                 "a model with running statistics, such as batch norm's, takes steps on batches: set local.batch_size"
             )
         return *found, ()
 
-    def stream(self, name: str) -> Array:
-        """A key for a method's own randomness in this step: others in every step, round and client."""
-        return jax.random.fold_in(self._data.stream(name), self.index)
+    def key(self, name: str) -> Array:
+        """A random key for the purpose ``name``, different in every step, round and client."""
+        return jax.random.fold_in(self._data.key(name), self.index)
 
     @property
     def batch(self) -> Tree:
@@ -387,7 +387,7 @@ class LocalSGD:
         if self.optimizer is None:
             return ()
         begun = data.carried.optimizer if self.carry else self.optimizer.init(params)
-        return with_new_keys(begun, data.stream("optimizer"))
+        return with_new_keys(begun, data.key("optimizer"))
 
     def _optimized(
         self, x: Tree, state: Tree, d: Tree, lr: Array | float, round: Array, loss: Array | None

@@ -171,7 +171,7 @@ class Wrapper(Algorithm):
 
         def server(server: Any, cohort: Cohort) -> tuple[Any, Info]:
             mine, own = self._parts(server)
-            deeper = lambda state, cohort: phase.server(state, cohort._replace(depth=cohort.depth + 1))  # noqa: E731
+            deeper = lambda state, cohort: phase.server(state, cohort._replace(keys=cohort.keys.inside()))  # noqa: E731
             made = self.around_server(deeper, mine, own, cohort, last)
             state, own, info = _returned(f"{name}.around_server", made, 3, "state, own, info")
             if type(state) is tuple and type(mine) is not tuple:

@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 from jax import Array
 
-FRESH, STREAMS = 0x7FFFFFFF, 0x7FFFFFFE
-"""Counters that no local step reaches: of a batch besides those of the steps, and of all named streams."""
+RESAMPLED, STREAMS = 0x7FFFFFFF, 0x7FFFFFFE
+"""Counters that no local step reaches: of a batch besides those of the steps, and of all named keys."""
 
 
-def stream_key(key: Array, name: str, depth: int = 0, phase: int = 0) -> Array:
-    """The key of the stream called ``name`` in a phase, used ``depth`` wrappers deep, among those that ``key`` gives.
+@partial(jax.tree_util.register_dataclass, data_fields=["base"], meta_fields=["depth", "phase"])
+@dataclass(frozen=True)
+class NamedKeys:
+    """The random keys of one client, or of the server, in one phase of a round: ``keys(name)``."""
 
-    A client has one key for all phases of a round: noise that came twice could be taken off again.
-    """
-    named = jax.random.fold_in(jax.random.fold_in(key, STREAMS), depth)
-    named = jax.random.fold_in(named, phase) if phase else named
-    return jax.random.fold_in(named, zlib.crc32(name.encode()))
+    base: Array
+    """The key of the client (or server) in this round. It is the same in all phases of the round."""
+    depth: int = 0
+    """How many wrappers are around the method or wrapper that draws."""
+    phase: int = 0
+    """The phase of the round: noise that was drawn again in the next phase could be subtracted."""
+
+    def __call__(self, name: str) -> Array:
+        """The key for the purpose ``name``."""
+        named = jax.random.fold_in(jax.random.fold_in(self.base, STREAMS), self.depth)
+        named = jax.random.fold_in(named, self.phase) if self.phase else named
+        return jax.random.fold_in(named, zlib.crc32(name.encode()))
+
+    def inside(self) -> NamedKeys:
+        """The keys of the method inside a wrapper."""
+        return replace(self, depth=self.depth + 1)
+
+    def resampled(self) -> NamedKeys:
+        """Keys that are independent of these."""
+        return replace(self, base=jax.random.fold_in(self.base, RESAMPLED))

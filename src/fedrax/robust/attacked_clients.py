@@ -42,7 +42,7 @@ class Gaussian:
 
     def __call__(self, cohort: Cohort, malicious: Array) -> Tree:
         """As of :class:`Scaling`."""
-        key = cohort.stream("attack")
+        key = cohort.key("attack")
         own = jax.vmap(lambda client: jax.random.fold_in(key, client))(cohort.clients)
 
         def noise(key: Array, upload: Tree) -> Tree:

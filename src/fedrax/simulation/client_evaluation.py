@@ -254,7 +254,7 @@ class PersonalEvaluator:
         carried = Carried(statistics)
         keys = client_keys(seeded(self.settings.seed, FINETUNING), place.client)
         data = client_data(self.program, train, client_task(self.program, here, keys, 0)).with_carried(carried)
-        tuned = local.run(data.fresh(), params).params
+        tuned = local.run(data.resampled(), params).params
         return with_statistics(tuned, carried.statistics)
 
 

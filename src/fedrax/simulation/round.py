@@ -20,6 +20,7 @@ from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, sum
 from fedrax.contract.checks import checked_client, checked_output, checked_received, checked_server, checked_state
 from fedrax.contract.client_data import Carried, ClientData, Layout, Place
 from fedrax.contract.vectors import holds_vectors
+from fedrax.prng.streams import NamedKeys
 from fedrax.tree import Tree
 from fedrax.xla import CLIENT_AXIS, SEQUENTIAL_RULES, CodeFingerprint, OperandFormat, trace_once, untraced
 
@@ -206,7 +207,7 @@ def serve(
         size=jnp.asarray(here.cohort_size, float),
         num_clients=program.num_clients,
         round=jnp.asarray(here.round),
-        key=jax.random.fold_in(jax.random.fold_in(round_key, jnp.uint32(SERVER_KEY)), p),
+        keys=NamedKeys(jax.random.fold_in(jax.random.fold_in(round_key, jnp.uint32(SERVER_KEY)), p)),
         uploads=jax.tree.map(lambda u: u.astype(summed_dtype(u.dtype)), uploads),
         expected=jnp.asarray(here.cohort_size if program.expected is None else program.expected, float),
     )

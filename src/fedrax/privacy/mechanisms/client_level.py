@@ -143,12 +143,12 @@ class ClientDP(Wrapper):
         most, deviation = self._in_phase(bound)
         sent, within = self.clip(sent, most)
         if self.at == "client":
-            sent = with_noise(data.stream("noise"), sent, deviation)
+            sent = with_noise(data.key("noise"), sent, deviation)
         output = output._replace(**sent, info=only_bookkeeping(output.info))
         if isinstance(self.clip, Adaptive):
             count = within.astype(jnp.float32) - 0.5
             if self.at == "client":
-                count = with_noise(data.stream("count"), count, self.clip.count_noise)
+                count = with_noise(data.key("count"), count, self.clip.count_noise)
             output = output._replace(upload=Upload(output.upload, count))
         return output, own
 
@@ -174,9 +174,9 @@ class ClientDP(Wrapper):
         """The noised sum over the number of clients expected; ``inner`` is not told who was there, or how many."""
         expected = cohort.size if cohort.expected is None else cohort.expected
         mean = tree.scale(cohort.size / expected, cohort.mean)
-        deviation, key = self._in_phase(bound)[1] / expected, cohort.stream("noise")
+        deviation, key = self._in_phase(bound)[1] / expected, cohort.key("noise")
         if isinstance(self.clip, Adaptive):
-            count = with_noise(cohort.stream("count"), mean.within, self.clip.count_noise / expected)
+            count = with_noise(cohort.key("count"), mean.within, self.clip.count_noise / expected)
             mean = Upload(with_noise(key, mean.inner, deviation), count)
         else:
             mean = with_noise(key, mean, deviation)
@@ -192,7 +192,7 @@ class ClientDP(Wrapper):
                 f" {type(self.inner).__name__} send more"
             )
         past_share = lambda a: jnp.tensordot(jnp.asarray(band_coefficients(self.bands)[1:], a.dtype), a, 1)  # noqa: E731
-        fresh = with_noise(cohort.stream("noise"), jax.tree.map(jnp.zeros_like, like), self._in_phase(bound)[1])
+        fresh = with_noise(cohort.key("noise"), jax.tree.map(jnp.zeros_like, like), self._in_phase(bound)[1])
         noise = tree.sub(fresh, jax.tree.map(past_share, past))
         exact = dataclasses.replace(self, noise=0.0)._covered(cohort, bound)
         covered = tree.add_scaled(exact.mean, 1 / exact.size, noise)

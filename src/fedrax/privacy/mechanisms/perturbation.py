@@ -97,7 +97,7 @@ class OutputPerturbation(_LocalModels):
         """The local model, clipped and noised."""
 
         def released(x: Tree) -> Tree:
-            return with_noise(data.stream("noise"), shortened(x, self.tau)[0], self.sigma)
+            return with_noise(data.key("noise"), shortened(x, self.tau)[0], self.sigma)
 
         return self._run(client, message, state, data, released), own
 
@@ -157,7 +157,7 @@ class ObjectivePerturbation(_LocalModels):
         if self.guarantee == "paper":
             self._check_task(data)
         model = getattr(message, "params", message)
-        noise = linear_noise(data.stream("noise"), model, self.alpha)
+        noise = linear_noise(data.key("noise"), model, self.alpha)
         local = self.inner.local_steps
         share = 1 / data.size if local is not None and local.reduction == "sum" else 1.0
 

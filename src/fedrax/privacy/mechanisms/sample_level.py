@@ -134,7 +134,7 @@ class SampleDP(Wrapper):
         most: samples side by side, where the user does not say. take: (batch, positions [m]) -> samples. used: how
         many positions, from the first on, have a sample to look at.
         """
-        stream = data.stream("noise")
+        stream = data.key("noise")
 
         def rule(losses: Callable, params: Tree, batch: Any, weights: Array | None, key: Array) -> tuple[Array, Tree]:
             rows = len(jax.tree.leaves(batch)[0])
@@ -168,7 +168,7 @@ class SampleDP(Wrapper):
 
 def _drawn(data: ClientData, rate: Any) -> Callable:
     """Poisson batches as rows: all of the client's, those that are drawn first, and which these are."""
-    key, most = data.stream("batches"), data.layout.largest
+    key, most = data.key("batches"), data.layout.largest
 
     def batch(step: Any) -> tuple[Array, Array]:
         # of 32 bits: a float on [0, 1) has 23, whose grain is above a small rate
