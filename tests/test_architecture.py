@@ -78,5 +78,5 @@ def test_imports_against_the_order_are_found():
         "fedrax.contract.task, line 5: fedrax.contract imports fedrax",
     ]
     assert against_the_order("fedrax.analysis.rendering", "from fedrax.profiling.rendering import draw")
-    assert against_the_order("fedrax.privacy.ledger", "from fedrax.privacy.audit.game import watch")
+    assert against_the_order("fedrax.privacy.ledger", "from fedrax.privacy.audit.game import observe_client")
     assert not against_the_order("fedrax.privacy.audit.game", "from fedrax.privacy.ledger import Ledger")

@@ -14,7 +14,15 @@ from matplotlib.figure import Figure
 
 import fedrax
 from fedrax import tree
-from fedrax.attacks import Reconstruction, Score, as_gradient, dlg, inverting_gradients, labels_of, score
+from fedrax.attacks import (
+    Reconstruction,
+    ReconstructionScore,
+    as_gradient,
+    dlg,
+    inverting_gradients,
+    recover_labels,
+    score,
+)
 from fedrax.data import load
 from fedrax.models import Model
 from fedrax.privacy.accounting import Accountant, about_replacement
@@ -86,7 +94,7 @@ def attacked(
     task: fedrax.Task, params: dict, gradient: dict, shape: tuple[int, ...], seed: int, steps: dict[str, int]
 ) -> dict[str, Reconstruction]:
     """What each attack makes of a gradient."""
-    view, labels = as_gradient(task, params, gradient), labels_of(gradient, shape[0])
+    view, labels = as_gradient(task, params, gradient), recover_labels(gradient, shape[0])
     return {
         "DLG": dlg(steps["DLG"]).invert(view, shape, 10, seed=seed),
         "iDLG": dlg(steps["iDLG"]).invert(view, shape, y=labels, seed=seed),
@@ -101,7 +109,7 @@ def lenet(arguments: argparse.Namespace) -> int:
     train = load("mnist", arguments.data_dir).train
     task = fedrax.classification(sigmoid_lenet(train.x.shape[1:], 10), fedrax.contract.rescale())
     steps = {name: arguments.steps or count for name, count in STEPS.items()}
-    scores: dict[tuple[str, str], list[Score]] = {}
+    scores: dict[tuple[str, str], list[ReconstructionScore]] = {}
     pictures: list[list[np.ndarray]] = []
     for seed in arguments.seeds or SEEDS:
         row = np.random.default_rng(seed).integers(len(train.y), size=1)
@@ -134,7 +142,7 @@ def _epsilon(method: fedrax.Algorithm) -> str:
     return f"{Accountant(about_replacement(releases), DELTA).epsilon(1):.3g}"
 
 
-def _cells(scores: list[Score]) -> list[str]:
+def _cells(scores: list[ReconstructionScore]) -> list[str]:
     level = [one.psnr for one in scores]
     return [
         spread(level, ".1f"),

@@ -14,7 +14,7 @@ import numpy as np
 
 import fedrax
 from fedrax import FedraxError, LocalSGD, files, tree
-from fedrax.attacks import as_client_program, as_gradient, dlg, gradients_seen, score, vectors
+from fedrax.attacks import as_client_program, as_gradient, candidate_gradients, dlg, parameter_vectors, score
 from fedrax.attacks.messages import decoded
 from fedrax.data import load
 from fedrax.models import MLP
@@ -138,7 +138,7 @@ def study(method: fedrax.Algorithm, seeds: list[int], steps: int) -> dict[str, A
         x, y = federation.train[0][:SAMPLES], federation.train[1][:SAMPLES]
         found["sends"] = sends(method, run, params)
         made = {}
-        for one in gradients_seen(method, run.exchanges, params):
+        for one in candidate_gradients(method, run.exchanges, params):
             view = as_gradient(task, one.params, one.vector)
             made[one.name] = attack.invert(view, x.shape, 10, seed=seed)
         last = min((one for name, one in made.items() if "last" in name), key=_fit, default=None)
@@ -178,7 +178,7 @@ def _by_program(method: Any, task: Any, run: Any, params: Any, shape: Any, seed:
 def sends(method: fedrax.Algorithm, run: fedrax.Result, params: Any) -> str:
     """The vectors that go up, by phase, and their bytes a round and client."""
     first = [one for one in run.exchanges if one.round == 1]
-    names = [", ".join(vectors(decoded(method, one), params)) or "-" for one in first]
+    names = [", ".join(parameter_vectors(decoded(method, one), params)) or "-" for one in first]
     return "; ".join(names) + f" ({sum(tree.num_bytes(one.sent) for one in first)} B)"
 
 

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 import fedrax
 from fedrax import tree
-from fedrax.attacks import as_gradient, descent, frobenius, gradients_seen
+from fedrax.attacks import as_gradient, candidate_gradients, frobenius, gradient_descent
 from fedrax.data import Iid, load
 from fedrax.models import Logistic
 from fedrax.optim.server import SGD
@@ -115,7 +115,7 @@ def exchanges(given: Problem, method: fedrax.Algorithm, rounds: int) -> list[Any
 def target(label: str, method: fedrax.Algorithm, seen: list[Any], params: Any, reading: str) -> tuple[Any, Any]:
     """(parameters, what is taken for the gradient there): the gradient where one is sent, else the model's change."""
     names = ("phase 1, upload, last", "phase 1, upload/params, last")
-    one = next(one for one in gradients_seen(method, seen, params) if one.name in names)
+    one = next(one for one in candidate_gradients(method, seen, params) if one.name in names)
     factor = 1.0 if LEAKS[label] else READINGS[reading] / ETA
     return one.params, tree.scale(factor, one.vector)
 
@@ -129,7 +129,7 @@ def attacked(
     rng = np.random.default_rng(seed)
     start = rng.normal(size=x.shape) if choice.start == "normal" else rng.uniform(size=x.shape)
     known = choice.labels == "known"
-    found = descent(ATTACK_ETA, ATTACK_STEPS).invert(
+    found = gradient_descent(ATTACK_ETA, ATTACK_STEPS).invert(
         as_gradient(given.task, params, gradient, choice.reduction),
         x.shape,
         None if known else 2,

@@ -11,13 +11,13 @@ import numpy as np
 import fedrax
 from fedrax.attacks import (
     Attack,
+    Observation,
     Reconstruction,
-    View,
     as_client_program,
     as_gradient,
+    candidate_gradients,
     dlg,
     frobenius,
-    gradients_seen,
 )
 from fedrax.simulation import use_all_cores
 from papers.losac.figure6 import CLIENTS, DATA, ROUNDS, SEEDS, Problem, exchanges, first_client, methods, problem
@@ -56,7 +56,7 @@ def attacks(arguments: argparse.Namespace) -> int:
 
 def gradient_errors(given: Problem, method: fedrax.Algorithm, rounds: int) -> list[float]:
     """[of the last round's messages, of the sums over all rounds]; see the table's note."""
-    seen = gradients_seen(method, exchanges(given, method, rounds), given.params)
+    seen = candidate_gradients(method, exchanges(given, method, rounds), given.params)
     x, y = first_client(given)
     view = as_gradient(given.task, seen[0].params, seen[0].vector, "sum")
     true = view.predict(view.known, fedrax.contract.Batch(x, y), None)[0]
@@ -77,7 +77,7 @@ def data_errors(given: Problem, method: fedrax.Algorithm, rounds: int, seed: int
     sent = exchanges(given, method, rounds)
     x, _ = first_client(given)
     attack, made = dlg(STEPS), {}
-    for one in gradients_seen(method, sent, given.params):
+    for one in candidate_gradients(method, sent, given.params):
         if "negative" not in one.name:  # which the other label stands for
             view = as_gradient(given.task, one.params, one.vector, "sum")
             made[one.name] = _both_labels(Attack(attack.optimizer, STEPS, "cosine"), view, x.shape, seed)
@@ -88,7 +88,7 @@ def data_errors(given: Problem, method: fedrax.Algorithm, rounds: int, seed: int
     return [frobenius(found.x, x) / float(np.linalg.norm(x)) for found in tried]
 
 
-def _both_labels(attack: Attack, view: View, shape: tuple[int, ...], seed: int) -> Reconstruction:
+def _both_labels(attack: Attack, view: Observation, shape: tuple[int, ...], seed: int) -> Reconstruction:
     """Of a single sample: the label that is matched better."""
     found = [attack.invert(view, shape, y=np.asarray([label], np.int32), seed=seed) for label in (0, 1)]
     return min(found, key=lambda one: one.distance)

@@ -1,6 +1,9 @@
-"""Metrics of all samples together, as functions of NumPy arrays: (outputs [n, ...], y [n]) -> a number or None.
+"""Metrics of a whole set of samples, as functions of NumPy arrays: (outputs [n, ...], y [n]) -> a number or None.
 
-They go into ``Task.whole_set``. Outputs are logits: one a sample against labels 0 and 1, or one for each class.
+They are values of ``Task.whole_set``. Outputs are logits: one per sample for labels 0 and 1, or one per class. The
+values are those of scikit-learn's ``roc_auc_score``, ``f1_score`` and ``r2_score``, which tests compare. They are
+computed here because scikit-learn raises for outputs that are not finite, as those of a diverged run, and takes
+milliseconds for each client of a per-client evaluation.
 """
 
 from __future__ import annotations
@@ -13,10 +16,24 @@ from fedrax.errors import FedraxError
 
 
 def auc(outputs: np.ndarray, y: np.ndarray) -> float | None:
-    """Area under the ROC curve, by ranks with ties halved (Mann and Whitney); None where y is of one class.
+    """Area under the ROC curve: the share of (positive, negative) pairs that are ranked correctly, ties counting half.
 
-    Of more than two classes the mean over those in y of each class against the rest, by the logarithm of its
-    probability.
+    For more than two classes it is the mean over the classes in ``y`` of each class against the rest, ranked by the
+    log-probability of the class.
+
+    Args:
+        outputs: Logits [n], [n, 1] or [n, 2] for two classes, [n, C] for C classes.
+        y: Labels [n].
+
+    Returns:
+        A number from 0 to 1, or None where ``y`` holds one class only.
+
+    Raises:
+        FedraxError: The shapes are not those of a classification.
+
+    Example:
+        >>> fedrax.metrics.auc(np.array([-1.0, 0.5, 0.2, 2.0]), np.array([0, 0, 1, 1]))
+        0.75
     """
     scores = _scores(outputs, y, "auc")
     if scores.ndim == 1:
@@ -28,6 +45,7 @@ def auc(outputs: np.ndarray, y: np.ndarray) -> float | None:
 
 
 def _auc(scores: np.ndarray, positive: np.ndarray) -> float | None:
+    """Mann-Whitney form of the area under the curve, by ranks."""
     from scipy.stats import rankdata
 
     count = int(positive.sum())
@@ -38,9 +56,22 @@ def _auc(scores: np.ndarray, positive: np.ndarray) -> float | None:
 
 
 def f1(outputs: np.ndarray, y: np.ndarray, positive: int | None = None) -> float | None:
-    """F1 of the class ``positive``, 2 TP / (2 TP + FP + FN), None where it is neither in y nor predicted.
+    """F1 score of a class, 2 TP / (2 TP + FP + FN).
 
-    By default of class 1 of two; of more classes the mean over those in y or predicted.
+    Args:
+        outputs: Logits [n], [n, 1] or [n, 2] for two classes, [n, C] for C classes.
+        y: Labels [n].
+        positive: The class; by default class 1 of two, and of more classes the mean over those in ``y`` or predicted.
+
+    Returns:
+        A number from 0 to 1, or None where the class is neither in ``y`` nor predicted.
+
+    Raises:
+        FedraxError: The shapes are not those of a classification.
+
+    Example:
+        >>> fedrax.metrics.f1(np.array([-1.0, 0.5, 0.2, 2.0]), np.array([0, 0, 1, 1]))
+        0.8
     """
     scores = _scores(outputs, y, "f1")
     predicted = (scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(1)
@@ -53,14 +84,30 @@ def f1(outputs: np.ndarray, y: np.ndarray, positive: int | None = None) -> float
 
 
 def _f1(predicted: np.ndarray, actual: np.ndarray) -> float | None:
+    """F1 score of Boolean predictions."""
     total = predicted.sum() + actual.sum()
     return float(2 * (predicted & actual).sum() / total) if total else None
 
 
 def r2(outputs: np.ndarray, y: np.ndarray) -> float | None:
-    """Coefficient of determination, 1 - sum (y - output)² / sum (y - mean y)²; None where all y are equal."""
+    """Coefficient of determination, 1 - sum (y - output)² / sum (y - mean y)², summed over all targets.
+
+    Args:
+        outputs: One output per target.
+        y: Targets [n] or [n, k].
+
+    Returns:
+        A number of at most 1, or None where the targets do not vary.
+
+    Raises:
+        FedraxError: The numbers of outputs and targets differ.
+
+    Example:
+        >>> fedrax.metrics.r2(np.array([1.0, 2.0, 2.0]), np.array([1.0, 2.0, 3.0]))
+        0.5
+    """
     if outputs.size != y.size:
-        raise FedraxError(f"r2 needs an output a target, not outputs {outputs.shape} for targets {y.shape}")
+        raise FedraxError(f"r2 needs one output per target, not outputs {outputs.shape} for targets {y.shape}")
     spread = ((y - y.mean(0)) ** 2).sum()
     return float(1 - ((outputs.reshape(y.shape) - y) ** 2).sum() / spread) if spread else None
 
@@ -68,7 +115,9 @@ def r2(outputs: np.ndarray, y: np.ndarray) -> float | None:
 def _scores(outputs: np.ndarray, y: np.ndarray, name: str) -> np.ndarray:
     """Scores of the positive class [n], or of each of several classes [n, C]."""
     if y.ndim != 1 or outputs.ndim > 2 or len(outputs) != len(y):
-        raise FedraxError(f"{name} needs one label and one vector of outputs a sample, not {y.shape}, {outputs.shape}")
+        raise FedraxError(
+            f"{name} needs one label and one vector of outputs per sample, not labels {y.shape} and outputs {outputs.shape}"
+        )
     outputs = outputs.reshape(len(y), -1)
     if outputs.shape[1] == 1:
         return outputs[:, 0]
@@ -76,4 +125,4 @@ def _scores(outputs: np.ndarray, y: np.ndarray, name: str) -> np.ndarray:
 
 
 METRICS: dict[str, Callable[[np.ndarray, np.ndarray], float | None]] = {"auc": auc, "f1": f1, "r2": r2}
-"""By name, as files say them."""
+"""Metrics by the names that experiment files use."""

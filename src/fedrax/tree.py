@@ -13,47 +13,130 @@ Tree = Any
 """A pytree of arrays; trees in one expression have the same structure and shapes."""
 
 _BLOCK = 1 << 16
-"""Numbers whose inner products are taken at a time on CPU, so that they stay in a core's cache."""
+"""Numbers in a block whose inner products are computed at a time on CPU, so that the block stays in a core's cache."""
 
 _LANES = 1 << 13
-"""Numbers that are squared side by side there."""
+"""Entries of a block of squares on CPU."""
 
 _LONG_ROW = 1 << 14
-"""The longest rows that XLA:CPU sums into one row at speed; with longer ones it takes ten times as long."""
+"""The longest rows that XLA:CPU adds to one another at full speed; longer ones take ten times as long."""
 
 
 def add(a: Tree, b: Tree) -> Tree:
-    """a + b."""
+    """Add two pytrees.
+
+    Args:
+        a: A pytree of arrays.
+        b: A pytree of the same structure and shapes.
+
+    Returns:
+        a + b.
+
+    Example:
+        >>> fedrax.tree.add({"w": 1}, {"w": 2})["w"].item()
+        3
+    """
     return jax.tree.map(jnp.add, a, b)
 
 
 def sub(a: Tree, b: Tree) -> Tree:
-    """a - b."""
+    """Subtract a pytree from another.
+
+    Args:
+        a: A pytree of arrays.
+        b: A pytree of the same structure and shapes.
+
+    Returns:
+        a - b.
+
+    Example:
+        >>> fedrax.tree.sub({"w": 3}, {"w": 2})["w"].item()
+        1
+    """
     return jax.tree.map(jnp.subtract, a, b)
 
 
 def scale(factor: Any, a: Tree) -> Tree:
-    """factor * a, in the dtype of each leaf of ``a``."""
+    """Multiply a pytree by a number, in the dtype of each leaf.
+
+    Args:
+        factor: The number.
+        a: A pytree of arrays.
+
+    Returns:
+        factor * a.
+
+    Example:
+        >>> fedrax.tree.scale(2, {"w": jnp.ones(2)})["w"].tolist()
+        [2.0, 2.0]
+    """
     return jax.tree.map(lambda leaf: (factor * leaf).astype(leaf.dtype), a)
 
 
 def add_scaled(a: Tree, factor: Any, b: Tree) -> Tree:
-    """a + factor * b, in the dtype of each leaf of ``a``."""
+    """Add a multiple of a pytree, in the dtype of each leaf of ``a``.
+
+    Args:
+        a: A pytree of arrays.
+        factor: The number.
+        b: A pytree of the same structure and shapes.
+
+    Returns:
+        a + factor * b.
+
+    Example:
+        >>> fedrax.tree.add_scaled(jnp.ones(2), 0.5, jnp.ones(2)).tolist()
+        [1.5, 1.5]
+    """
     return jax.tree.map(lambda x, y: (x + factor * y).astype(x.dtype), a, b)
 
 
 def rebuilt(a: Tree) -> Tree:
-    """The same arrays in containers of their own: who writes into these changes nothing of ``a``."""
+    """Copy the containers of a pytree, but not its arrays.
+
+    Args:
+        a: A pytree of arrays.
+
+    Returns:
+        The same arrays in new containers: writing into these does not change ``a``.
+
+    Example:
+        >>> fedrax.tree.rebuilt({"w": 1})
+        {'w': 1}
+    """
     return jax.tree.map(lambda leaf: leaf, a)
 
 
 def zeros_like(a: Tree) -> Tree:
-    """The zero vector of a's structure (leaves may be arrays or ``jax.ShapeDtypeStruct``)."""
+    """The zero vector of a pytree.
+
+    Args:
+        a: A pytree of arrays or ``jax.ShapeDtypeStruct``.
+
+    Returns:
+        Zeros in the structure, shapes and dtypes of ``a``.
+
+    Example:
+        >>> fedrax.tree.zeros_like({"w": jnp.ones(2)})["w"].tolist()
+        [0.0, 0.0]
+    """
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), a)
 
 
 def dot(a: Tree, b: Tree) -> jax.Array:
-    """The inner product <a, b> over the whole tree."""
+    """The inner product over all leaves.
+
+    Args:
+        a: A pytree of arrays.
+        b: A pytree of the same structure and shapes.
+
+    Returns:
+        A scalar.
+
+    Example:
+        >>> fedrax.tree.dot(jnp.ones(3), jnp.ones(3)).item()
+        3.0
+    """
     return sum((_dot(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)), jnp.zeros(()))
 
 
@@ -68,20 +151,54 @@ def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def norm(a: Tree) -> jax.Array:
-    """The Euclidean norm over the whole tree."""
+    """The Euclidean norm over all leaves.
+
+    Args:
+        a: A pytree of arrays.
+
+    Returns:
+        A scalar.
+
+    Example:
+        >>> fedrax.tree.norm({"w": jnp.array([3.0, 4.0])}).item()
+        5.0
+    """
     return jnp.sqrt(dot(a, a))
 
 
 def norm_of(function: Callable[..., jax.Array], *trees: Tree) -> jax.Array:
-    """The Euclidean norm of ``function`` of matching entries of the trees, a vector that is never written to memory."""
+    """The Euclidean norm of a function of pytrees, whose values are never written to memory.
+
+    Args:
+        function: Maps matching entries of the leaves to a value, elementwise.
+        *trees: Pytrees of one structure and the same shapes.
+
+    Returns:
+        A scalar.
+
+    Example:
+        >>> fedrax.tree.norm_of(jnp.subtract, jnp.array([3.0, 4.0]), jnp.zeros(2)).item()
+        5.0
+    """
     leaves = zip(*(jax.tree.leaves(a) for a in trees), strict=True)
     return jnp.sqrt(sum((square_of(function, *xs) for xs in leaves), jnp.zeros(())))
 
 
 def square_of(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
-    """The sum of the squares of ``function`` of matching entries of arrays of one shape, which is never written.
+    """The sum of squares of a function of arrays, whose values are never written to memory.
 
-    On CPU it is taken in blocks, the squares of one added to those of the last number by number.
+    On CPU the sum is taken over blocks of 8,192 entries, which are added entry by entry.
+
+    Args:
+        function: Maps matching entries of the arrays to a value, elementwise.
+        *arrays: Arrays of one shape.
+
+    Returns:
+        A scalar.
+
+    Example:
+        >>> fedrax.tree.square_of(jnp.subtract, jnp.array([3.0, 4.0]), jnp.zeros(2)).item()
+        25.0
     """
 
     def whole(*flat: jax.Array) -> jax.Array:
@@ -103,9 +220,20 @@ def square_of(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Arr
 
 
 def sum_over_blocks(of: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
-    """``of(*arrays)``, a sum over the arrays' last axis.
+    """Compute a sum over the last axis of arrays block by block.
 
-    On CPU it is taken in blocks that stay in a core's cache while ``of`` goes over them again and again.
+    On CPU blocks stay in a core's cache while ``of`` reads them several times.
+
+    Args:
+        of: Computes the sum from the arrays, or from slices of them along the last axis.
+        *arrays: Arrays with last axes of one length.
+
+    Returns:
+        ``of(*arrays)``, up to rounding.
+
+    Example:
+        >>> fedrax.tree.sum_over_blocks(lambda a: a @ a, jnp.ones(4)).item()
+        4.0
     """
     if not arrays[0].shape[-1]:
         return of(*arrays)
@@ -126,17 +254,55 @@ def _in_blocks(of: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
 
 
 def where(condition: Any, a: Tree, b: Tree) -> Tree:
-    """a where the (scalar) condition holds, b elsewhere."""
+    """Select one of two pytrees by a scalar condition.
+
+    Args:
+        condition: A scalar Boolean.
+        a: A pytree of arrays.
+        b: A pytree of the same structure and shapes.
+
+    Returns:
+        ``a`` where the condition holds, else ``b``.
+
+    Example:
+        >>> fedrax.tree.where(True, {"w": 1}, {"w": 2})["w"].item()
+        1
+    """
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
 
 
 def row(a: Tree, index: Any) -> Tree:
-    """Row ``index`` of every leaf's leading axis."""
+    """Take a row of every leaf.
+
+    Args:
+        a: A pytree of arrays with a common leading axis.
+        index: The row, which may be traced.
+
+    Returns:
+        Entry ``index`` of the leading axis of every leaf.
+
+    Example:
+        >>> fedrax.tree.row({"w": jnp.arange(3)}, 1)["w"].item()
+        1
+    """
     return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), a)
 
 
 def set_row(a: Tree, index: Any, value: Tree) -> Tree:
-    """``a`` with row ``index`` of every leaf's leading axis replaced by ``value``."""
+    """Replace a row of every leaf.
+
+    Args:
+        a: A pytree of arrays with a common leading axis.
+        index: The row, which may be traced.
+        value: A pytree of the structure of ``a`` without the leading axes.
+
+    Returns:
+        ``a`` with row ``index`` replaced, in its dtypes.
+
+    Example:
+        >>> fedrax.tree.set_row(jnp.zeros(3), 1, jnp.ones(())).tolist()
+        [0.0, 1.0, 0.0]
+    """
     return jax.tree.map(
         lambda leaf, new: jax.lax.dynamic_update_index_in_dim(leaf, new.astype(leaf.dtype), index, 0),
         a,
@@ -145,19 +311,52 @@ def set_row(a: Tree, index: Any, value: Tree) -> Tree:
 
 
 def num_bytes(a: Tree) -> int:
-    """Bytes of all leaves (arrays or ``jax.ShapeDtypeStruct``); numbers shorter than a byte count as packed."""
+    """Bytes of all leaves; integers shorter than a byte count as packed.
+
+    Args:
+        a: A pytree of arrays or ``jax.ShapeDtypeStruct``.
+
+    Returns:
+        The number of bytes.
+
+    Example:
+        >>> fedrax.tree.num_bytes({"w": jnp.ones(3), "b": jnp.ones(1)})
+        16
+    """
     return sum(-(-leaf.size * bits_of(leaf.dtype) // 8) for leaf in jax.tree.leaves(a))
 
 
 def bits_of(dtype: Any) -> int:
-    """Bits of one number of a type, 4 of an int4; a Boolean takes a byte."""
+    """Bits of one number of a dtype: 4 of an int4, 8 of a Boolean.
+
+    Args:
+        dtype: A NumPy or JAX dtype.
+
+    Returns:
+        The number of bits.
+
+    Example:
+        >>> fedrax.tree.bits_of(jnp.dtype("float32"))
+        32
+    """
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.iinfo(dtype).bits
     return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else 8 * dtype.itemsize
 
 
 def all_finite(a: Tree) -> jax.Array:
-    """Whether every entry of every floating leaf is finite."""
+    """Whether every entry of every floating leaf is finite.
+
+    Args:
+        a: A pytree of arrays.
+
+    Returns:
+        A scalar Boolean.
+
+    Example:
+        >>> fedrax.tree.all_finite({"w": jnp.array([1.0, jnp.nan])}).item()
+        False
+    """
     alike: dict[Any, list] = {}
     for x in jax.tree.leaves(a):
         if jnp.issubdtype(x.dtype, jnp.inexact):
@@ -169,6 +368,17 @@ def all_finite(a: Tree) -> jax.Array:
 
 
 def leaf_names(a: Tree) -> list[str]:
-    """A readable path for each leaf, in leaf order: ``dense1/kernel``."""
+    """A readable path of each leaf, such as ``dense1/kernel``.
+
+    Args:
+        a: A pytree.
+
+    Returns:
+        The paths, in the order of the leaves.
+
+    Example:
+        >>> fedrax.tree.leaf_names({"dense": {"bias": 0, "kernel": 1}})
+        ['dense/bias', 'dense/kernel']
+    """
     paths = jax.tree_util.tree_flatten_with_path(a)[0]
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]

@@ -15,14 +15,14 @@ from fedrax.attacks import (
     Attack,
     as_client_program,
     as_gradient,
-    descent,
+    candidate_gradients,
     dlg,
-    gradients_seen,
+    gradient_descent,
     inverting_gradients,
     label_recovery,
-    labels_of,
+    parameter_vectors,
+    recover_labels,
     score,
-    vectors,
 )
 from fedrax.attacks.optimizers import LBFGS
 from fedrax.data import load
@@ -97,7 +97,7 @@ def test_dlg_recovers_image_and_label_of_one_gradient(one_gradient: Any) -> None
 
 
 def test_idlg_and_inverting_gradients_recover_it_too(one_gradient: Any) -> None:
-    labels = labels_of(one_gradient.target[0], 1)
+    labels = recover_labels(one_gradient.target[0], 1)
     assert labels.tolist() == LABELS[1:2].tolist()
     assert psnr_of(dlg(150).invert(one_gradient, (1, 8, 8, 1), y=labels)) > 25
     found = inverting_gradients(800, total_variation=1e-4).invert(one_gradient, (1, 8, 8, 1), y=labels)
@@ -133,7 +133,7 @@ def test_the_gradient_that_candidates_make_is_by_hand() -> None:
 def test_descent_takes_the_paper_s_steps(one_gradient: Any) -> None:
     """x - lr d/dx |g(x) - g|², twice, by a difference quotient of the squared distance along its gradient."""
     start = np.full((1, 8, 8, 1), 0.5)
-    found = descent(1e-3, 2).invert(one_gradient, (1, 8, 8, 1), y=LABELS[1:2], start=start, frames=3)
+    found = gradient_descent(1e-3, 2).invert(one_gradient, (1, 8, 8, 1), y=LABELS[1:2], start=start, frames=3)
 
     def apart(x: np.ndarray) -> float:
         made = one_gradient.predict(
@@ -154,7 +154,7 @@ def test_where_layers_stay_at_home_no_vector_is_taken_for_a_gradient() -> None:
         fedrax.FedAvg(local=LocalSGD(lr=0.1, steps=1)), at_home=("output/*",)
     )
     sent = recorded(personal)
-    assert gradients_seen(personal, sent, START) == []
+    assert candidate_gradients(personal, sent, START) == []
     view = as_client_program(TASK, personal, START, sent, CLIENTS, CLIENTS)
     batch = fedrax.contract.Batch(jnp.asarray(IMAGES[1:2]), jnp.asarray(LABELS[1:2]))
     made = view.predict(view.known, batch, None)
@@ -195,7 +195,7 @@ def of_losac() -> list[Any]:
 @pytest.mark.exhaustive
 def test_losac_s_increments_sum_up_to_a_gradient(of_losac: list[Any]) -> None:
     """With M = 1 the sum of all Delta phi_i is the client's last gradient: taken one local step before its end."""
-    seen = {one.name: one for one in gradients_seen(LOSAC, of_losac, START)}
+    seen = {one.name: one for one in candidate_gradients(LOSAC, of_losac, START)}
     total = seen["phase 1, upload/gradient_sum, sum"]
     last = of_losac[-1]
     x, phi = last.received.params, last.received.gradient_sum
@@ -249,8 +249,8 @@ def test_a_program_run_on_the_true_data_sends_what_was_sent() -> None:
 def test_vectors_are_found_wherever_they_are() -> None:
     params = {"w": np.zeros((2, 3)), "b": np.zeros(2)}
     other = {"w": np.zeros((3, 2)), "b": np.zeros(2)}
-    assert list(vectors(params, params)) == [""]
-    assert list(vectors({"a": params, "deep": (other, params), "n": np.ones(2)}, params)) == ["a", "deep/1"]
+    assert list(parameter_vectors(params, params)) == [""]
+    assert list(parameter_vectors({"a": params, "deep": (other, params), "n": np.ones(2)}, params)) == ["a", "deep/1"]
 
 
 # -- the parts -------------------------------------------------------------------------------------------------------
@@ -284,9 +284,9 @@ def test_labels_of_several_samples_are_counted() -> None:
     """At the start, when every class has the chance 1/C: the bias' gradient is 1/C less the class's share."""
     labels = np.array([0, 2, 2, 2, 9])
     gradient = {"output": {"bias": 0.1 - np.bincount(labels, minlength=10) / 5, "weight": np.zeros((10, 3))}}
-    assert labels_of(gradient, 5).tolist() == labels.tolist()
+    assert recover_labels(gradient, 5).tolist() == labels.tolist()
     with pytest.raises(FedraxError, match="no vector 'head/bias'"):
-        labels_of(gradient, 5, "head/bias")
+        recover_labels(gradient, 5, "head/bias")
 
 
 def test_bad_input_is_one_sentence(one_gradient: Any, of_losac: list[Any]) -> None:
@@ -300,7 +300,7 @@ def test_bad_input_is_one_sentence(one_gradient: Any, of_losac: list[Any]) -> No
             lambda: Attack(LBFGS(), 2, "cosine", box=(0, 1)).invert(one_gradient, shape, 10),
         ),
         ("one step", lambda: dlg(0).invert(one_gradient, shape, 10)),
-        ("messages of one client, not of 0", lambda: gradients_seen(LOSAC, [], START)),
+        ("messages of one client, not of 0", lambda: candidate_gradients(LOSAC, [], START)),
         (
             "none of the rounds to match was seen",
             lambda: as_client_program(TASK, LOSAC, START, of_losac, CLIENTS, CLIENTS, matched=(9,)),

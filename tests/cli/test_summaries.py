@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fedrax.attacks import Attack
-from fedrax.attacks.observation import View
+from fedrax.attacks.observation import Observation
 from fedrax.attacks.optimizers import Descent
 from fedrax.report.comparison_table import cells, legend
 from fedrax.report.runs import Method, Run, curve, group, summarize, target_of
@@ -90,7 +90,7 @@ def test_a_start_that_is_no_number_does_not_replace_a_sound_one():
     def predict(known: Any, data: Any, classes: Any) -> Any:
         return ({"w": jnp.sqrt(data.x).sum(0)},)
 
-    view = View(predict, (), ({"w": jnp.array([1.0])},))
+    view = Observation(predict, (), ({"w": jnp.array([1.0])},))
     pairs = []
     for seed in range(12):
         attacks = (Attack(Descent(0.01), 5, "squared", restarts=n) for n in (1, 2))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedrax.compression.selection import largest
+from fedrax.compression.topk import largest
 
 
 def expected(values: np.ndarray, k: int) -> np.ndarray:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import scipy.optimize
 
-from fedrax.optim.cone import multipliers, project
+from fedrax.optim.cone import multipliers, project_to_cone
 from tests.reference_gradma import nearest
 from tests.thinning import thinned
 
@@ -264,7 +264,7 @@ def test_the_projection_has_a_derivative(parallel: bool) -> None:
     a = b + 1e-3 * a if parallel else a
 
     def weighed(p: Any, a: Any, b: Any) -> Any:
-        return project(p, (a, b), lambda a, b: (a, b)) @ jnp.arange(6.0)
+        return project_to_cone(p, (a, b), lambda a, b: (a, b)) @ jnp.arange(6.0)
 
     found = jax.jit(jax.grad(weighed, argnums=(0, 1, 2)))(*(jnp.asarray(v, jnp.float32) for v in (p, a, b)))
     with jax.enable_x64(True):

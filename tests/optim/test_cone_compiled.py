@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedrax.optim.cone import multipliers, project
+from fedrax.optim.cone import multipliers, project_to_cone
 from tests.reference_gradma import nearest
 from tests.thinning import thinned
 
@@ -84,7 +84,7 @@ def projected(columns: jax.Array, p: jax.Array) -> jax.Array:
     """The same as a local step takes it: of a tree, with columns that are never written to memory."""
     cut = lambda v: {"a": v[:20].reshape(4, 5), "b": v[20:]}  # noqa: E731
     parts = [cut(column) for column in columns.T]
-    found = project(cut(p), parts, lambda *pieces: pieces)
+    found = project_to_cone(cut(p), parts, lambda *pieces: pieces)
     return jnp.concatenate([found["a"].reshape(-1), found["b"]])
 
 

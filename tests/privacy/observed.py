@@ -14,7 +14,7 @@ from scipy import stats
 import fedrax
 from fedrax import Algorithm, ClientData, ClientOutput, Cohort, Wrapper, hyperparameters, tree
 from fedrax.contract import Info, Phase
-from fedrax.prng.streams import NamedKeys
+from fedrax.prng.keys import NamedKeys
 from fedrax.tree import Tree
 from tests.simulation.problems import CLASSES, FEATURES, SIZES, TASK, run
 

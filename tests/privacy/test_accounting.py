@@ -6,7 +6,7 @@ import pytest
 from scipy.stats import norm
 
 from fedrax import FedraxError
-from fedrax.privacy.accounting import Accountant, Cohorts, next_knot
+from fedrax.privacy.accounting import Accountant, CohortSampling, next_knot
 from fedrax.privacy.printed_bounds import objective_perturbation, output_perturbation
 from fedrax.privacy.releases import Release
 
@@ -83,7 +83,7 @@ def test_gaussians_are_those_of_dp_accounting(noise: float, delta: float):
 )
 def test_published_values_of_sampled_gaussians(noise: float, batch: int, samples: int, steps: int, published: float):
     """Their Rényi divergences are ours to 1 %; what they made of them was looser than what is known now."""
-    accountant = Accountant([Release(noise, **PUBLIC)], DELTA, Cohorts("poisson", batch / samples))
+    accountant = Accountant([Release(noise, **PUBLIC)], DELTA, CohortSampling("poisson", batch / samples))
     orders, one = accountant._renyi_of_one
     as_then = np.min(steps * one + np.log(1 / DELTA) / (np.array(orders) - 1))
     assert as_then == pytest.approx(published, rel=0.01)
@@ -94,14 +94,14 @@ def test_published_values_of_sampled_gaussians(noise: float, batch: int, samples
     ("noise", "rate", "count"), [(1.0, 0.01, 1000), (1.0, 0.1, 100), (3.0, 0.3, 30), (0.7, 0.02, 1)]
 )
 def test_sampled_gaussians_against_a_composition_in_numpy(noise: float, rate: float, count: int):
-    epsilon = Accountant([Release(noise, **PUBLIC)], DELTA, Cohorts("poisson", rate)).epsilon(count)
+    epsilon = Accountant([Release(noise, **PUBLIC)], DELTA, CohortSampling("poisson", rate)).epsilon(count)
     assert epsilon == pytest.approx(epsilon_of_composition(noise, rate, count), rel=0.01)
 
 
 def test_samples_drawn_in_local_steps_count_each_step():
     """DP-SGD: T steps a round on Poisson batches; the cohort's draw adds nothing, even to what the public sees."""
     release = Release(1.1, times=20, unit="sample", batches="poisson", rate=0.05, seen="public")
-    accountant = Accountant([release], DELTA, Cohorts("poisson", 0.1))
+    accountant = Accountant([release], DELTA, CohortSampling("poisson", 0.1))
     assert not accountant.by_rounds and accountant.unit == "sample"
     assert accountant.epsilon(5) == pytest.approx(epsilon_of_composition(1.1, 0.05, 100), rel=0.01)
 
@@ -110,14 +110,14 @@ def test_shuffled_batches_and_answers_to_the_server_are_not_amplified():
     alone = Accountant([Release(2.0, times=3)], DELTA).epsilon(7)
     shuffled = Release(2.0, times=3, unit="sample", batches="shuffled", rate=0.01)
     assert Accountant([shuffled], DELTA).epsilon(7) == pytest.approx(alone)
-    assert Accountant([Release(2.0, times=3)], DELTA, Cohorts("fixed", 0.01)).epsilon(7) == pytest.approx(alone)
+    assert Accountant([Release(2.0, times=3)], DELTA, CohortSampling("fixed", 0.01)).epsilon(7) == pytest.approx(alone)
 
 
 def test_a_cohort_of_fixed_size_hides_whose_place_is_taken():
     """One client of two, whose clipped uploads are opposite: the bound is exact, and Poisson's would be exceeded."""
     noise, mixed = 2.0, lambda e: delta_of_mixture(1.0, 0.5, e)  # the two lie 2 clipping norms apart
-    fixed = Accountant([Release(noise, **PUBLIC)], DELTA, Cohorts("fixed", 0.5)).epsilon(1)
-    poisson = Accountant([Release(noise, **PUBLIC)], DELTA, Cohorts("poisson", 0.5)).epsilon(1)
+    fixed = Accountant([Release(noise, **PUBLIC)], DELTA, CohortSampling("fixed", 0.5)).epsilon(1)
+    poisson = Accountant([Release(noise, **PUBLIC)], DELTA, CohortSampling("poisson", 0.5)).epsilon(1)
     assert mixed(fixed) <= DELTA < mixed(0.97 * fixed)
     assert mixed(poisson) > 10 * DELTA
 
@@ -125,7 +125,7 @@ def test_a_cohort_of_fixed_size_hides_whose_place_is_taken():
 @pytest.mark.parametrize("rate", [0.02, 0.05])
 def test_replacement_in_a_cohort_of_fixed_size(rate: float):
     """Wang et al. (2019): never below what one pair of federations shows, and below the unsampled bound."""
-    accountant = Accountant([Release(1.5, neighbors="replacement", **PUBLIC)], DELTA, Cohorts("fixed", rate))
+    accountant = Accountant([Release(1.5, neighbors="replacement", **PUBLIC)], DELTA, CohortSampling("fixed", rate))
     assert accountant.by_rounds
     epsilon, by = accountant.bound(1)
     assert by == "RDP" and delta_of_mixture(1.5, rate, epsilon) <= DELTA
@@ -134,12 +134,12 @@ def test_replacement_in_a_cohort_of_fixed_size(rate: float):
 
 def test_what_is_not_proven_is_not_claimed():
     plain = Accountant([Release(1.0, neighbors="replacement")], DELTA).epsilon(9)
-    for cohorts in (Cohorts("poisson", 0.1), Cohorts("known", 0.1)):
+    for cohorts in (CohortSampling("poisson", 0.1), CohortSampling("known", 0.1)):
         assert Accountant([Release(1.0, neighbors="replacement", **PUBLIC)], DELTA, cohorts).epsilon(9) == plain
-    refilled = Accountant([Release(2.0, **PUBLIC)], DELTA, Cohorts("refilled")).epsilon(9)
+    refilled = Accountant([Release(2.0, **PUBLIC)], DELTA, CohortSampling("refilled")).epsilon(9)
     assert refilled == Accountant([Release(1.0)], DELTA).epsilon(9)
     mixed = [Release(1.0, **PUBLIC), Release(9.0, seen="server")]  # the server knows who took part
-    assert not Accountant(mixed, DELTA, Cohorts("poisson", 0.1)).by_rounds
+    assert not Accountant(mixed, DELTA, CohortSampling("poisson", 0.1)).by_rounds
 
 
 def test_releases_in_unlike_words_are_compared_in_the_weaker_ones():
@@ -150,15 +150,15 @@ def test_releases_in_unlike_words_are_compared_in_the_weaker_ones():
 
 
 def test_more_rounds_never_cost_less():
-    accountant = Accountant([Release(1.0, **PUBLIC)], DELTA, Cohorts("poisson", 0.05))
+    accountant = Accountant([Release(1.0, **PUBLIC)], DELTA, CohortSampling("poisson", 0.05))
     costs = [accountant.epsilon(count) for count in range(60)]
     assert costs == sorted(costs) and costs[0] == 0
     knots = [next_knot(count) for count in (1, 10, 17, 99, 100, 101, 119, 991, 12345)]
     assert knots == [1, 10, 18, 100, 100, 110, 120, 1000, 13000]
 
 
-@pytest.mark.parametrize("cohorts", [Cohorts(), Cohorts("poisson", 0.02)])
-def test_inverse_questions(cohorts: Cohorts):
+@pytest.mark.parametrize("cohorts", [CohortSampling(), CohortSampling("poisson", 0.02)])
+def test_inverse_questions(cohorts: CohortSampling):
     accountant = Accountant([Release(1.5, **PUBLIC)], DELTA, cohorts)
     factor = accountant.factor_for(1.0, 50)
     assert 0.995 < accountant.scaled(factor).epsilon(50) <= 1.0 < accountant.scaled(factor / 1.002).epsilon(50)
@@ -203,8 +203,11 @@ def test_the_papers_number_is_below_the_sound_one():
 @pytest.mark.parametrize("claim", ["poisson", "fixed"])
 def test_amplification_that_the_draw_does_not_have_is_refused(claim: str):
     with pytest.raises(FedraxError, match=f"'{claim}' does not hold: cohorts are drawn in a way that hides nobody"):
-        Cohorts().claimed(claim)
+        CohortSampling().claimed(claim)
     with pytest.raises(FedraxError, match="'poisson' does not hold: cohorts are drawn at a fixed size"):
-        Cohorts("fixed", 0.1).claimed("poisson")
-    assert Cohorts("fixed", 0.1).claimed("none") == Cohorts("refilled")
-    assert Cohorts("fixed", 1.0).claimed("none") == Cohorts() and Cohorts(claim, 0.1).claimed(claim).rate == 0.1
+        CohortSampling("fixed", 0.1).claimed("poisson")
+    assert CohortSampling("fixed", 0.1).claimed("none") == CohortSampling("refilled")
+    assert (
+        CohortSampling("fixed", 1.0).claimed("none") == CohortSampling()
+        and CohortSampling(claim, 0.1).claimed(claim).rate == 0.1
+    )

@@ -14,8 +14,8 @@ from fedrax.contract.task import Batch
 from fedrax.experiments.audit import Unit, guess_canaries, watch_a_client
 from fedrax.models import Logistic, Model
 from fedrax.privacy.accounting import Accountant
-from fedrax.privacy.audit.bounds import epsilon_of_mu, guess, one_run_epsilon, one_run_p_value, tell_apart
-from fedrax.privacy.audit.game import watch
+from fedrax.privacy.audit.bounds import distinguish, epsilon_of_mu, guess_membership, one_run_epsilon, one_run_p_value
+from fedrax.privacy.audit.game import observe_client
 from fedrax.privacy.mechanisms.client_level import ClientDP
 from fedrax.privacy.mechanisms.perturbation import OutputPerturbation
 from fedrax.privacy.releases import Release
@@ -69,8 +69,10 @@ class SameKeyTwice(Noisy):
 
 def audited(method: fedrax.Algorithm, rounds: int = 1, **options):
     """What two worlds prove of a method, over the runs of this file."""
-    seen = [watch(method, TASK, PARAMS, w, RUNS, rounds=rounds, seed=s, **options) for s, w in enumerate(WORLDS)]
-    return tell_apart(*seen, DELTA)
+    seen = [
+        observe_client(method, TASK, PARAMS, w, RUNS, rounds=rounds, seed=s, **options) for s, w in enumerate(WORLDS)
+    ]
+    return distinguish(*seen, DELTA)
 
 
 def claimed(method: Noisy, rounds: int = 1) -> float:
@@ -101,11 +103,11 @@ def test_broken_mechanisms_are_caught(broken: type[Noisy]):
 def test_what_the_public_sees_is_the_model_and_what_is_sent_and_said():
     """Of two rounds four parameters, which are what is sent, and a loss; of SCAFFOLD also c."""
     method = Noisy(local=LOCAL, noise=2.0, seen="public")
-    seen = watch(method, TASK, PARAMS, WORLDS[0], 50, rounds=2, seen="public")
+    seen = observe_client(method, TASK, PARAMS, WORLDS[0], 50, rounds=2, seen="public")
     assert seen.shape == (50, 10) and len(np.unique(seen[:, -1])) == 50
     scaffold = fedrax.privacy.ClientDP(fedrax.Scaffold(local=LOCAL))
-    assert watch(scaffold, TASK, PARAMS, WORLDS[0], 3, rounds=2, seen="public").shape == (3, 16)
-    again = watch(method, TASK, PARAMS, WORLDS[0], 50, rounds=2, seen="public")
+    assert observe_client(scaffold, TASK, PARAMS, WORLDS[0], 3, rounds=2, seen="public").shape == (3, 16)
+    again = observe_client(method, TASK, PARAMS, WORLDS[0], 50, rounds=2, seen="public")
     assert seen.tobytes() == again.tobytes()
 
 
@@ -122,7 +124,7 @@ def test_what_the_server_sees_is_what_the_client_of_a_run_sends():
     }
     result = fedrax.simulate(method, TASK, federation, progress=False, **options)
     sent = [leaf.ravel() for one in result.exchanges for leaf in jax.tree.leaves(one.sent)]
-    seen = watch(method, TASK, PARAMS, WORLDS[1], 1, rounds=3)
+    seen = observe_client(method, TASK, PARAMS, WORLDS[1], 1, rounds=3)
     np.testing.assert_allclose(seen[0], np.concatenate(sent), rtol=1e-6)
     assert np.abs(seen).max() > 0.01
 
@@ -130,7 +132,7 @@ def test_what_the_server_sees_is_what_the_client_of_a_run_sends():
 def test_nobody_is_seen_where_nobody_takes_part():
     """MIFA's server remembers each client's update: of one that never comes it has none."""
     method = fedrax.algorithms.MIFA(local=fedrax.LocalSGD(lr=0.1, steps=1, batch_size="full"), memory="server")
-    seen = watch(method, TASK, PARAMS, WORLDS[0], 2, rounds=2, seen="public", drawn="poisson", rate=0.0)
+    seen = observe_client(method, TASK, PARAMS, WORLDS[0], 2, rounds=2, seen="public", drawn="poisson", rate=0.0)
     assert not seen.any()
 
 
@@ -160,12 +162,12 @@ def test_one_run_bounds_hold_as_often_as_they_say():
 
 
 def test_guesses_name_the_highest_and_the_lowest():
-    assert guess(np.array([0.3, 2.0, -1.0, 0.5, 0.4]), 0.8).tolist() == [-1, 1, -1, 1, 0]
+    assert guess_membership(np.array([0.3, 2.0, -1.0, 0.5, 0.4]), 0.8).tolist() == [-1, 1, -1, 1, 0]
 
 
 def test_few_runs_prove_nothing():
     with pytest.raises(FedraxError, match="takes 40 to 1,000,000 runs of each, not 12"):
-        tell_apart(np.zeros((12, 1)), np.ones((50, 1)), DELTA)
+        distinguish(np.zeros((12, 1)), np.ones((50, 1)), DELTA)
 
 
 def test_the_claim_of_theorem_62_is_refuted_and_ours_is_not():
@@ -175,8 +177,8 @@ def test_the_claim_of_theorem_62_is_refuted_and_ours_is_not():
     x = np.zeros((20, 2), np.float32)
     x[0] = X[0]
     worlds = [Batch(x, np.array([label] + [0] * 19)) for label in (0, 1)]
-    seen = [watch(method, TASK, PARAMS, world, RUNS, seed=seed) for seed, world in enumerate(worlds)]
-    proven = epsilon_of_mu(tell_apart(*seen, DELTA).mu, DELTA)
+    seen = [observe_client(method, TASK, PARAMS, world, RUNS, seed=seed) for seed, world in enumerate(worlds)]
+    proven = epsilon_of_mu(distinguish(*seen, DELTA).mu, DELTA)
     accountant = Accountant(method.releases(), DELTA)
     paper = accountant.epsilon_paper(1, samples=20)
     assert paper is not None and 5 * paper < proven < 1.02 * accountant.epsilon(1)

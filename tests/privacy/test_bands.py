@@ -10,7 +10,7 @@ import pytest
 import fedrax
 from fedrax import FedAvg, FedraxError, LocalSGD, Settings
 from fedrax.participation import Turns
-from fedrax.privacy.accounting import Accountant, Cohorts
+from fedrax.privacy.accounting import Accountant, CohortSampling
 from fedrax.privacy.mechanisms.client_level import ClientDP, band_coefficients
 from fedrax.privacy.mechanisms.clipping import Adaptive, Flat
 from fedrax.privacy.releases import Release
@@ -70,7 +70,7 @@ def test_what_a_client_moves_is_what_is_accounted():
 
 
 def test_nothing_is_amplified():
-    accountant = Accountant(PRIVATE.releases(), 1e-5, Cohorts("poisson", 0.1))
+    accountant = Accountant(PRIVATE.releases(), 1e-5, CohortSampling("poisson", 0.1))
     assert not accountant.by_rounds
     assert accountant.epsilon(1) == Accountant(PRIVATE.releases(), 1e-5).epsilon(1)
 

@@ -11,7 +11,7 @@ import pytest
 import fedrax
 from fedrax import FedraxError
 from fedrax.participation import FixedList, Poisson, WeightedBySamples
-from fedrax.privacy.accounting import Accountant, Cohorts
+from fedrax.privacy.accounting import Accountant, CohortSampling
 from fedrax.privacy.ledger import Ledger
 from fedrax.privacy.mechanisms.client_level import ClientDP
 from fedrax.privacy.mechanisms.perturbation import ObjectivePerturbation
@@ -46,7 +46,7 @@ def test_each_event_says_what_the_busiest_client_has_spent():
 
 def test_the_draw_of_cohorts_amplifies_what_the_public_sees():
     result = run(PUBLIC, cohort_size=1)
-    expected = Accountant([Release(2.0, seen="public")], 1e-5, Cohorts("fixed", 1 / 8))
+    expected = Accountant([Release(2.0, seen="public")], 1e-5, CohortSampling("fixed", 1 / 8))
     assert [event["epsilon"] for event in result.events] == [expected.epsilon(n) for n in (1, 2, 3, 4)]
     assert result.events[-1]["epsilon"] < of_one(4)
     plain = run(PUBLIC, cohort_size=1, amplification="none")
@@ -115,7 +115,7 @@ def test_poisson_cohorts_and_the_mechanisms_themselves():
     """A round without clients counts as one that might have had some."""
     method = ClientDP(inner=fedrax.FedAvg(local=LOCAL), noise=2.0)
     result = run(method, participation=Poisson(), cohort_size=1, rounds=5)
-    expected = Accountant([Release(2.0, seen="public")], 1e-5, Cohorts("poisson", 1 / 8))
+    expected = Accountant([Release(2.0, seen="public")], 1e-5, CohortSampling("poisson", 1 / 8))
     assert [event["epsilon"] for event in result.events] == [expected.epsilon(n) for n in range(1, 6)]
     assert any(event["clients"] == 0 for event in result.events)
 
@@ -134,7 +134,7 @@ def test_objective_perturbation_has_its_papers_number_alone():
 
 
 def test_an_amplified_budget_counts_rounds():
-    expected = Accountant([Release(2.0, seen="public")], 1e-5, Cohorts("fixed", 1 / 8))
+    expected = Accountant([Release(2.0, seen="public")], 1e-5, CohortSampling("fixed", 1 / 8))
     budget = (expected.epsilon(3) + expected.epsilon(4)) / 2
     assert len(run(PUBLIC, cohort_size=1, rounds=6, epsilon_budget=budget).events) == 3
 

@@ -21,7 +21,7 @@ from fedrax.models import Logistic
 from fedrax.participation import Asynchronous, Availability, Turns, Uniform, WeightedBySamples
 from fedrax.personalization import Ditto
 from fedrax.privacy import ClientDP, ObjectivePerturbation, OutputPerturbation, SampleDP
-from fedrax.privacy.audit.bounds import tell_apart
+from fedrax.privacy.audit.bounds import distinguish
 from fedrax.privacy.mechanisms.clipping import Adaptive, Flat
 from fedrax.report.privacy_forecast import forecast
 from fedrax.simulation import Script
@@ -158,7 +158,7 @@ def test_nothing_is_proven_by_what_is_no_number():
     for bad in (np.nan, np.inf):
         one[0, 0] = bad
         with pytest.raises(FedraxError, match="not finite"):
-            tell_apart(one, other, 1e-5)
+            distinguish(one, other, 1e-5)
 
 
 def test_the_price_of_asynchronous_rounds(

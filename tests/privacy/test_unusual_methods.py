@@ -21,7 +21,7 @@ from fedrax.optim import Optax
 from fedrax.participation import Poisson, Turns, WeightedBySamples
 from fedrax.personalization import Ditto
 from fedrax.privacy import ClientDP, OutputPerturbation, SampleDP
-from fedrax.privacy.accounting import Accountant, Cohorts
+from fedrax.privacy.accounting import Accountant, CohortSampling
 from fedrax.privacy.releases import Release
 from fedrax.simulation.settings import cohort_sampler
 from tests.privacy.methods import Noisy
@@ -58,7 +58,9 @@ def test_whoever_takes_a_place_remembers_it(inner: Any):
     assert spent(method, participation=WeightedBySamples()) == alone(busiest(participation=WeightedBySamples()))
     assert spent(method, participation=Turns()) == alone(1)
     public = Release(1.0, seen="public")
-    assert spent(method, participation=Poisson()) == Accountant([public], 1e-5, Cohorts("poisson", 2 / 8)).epsilon(3)
+    assert spent(method, participation=Poisson()) == Accountant(
+        [public], 1e-5, CohortSampling("poisson", 2 / 8)
+    ).epsilon(3)
     with pytest.raises(FedraxError, match="keep something from round to round"):
         run(method, amplification="fixed", rounds=1)
 
@@ -66,7 +68,7 @@ def test_whoever_takes_a_place_remembers_it(inner: Any):
 @pytest.mark.parametrize("around", [lambda m: m, Ditto], ids=["nothing", "models that are not sent"])
 def test_draws_amplify_where_nothing_that_is_sent_was_remembered(around: Any):
     public = Release(1.0, seen="public")
-    expected = Accountant([public], 1e-5, Cohorts("fixed", 2 / 8)).epsilon(3)
+    expected = Accountant([public], 1e-5, CohortSampling("fixed", 2 / 8)).epsilon(3)
     assert spent(around(ClientDP(FedAvg(local=LOCAL), noise=1.0)), amplification="fixed") == expected
 
 

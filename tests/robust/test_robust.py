@@ -28,7 +28,7 @@ from fedrax.compression import Quantized
 from fedrax.contract import binary_classification
 from fedrax.contract.algorithm import Algorithm, Cohort
 from fedrax.models import Linear, Logistic
-from fedrax.prng.streams import NamedKeys
+from fedrax.prng.keys import NamedKeys
 from fedrax.robust import Attacked, Robust
 from fedrax.robust.attacked_clients import ALittle, Gaussian, LabelFlip, Scaling
 from fedrax.robust.rules import GeometricMedian, Krum, Median, NormBound, TrimmedMean

@@ -22,7 +22,7 @@ from fedrax.contract.client_data import ClientData
 from fedrax.contract.local_training import LocalResult, LocalSGD, Step
 from fedrax.contract.traits import Traits
 from fedrax.contract.vectors import Vectors
-from fedrax.optim.cone import multipliers, project
+from fedrax.optim.cone import multipliers, project_to_cone
 from fedrax.tree import Tree
 
 Scope = Literal["vector", "leaf"]
@@ -69,7 +69,7 @@ def corrected_steps(algorithm: GradMAW | GradMA, x: Tree, state: Tree, data: Cli
             at_x = jax.lax.cond(step.index > 0, lambda: gradient(x), lambda: p) if remembers else gradient(x)
             at_previous = jax.lax.cond(step.index == 1, lambda: at_x, lambda: gradient(before))
             columns = lambda previous, start, here, x: (previous, start, here - x)  # noqa: E731
-            return project(p, (at_previous, at_x, x_i, x), columns, algorithm.scope == "leaf")
+            return project_to_cone(p, (at_previous, at_x, x_i, x), columns, algorithm.scope == "leaf")
 
         # At x itself, with no other point before, the columns are p, p and zero.
         return corrected() if remembers else jax.lax.cond(step.index > 0, corrected, lambda: p), x_i

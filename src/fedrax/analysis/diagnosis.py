@@ -22,7 +22,7 @@ from fedrax.data import Federation
 from fedrax.data.dataset import numpy_generator
 from fedrax.errors import FedraxError
 from fedrax.participation import Asynchronous, Uniform
-from fedrax.prng.seeds import START, seeded
+from fedrax.prng.keys import INITIALIZATION, purpose_key
 from fedrax.report.runs import finite
 from fedrax.simulation import Settings, simulate
 from fedrax.simulation.process import arithmetic
@@ -190,7 +190,7 @@ def _diagnosed(
     sizes = seen.sizes.astype(float)
     weights = sizes / sizes.mean() if settings.weights == "samples" else np.ones(len(sizes))
     clients = Clients(task, seen, settings.seed, weights, local.reduction)
-    start = starting_parameters(task, seeded(settings.seed, START), None)
+    start = starting_parameters(task, purpose_key(settings.seed, INITIALIZATION), None)
     start = jax.tree.map(lambda a: jnp.asarray(a, settings.dtype), start)  # as the run holds them
     shares = weights / len(sizes) * (sizes if local.reduction == "sum" else 1)
     bend, rows = curvature(task, seen, MOST_SAMPLES, settings.seed, shares), _rows(seen, settings.seed)

@@ -18,7 +18,7 @@ from fedrax.contract.local_training import LocalSGD
 from fedrax.contract.task import Batch, Task
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
-from fedrax.prng.seeds import DIAGNOSIS, START, seeded
+from fedrax.prng.keys import DIAGNOSIS, INITIALIZATION, purpose_key
 from fedrax.simulation.round import Keys, Program, Rounds, client_data, client_task
 from fedrax.tree import Tree
 from fedrax.xla import CodeFingerprint, optimize
@@ -133,7 +133,7 @@ class Clients:
             for of in (still, task)
         )
         self.samples = Batch(*map(jnp.asarray, federation.train))
-        self.key = seeded(seed, DIAGNOSIS)
+        self.key = purpose_key(seed, DIAGNOSIS)
         self._measure = jax.jit(self._gradients)
         self._walk = jax.jit(self._drift)
         self._scatter = jax.jit(self._noise)
@@ -230,7 +230,7 @@ def gradient_dissimilarity(task: Task, federation: Federation, params: Tree | No
     Definition 3). ``params``: where; by default the initial parameters of a run with this seed. In evaluation mode:
     without dropout. One pass over the data. Infinite where the mean gradient is zero.
     """
-    start = starting_parameters(task, seeded(seed, START), params)
+    start = starting_parameters(task, purpose_key(seed, INITIALIZATION), params)
     wide = lambda a: jnp.asarray(a, jnp.promote_types(jnp.asarray(a).dtype, jnp.float32))  # noqa: E731
     start = jax.tree.map(wide, start)  # sums in a short format overflow
     found = Clients(task, federation, seed).gradients(start)

@@ -13,7 +13,7 @@ from fedrax import tree
 from fedrax.contract.task import Batch, Task
 from fedrax.data import Federation
 from fedrax.data.dataset import numpy_generator
-from fedrax.prng.seeds import CURVATURE, seeded
+from fedrax.prng.keys import CURVATURE, purpose_key
 from fedrax.tree import Tree
 from fedrax.xla import optimize
 
@@ -57,7 +57,7 @@ def curvature(
             beta = tree.norm(image)
             return (v, tree.scale(1 / jnp.where(beta > 0, beta, 1), image), beta), (alpha, beta)
 
-        keys = jax.random.split(seeded(seed, CURVATURE), len(jax.tree.leaves(params)))
+        keys = jax.random.split(purpose_key(seed, CURVATURE), len(jax.tree.leaves(params)))
         leaves, structure = jax.tree.flatten(params)
         drawn = [jax.random.normal(key, a.shape, a.dtype) for key, a in zip(keys, leaves, strict=True)]
         start = jax.tree.unflatten(structure, drawn)

@@ -4,30 +4,30 @@ Messages come from ``simulate(..., record=Record(...))``. A view says how they c
 that would have made them, a score says how near it came.
 """
 
-from fedrax.attacks.label_recovery import labels_of
-from fedrax.attacks.messages import Seen, gradients_seen, vectors
-from fedrax.attacks.observation import View, as_client_program, as_gradient
-from fedrax.attacks.reconstruction import Attack, Reconstruction, descent, dlg, inverting_gradients
-from fedrax.attacks.similarity import Score, frobenius, label_recovery, matching, psnr, score, ssim
+from fedrax.attacks.label_recovery import recover_labels
+from fedrax.attacks.messages import CandidateGradient, candidate_gradients, parameter_vectors
+from fedrax.attacks.observation import Observation, as_client_program, as_gradient
+from fedrax.attacks.reconstruction import Attack, Reconstruction, dlg, gradient_descent, inverting_gradients
+from fedrax.attacks.similarity import ReconstructionScore, frobenius, label_recovery, matching, psnr, score, ssim
 
 __all__ = [
     "Attack",
+    "CandidateGradient",
+    "Observation",
     "Reconstruction",
-    "Score",
-    "Seen",
-    "View",
+    "ReconstructionScore",
     "as_client_program",
     "as_gradient",
-    "descent",
+    "candidate_gradients",
     "dlg",
     "frobenius",
-    "gradients_seen",
+    "gradient_descent",
     "inverting_gradients",
     "label_recovery",
-    "labels_of",
     "matching",
+    "parameter_vectors",
     "psnr",
+    "recover_labels",
     "score",
     "ssim",
-    "vectors",
 ]

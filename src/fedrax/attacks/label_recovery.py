@@ -10,7 +10,7 @@ from fedrax.errors import FedraxError
 from fedrax.tree import Tree
 
 
-def labels_of(gradient: Tree, samples: int, leaf: str = "output/bias") -> np.ndarray:
+def recover_labels(gradient: Tree, samples: int, leaf: str = "output/bias") -> np.ndarray:
     """The labels [samples] behind a gradient of the mean cross entropy, in rising order.
 
     ``leaf`` names the bias [C] of the last layer. Its gradient is, for each class, the mean predicted chance less the

@@ -19,7 +19,7 @@ from fedrax.simulation.results.message_recorder import RecordedExchange, Recorde
 from fedrax.tree import Tree
 
 
-def vectors(message: Tree, params: Tree) -> dict[str, Tree]:
+def parameter_vectors(message: Tree, params: Tree) -> dict[str, Tree]:
     """The parts of ``message`` with the structure and shapes of ``params``, by path ("" for the whole)."""
     parts = jax.tree_util.tree_flatten_with_path(message, is_leaf=lambda part: _alike(part, params))[0]
     return {_path(path): part for path, part in parts if _alike(part, params)}
@@ -58,7 +58,7 @@ def _path(path: tuple) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-class Seen(NamedTuple):
+class CandidateGradient(NamedTuple):
     """A vector made of messages that may be a gradient of a client's data, and where it was taken, as far as known."""
 
     name: str
@@ -76,7 +76,9 @@ def of_one_client(exchanges: Sequence[RecordedExchange]) -> list[RecordedExchang
     return sorted(exchanges, key=lambda one: (one.round, one.phase))
 
 
-def gradients_seen(algorithm: Algorithm, exchanges: Sequence[RecordedExchange], params: Tree) -> list[Seen]:
+def candidate_gradients(
+    algorithm: Algorithm, exchanges: Sequence[RecordedExchange], params: Tree
+) -> list[CandidateGradient]:
     """What could be the gradient of a client's data at a point that the attacker knows.
 
     exchanges: of one client, as far as the attacker saw them; those of a server are all. params: of the model's kind.
@@ -86,10 +88,10 @@ def gradients_seen(algorithm: Algorithm, exchanges: Sequence[RecordedExchange], 
     at home: then nobody knows where a gradient was taken.
     """
     exchanges = of_one_client(exchanges)
-    found: list[Seen] = []
+    found: list[CandidateGradient] = []
     for p in sorted({one.phase for one in exchanges}):
         series = [one for one in exchanges if one.phase == p]
-        histories = [vectors(decoded(algorithm, one), params) for one in series]
+        histories = [parameter_vectors(decoded(algorithm, one), params) for one in series]
         at = _parameters(exchanges, series[-1], params)
         for name in () if at is None else histories[-1]:
             history = [one[name] for one in histories]
@@ -101,7 +103,10 @@ def gradients_seen(algorithm: Algorithm, exchanges: Sequence[RecordedExchange], 
                 made |= {"sum": total, "difference": tree.sub(history[-1], history[-2])}
             for what, vector in made.items():
                 label = f"phase {p + 1}, {name}, {what}"
-                found += [Seen(label, at, vector), Seen(f"{label}, negative", at, tree.scale(-1, vector))]
+                found += [
+                    CandidateGradient(label, at, vector),
+                    CandidateGradient(f"{label}, negative", at, tree.scale(-1, vector)),
+                ]
     return found
 
 
@@ -110,7 +115,7 @@ def _parameters(exchanges: Sequence[RecordedExchange], last: RecordedExchange, p
     the client was not sent all of them, and has others that the attacker does not know.
     """
     for one in sorted((one for one in exchanges if one.round == last.round), key=lambda one: -one.phase):
-        sent_down = vectors(one.received, params)
+        sent_down = parameter_vectors(one.received, params)
         if one.phase <= last.phase and sent_down:
             return sent_down.get("params", next(iter(sent_down.values())))
     return None

@@ -28,7 +28,7 @@ from fedrax.tree import Tree
 Predict = Callable[[Any, Batch, int | None], tuple[Tree, ...]]
 
 
-class View(NamedTuple):
+class Observation(NamedTuple):
     """What an attacker saw and how it came about."""
 
     predict: Predict
@@ -73,9 +73,11 @@ class _Gradient:
         return (client.with_carried(Carried(statistics)).full_gradient(params, self.reduction)[1],)
 
 
-def as_gradient(task: Task, params: Tree, gradient: Tree, reduction: Reduction = "mean", statistics: Tree = ()) -> View:
+def as_gradient(
+    task: Task, params: Tree, gradient: Tree, reduction: Reduction = "mean", statistics: Tree = ()
+) -> Observation:
     """The view that ``gradient`` is the client's full gradient at ``params``, of its samples' mean or summed loss."""
-    return View(_Gradient(task, reduction), (params, statistics), (gradient,))
+    return Observation(_Gradient(task, reduction), (params, statistics), (gradient,))
 
 
 # -- the client's program ---------------------------------------------------------------------------------------------
@@ -121,7 +123,7 @@ def as_client_program(
     matched: Sequence[int] | None = None,
     program: Algorithm | None = None,
     key: Array | None = None,
-) -> View:
+) -> Observation:
     """The view that the client ran its method on the data that are looked for.
 
     params: those of the run's start, from which a client's state begins. exchanges: of one client, a server's or those
@@ -154,4 +156,4 @@ def as_client_program(
     )
     received = [(one.received, one.statistics) for one in exchanges]
     key = jax.random.key(0) if key is None else key
-    return View(run, (program or algorithm, params, key, received), target)
+    return Observation(run, (program or algorithm, params, key, received), target)

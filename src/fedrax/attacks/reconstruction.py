@@ -3,8 +3,8 @@
     view = as_gradient(task, params, gradient)
     found = dlg().invert(view, (1, 28, 28), classes=10)
 
-Deep leakage from gradients (Zhu et al. 2019) is :func:`dlg`, by plain gradient descent :func:`descent`; iDLG (Zhao et
-al. 2020) is the same with the labels that :func:`fedrax.attacks.labels_of` reads off; inverting gradients (Geiping et
+Deep leakage from gradients (Zhu et al. 2019) is :func:`dlg`, by plain gradient descent :func:`gradient_descent`; iDLG (Zhao et
+al. 2020) is the same with the labels that :func:`fedrax.attacks.recover_labels` reads off; inverting gradients (Geiping et
 al. 2020) is :func:`inverting_gradients`.
 """
 
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedrax.attacks.observation import View
+from fedrax.attacks.observation import Observation
 from fedrax.attacks.optimizers import LBFGS, Descent, Optimizer, SignedAdam
 from fedrax.contract.task import Batch
 from fedrax.errors import FedraxError
@@ -49,7 +49,7 @@ class Reconstruction(NamedTuple):
 
 @dataclass(frozen=True)
 class Attack:
-    """An optimizer on candidate data; :func:`dlg`, :func:`descent` and :func:`inverting_gradients` give known ones."""
+    """An optimizer on candidate data; :func:`dlg`, :func:`gradient_descent` and :func:`inverting_gradients` give known ones."""
 
     optimizer: Optimizer
     steps: int
@@ -65,7 +65,7 @@ class Attack:
 
     def invert(
         self,
-        view: View,
+        view: Observation,
         shape: Sequence[int],
         classes: int | None = None,
         *,
@@ -116,7 +116,7 @@ class Attack:
             x = jax.random.normal(of_x, shape)
         return {"x": x} if classes is None else {"x": x, "labels": jax.random.normal(of_y, (shape[0], classes))}
 
-    def _one(self, view: View, candidate: dict[str, Array], y: Any, frames: int) -> Reconstruction:
+    def _one(self, view: Observation, candidate: dict[str, Array], y: Any, frames: int) -> Reconstruction:
         known = None if y is None else jnp.asarray(y)
         at = np.unique(np.linspace(0, self.steps, frames).round().astype(int)) if frames else np.zeros(0, int)
         once = replace(self, restarts=1)
@@ -144,7 +144,7 @@ def dlg(steps: int = 300, restarts: int = 1, distance: Distance = "relative") ->
     return Attack(LBFGS(), steps, distance, restarts=restarts)
 
 
-def descent(lr: float, steps: int = 100) -> Attack:
+def gradient_descent(lr: float, steps: int = 100) -> Attack:
     """DLG by plain gradient descent on the squared distance, as in Section 5.4 of the LoSAC paper."""
     return Attack(Descent(lr), steps, "squared")
 

@@ -11,7 +11,7 @@ from scipy.optimize import linear_sum_assignment
 from fedrax.errors import FedraxError
 
 
-class Score(NamedTuple):
+class ReconstructionScore(NamedTuple):
     """Reconstructed against true data."""
 
     frobenius: float
@@ -39,13 +39,13 @@ def frobenius(found: Any, true: Any) -> float:
     return float(np.linalg.norm(np.asarray(found, float)[order] - np.asarray(true, float)))
 
 
-def score(found: Any, true: Any, labels: Any = None, true_labels: Any = None, span: float = 1.0) -> Score:
+def score(found: Any, true: Any, labels: Any = None, true_labels: Any = None, span: float = 1.0) -> ReconstructionScore:
     """Compare data [n, ...] in one scale; ``span``: from the darkest to the brightest pixel there can be."""
     found, true = np.asarray(found, float), np.asarray(true, float)
     order = matching(found, true)
     pairs = list(zip(found[order], true, strict=True))
     images = true.ndim in (3, 4) and min(true.shape[1:3]) > 1
-    return Score(
+    return ReconstructionScore(
         float(np.linalg.norm(found[order] - true)),
         float(np.mean([psnr(a, b, span) for a, b in pairs])),
         float(np.mean([ssim(a, b, span) for a, b in pairs])) if images else float("nan"),

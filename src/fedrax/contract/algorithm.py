@@ -30,7 +30,7 @@ from fedrax.config.hyperparameters import hyperparameters
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.traits import Traits
 from fedrax.errors import FedraxError
-from fedrax.prng.streams import NamedKeys
+from fedrax.prng.keys import NamedKeys
 from fedrax.tree import Tree
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from fedrax.contract.hooks import GradientRule, Ruled, one_a_sample, sums
 from fedrax.contract.model import with_statistics
 from fedrax.contract.task import Batch
 from fedrax.errors import FedraxError
+from fedrax.prng.keys import NamedKeys
 from fedrax.prng.permutation import shuffled_index, uniform_index
-from fedrax.prng.streams import NamedKeys
 from fedrax.tree import Tree
 
 Order = Literal["shuffle", "stored", "replacement"]

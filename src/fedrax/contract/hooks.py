@@ -12,7 +12,7 @@ from jax import Array
 from jax.extend.core import get_opaque_trace_state
 
 from fedrax.errors import FedraxError
-from fedrax.prng.streams import NamedKeys
+from fedrax.prng.keys import NamedKeys
 from fedrax.tree import Tree
 
 LossRule = Callable[[Callable], Callable]

@@ -21,10 +21,17 @@ from fedrax.contract.initialization import shapes_of, starting_parameters
 from fedrax.contract.task import Batch, Task, Variables
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
-from fedrax.privacy.accounting import Accountant, Cohorts, about_replacement
-from fedrax.privacy.audit.bounds import CONFIDENCE, check_runs, epsilon_of_mu, guess, one_run_epsilon, tell_apart
-from fedrax.privacy.audit.game import Drawn, watch
-from fedrax.prng.seeds import START, seeded
+from fedrax.privacy.accounting import Accountant, CohortSampling, about_replacement
+from fedrax.privacy.audit.bounds import (
+    CONFIDENCE,
+    check_runs,
+    distinguish,
+    epsilon_of_mu,
+    guess_membership,
+    one_run_epsilon,
+)
+from fedrax.privacy.audit.game import Participation, observe_client
+from fedrax.prng.keys import INITIALIZATION, purpose_key
 from fedrax.simulation import Settings, simulate
 from fedrax.simulation.privacy_ledger import ledger_of, private_releases
 from fedrax.simulation.settings import cohort_sampler
@@ -78,7 +85,7 @@ def watch_a_client(
     unit: Unit | None = None,
     rounds: int = 1,
     runs: int = 2000,
-    drawn: Drawn = "always",
+    drawn: Participation = "always",
     rate: float = 1.0,
     confidence: float = CONFIDENCE,
 ) -> Audit:
@@ -102,7 +109,7 @@ def watch_a_client(
         raise FedraxError(f"the claim is about clients that take part {apart} rounds apart: watch one round")
     if not 0 <= client < federation.num_clients:
         raise FedraxError(f"there is no client {client}: there are {federation.num_clients}")
-    start = starting_parameters(task, seeded(settings.seed, START), None)
+    start = starting_parameters(task, purpose_key(settings.seed, INITIALIZATION), None)
     _check_admitted(algorithm, task, settings, start)
     start = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), start)
     coins = all((r.unit, r.neighbors, r.batches) == ("sample", "presence", "poisson") for r in releases)
@@ -111,11 +118,11 @@ def watch_a_client(
     shared: dict[str, Any] = {"rounds": rounds, "drawn": drawn, "precision": settings.precision}
     shared["seen"] = "public" if all(release.seen == "public" for release in releases) else "server"
     own, other = (
-        watch(algorithm, task, start, runs=runs, seed=settings.seed + k, **shared, **world)
+        observe_client(algorithm, task, start, runs=runs, seed=settings.seed + k, **shared, **world)
         for k, world in enumerate(worlds)
     )
-    told = tell_apart(own, other, settings.delta, confidence)
-    cohorts = Cohorts() if drawn == "always" else Cohorts(drawn, rate)
+    told = distinguish(own, other, settings.delta, confidence)
+    cohorts = CohortSampling() if drawn == "always" else CohortSampling(drawn, rate)
     accountant = Accountant(releases if presence else about_replacement(releases), settings.delta, cohorts)
     gaussian = drawn == "always" and not coins
     proven = max(told.epsilon, epsilon_of_mu(told.mu, settings.delta)) if gaussian else told.epsilon
@@ -126,7 +133,7 @@ def watch_a_client(
 
 
 def _worlds(
-    federation: Federation, client: int, unit: Unit, drawn: Drawn, rate: float, coins: bool
+    federation: Federation, client: int, unit: Unit, drawn: Participation, rate: float, coins: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What is watched in either world. coins: whether samples come into batches by coins of their own."""
     mine = slice(*federation.offsets[client : client + 2])
@@ -182,7 +189,7 @@ def guess_canaries(
     # over the mean of the same exchange: how much one class gained over another tells nothing of a canary
     gains -= (np.bincount(mine, gains) / np.maximum(np.bincount(mine), 1))[mine]
     place = np.searchsorted(chosen, owner[rows])
-    guesses = guess(np.bincount(place, gains, canaries) / np.bincount(place, minlength=canaries), SHARE)
+    guesses = guess_membership(np.bincount(place, gains, canaries) / np.bincount(place, minlength=canaries), SHARE)
     right, said = int(((guesses > 0) == coins)[guesses != 0].sum()), int((guesses != 0).sum())
     claimed, paper = _claims(algorithm, releases, federation, settings, len(result.events))
     return Audit(
@@ -208,7 +215,9 @@ def _claims(
     for r in range(rounds):
         ledger.spend(sampler.cohort(r))
     drawn = ledger.accountant.cohorts
-    about = Accountant(about_replacement(releases), settings.delta, drawn if drawn.drawn == "fixed" else Cohorts())
+    about = Accountant(
+        about_replacement(releases), settings.delta, drawn if drawn.drawn == "fixed" else CohortSampling()
+    )
     count = rounds if about.by_rounds else int(ledger.counts.max())
     return about.epsilon(count), ledger.epsilon_paper
 

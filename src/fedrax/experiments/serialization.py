@@ -139,7 +139,7 @@ def choice_of(field: Field) -> Choice | None:
         kind = field.name.replace("_", " ")
         alike = len(field.classes) > 1 and acts_as(field.classes[0], field.classes)
         more = next((mark.classes for mark in field.marks if isinstance(mark, MoreClasses)), dict)
-        return Choice(kind, lambda: known | more(), partial(_own_part, kind, field.classes) if alike else None)
+        return Choice(kind, lambda: known | dict(more()), partial(_own_part, kind, field.classes) if alike else None)
     return None
 
 

@@ -32,7 +32,7 @@ from fedrax.flower.persistence import open_client_state
 from fedrax.flower.registry import log
 from fedrax.flower.schema import MessageSchema, message_schemas, needs_initial_parameters, shapes_of_samples
 from fedrax.flower.serialization import packed, unpacked
-from fedrax.prng.seeds import RUN, START, seeded
+from fedrax.prng.keys import INITIALIZATION, RUN, purpose_key
 from fedrax.simulation.evaluation import sample_values
 from fedrax.simulation.process import arithmetic
 from fedrax.simulation.round import ClientResult, ClientTask, Kept, Program, run_client
@@ -150,7 +150,7 @@ class _Client:
 
     def _key(self, order: RoundInstructions, memory: ClientStore) -> jax.Array:
         if self.seed is not None:
-            return jax.random.fold_in(jax.random.fold_in(seeded(self.seed, RUN), order.round), order.client)
+            return jax.random.fold_in(jax.random.fold_in(purpose_key(self.seed, RUN), order.round), order.client)
         words = memory.key(order, lambda: np.frombuffer(os.urandom(8), np.uint32).tolist())
         return jax.random.wrap_key_data(jnp.asarray(words, jnp.uint32))
 
@@ -210,7 +210,7 @@ class _ClientSetup:
         cls, algorithm: Algorithm, task: Task, samples: Batch, own: Federation, order: RoundInstructions
     ) -> _ClientSetup:
         """From the shapes of the task's parameters and of the client's samples, which fit each other."""
-        start = start_and_statistics(task, seeded(0, START), None, order.dtype)
+        start = start_and_statistics(task, purpose_key(0, INITIALIZATION), None, order.dtype)
         _, params, statistics, _ = start
         check_task(task, with_statistics(params, statistics), samples, own)
         initial, broken = initial_client_state(algorithm, params, statistics)

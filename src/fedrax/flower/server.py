@@ -28,7 +28,7 @@ from fedrax.flower.registry import ClientRegistry
 from fedrax.flower.schema import message_schemas, needs_initial_parameters, placeholder_assignment, shapes_of_samples
 from fedrax.participation.cohort_sampler import CohortSampler
 from fedrax.privacy.ledger import Ledger
-from fedrax.prng.seeds import RUN, seeded
+from fedrax.prng.keys import RUN, purpose_key
 from fedrax.simulation.persistence.run_identity import of_method
 from fedrax.simulation.privacy_ledger import ledger_of
 from fedrax.simulation.process import arithmetic
@@ -218,7 +218,7 @@ def _prepare(
         sampler=sampler,
         arithmetic=ServerComputation(program, phases),
         traffic=traffic,
-        key=seeded(seed, RUN) if seed is not None else _secret_key(),
+        key=purpose_key(seed, RUN) if seed is not None else _secret_key(),
         server=server,
         statistics=statistics,
         evaluate=here or evaluate_on_clients(task, nodes, traffic, settings.per_client),

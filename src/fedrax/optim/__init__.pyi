@@ -1,4 +1,4 @@
-from fedrax.optim.cone import project as project
+from fedrax.optim.cone import project_to_cone as project_to_cone
 from fedrax.optim.optax_adapter import Optax as Optax
 from fedrax.optim.proximal import L1 as L1
 from fedrax.optim.proximal import Box as Box

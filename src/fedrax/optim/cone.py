@@ -8,7 +8,7 @@ d x d is formed.
 The cone knows the columns by their directions alone, so they are scaled to length one first. A column that
 depends on others to within rounding (its sine to their span is below 5e-3 in float32 and 6e-6 in float64, with at
 most three columns below 3e-3 and 1e-7) adds nothing to them. Inner products lose digits where columns are nearly
-dependent: :func:`project` takes p~'s own and solves once more.
+dependent: :func:`project_to_cone` takes p~'s own and solves once more.
 """
 
 from __future__ import annotations
@@ -184,12 +184,23 @@ def _sweep(table: Array, k: Array) -> Array:
     return swept.at[k].set(row).at[:, k].set(row).at[k, k].set(-1 / pivot)
 
 
-def project(p: Tree, parts: Sequence[Tree], columns: Callable[..., tuple], by_leaf: bool = False) -> Tree:
-    """p~: p projected onto the cone of vectors with non-negative inner products with some columns.
+def project_to_cone(p: Tree, parts: Sequence[Tree], columns: Callable[..., tuple], by_leaf: bool = False) -> Tree:
+    """Project a vector onto the cone of vectors with non-negative inner products with given columns.
 
-    parts: trees of p's shapes. columns: makes the columns of matching entries of the parts, entry by entry, so
-    that a column which is a difference of two parts, say, is never written to memory. by_leaf: project every leaf
-    by itself, instead of all as one vector.
+    Args:
+        p: The vector, a pytree.
+        parts: Pytrees of the shapes of ``p``.
+        columns: Makes the columns from matching entries of the parts, entry by entry, so that a column such as the
+            difference of two parts is never written to memory.
+        by_leaf: Project every leaf on its own, instead of all leaves as one vector.
+
+    Returns:
+        The projection, a pytree of the shapes of ``p``.
+
+    Example:
+        >>> p, column = jnp.array([-1.0, 2.0]), jnp.array([1.0, 0.0])
+        >>> fedrax.optim.project_to_cone(p, [column], lambda c: (c,)).tolist()
+        [0.0, 2.0]
     """
     leaves, structure = jax.tree.flatten(p)
     entries = list(zip(leaves, *(jax.tree.leaves(part) for part in parts), strict=True))

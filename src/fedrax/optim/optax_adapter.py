@@ -1,4 +1,4 @@
-"""Any optimizer of optax as the local or the server rule."""
+"""Optax optimizers as local and server optimizers."""
 
 from __future__ import annotations
 
@@ -27,25 +27,31 @@ from fedrax.xla import closure_values
 @partial(jax.tree_util.register_dataclass, data_fields=("numbers",), meta_fields=("kind",))
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """A random key of an optimizer's state as its numbers, which can be written to disk."""
+    """A random key in an optimizer's state as an array of integers, which a checkpoint can hold."""
 
     numbers: Any
     kind: Any
-    """Of random numbers, as JAX calls it."""
+    """The random number generator, by JAX's name."""
 
 
 @hyperparameters
 class Optax:
-    """A gradient transformation of optax: finished, or as the function that makes it with its options.
+    """An optax optimizer: a gradient transformation, or a function that makes one together with its options.
 
-    ``Optax(optax.adamw(1e-2))`` is compiled as it stands. ``Optax.of(optax.adamw, learning_rate=1e-2)`` has its
-    floating options as inputs of the compiled program, so that another step size does not compile anew and a grid of
-    them is one sweep; the other options (``nesterov=True``, masks) shape the program. An option that the function
-    looks at with a Python ``if`` cannot be such an input: give the finished transformation then.
+    A plain ``optax.GradientTransformation`` given as ``LocalSGD.optimizer`` or ``server_optimizer`` is stored as
+    ``Optax(transformation)``, and its options are constants of the compiled program. ``Optax.of(optax.adamw,
+    learning_rate=1e-2)`` has its floating options as inputs of the program: another learning rate does not recompile, and a
+    grid of them is one sweep. The other options (``nesterov=True``, masks) are constants. An option whose value the
+    function inspects in Python cannot be an input: give the finished transformation.
 
-    Where a transformation draws random numbers (``optax.add_noise``), local steps give it keys of the client's own in
-    every round; on the server the key that it was made with is the one to begin with. Local steps hand their batch's
-    loss to transformations that go by it (``optax.polyak_sgd``); the server has none.
+    A local optimizer that draws random numbers (``optax.add_noise``) gets keys of its client in every round; on the server
+    the transformation's own key is used. Local steps pass the loss of their mini-batch to transformations that take one
+    (``optax.polyak_sgd``); the server has none.
+
+    Example:
+        >>> import optax
+        >>> rule = fedrax.optim.Optax.of(optax.adamw, learning_rate=1e-2)
+        >>> method = fedrax.FedAvg(server_optimizer=rule)
     """
 
     transform: Static[Any]
@@ -57,20 +63,31 @@ class Optax:
 
     @classmethod
     def of(cls, make: Callable[..., Any], **options: Any) -> Optax:
-        """The transformation ``make(**options)``, its floating options traced."""
+        """Return the optimizer ``make(**options)`` with its floating options traced.
+
+        Args:
+            make: A function that returns a gradient transformation, such as ``optax.adamw``.
+            **options: Its arguments by name. One without a ``learning_rate`` takes ``local.lr`` in local steps.
+
+        Returns:
+            The optimizer.
+
+        Raises:
+            FedraxError: An option is neither a float nor hashable.
+        """
         numbers = float | np.floating | jax.Array
         floats = {name: value for name, value in options.items() if isinstance(value, numbers)}
         fixed = tuple((name, value) for name, value in options.items() if name not in floats)
         for name, value in fixed:
             if not isinstance(value, Hashable):
                 raise FedraxError(
-                    f"Optax: the option {name!r} must be hashable, for it shapes the program: give a function, as optax"
-                    " takes in its place, or Optax the finished transformation"
+                    f"Optax: the option {name!r} must be hashable, because it is a constant of the compiled program:"
+                    " give a function in its place, as optax accepts, or the finished transformation"
                 )
         return cls(make, floats, fixed)
 
     def check(self) -> None:
-        """Refuse what is no transformation, and options that it does not take."""
+        """Raise FedraxError where this is no transformation, or where the function lacks an option."""
         if not (_is_finished(self.transform) or callable(self.transform)):
             raise FedraxError(
                 f"Optax needs a gradient transformation such as optax.adamw(1e-2), not {self.transform!r}"
@@ -96,14 +113,21 @@ class Optax:
 
     @property
     def wants_lr(self) -> bool:
-        """Whether the function that makes the transformation asks for a learning rate that is not given."""
+        """Whether the function takes a learning rate and none is given."""
         if _is_finished(self.transform):
             return False
         given = {*self.floats, *dict(self.fixed)}
         return "learning_rate" in inspect.signature(self.transform).parameters and "learning_rate" not in given  # type: ignore[arg-type]
 
     def made(self, lr: Any = None) -> Any:
-        """The transformation; ``lr`` is its learning rate where none is given."""
+        """Return the gradient transformation.
+
+        Args:
+            lr: The learning rate, where none is among the options.
+
+        Returns:
+            An ``optax.GradientTransformation``.
+        """
         if _is_finished(self.transform):
             return self.transform
         options = {**self.floats, **dict(self.fixed)}
@@ -117,12 +141,19 @@ class Optax:
             return self.transform(**options)  # type: ignore[operator]
         except jax.errors.ConcretizationTypeError as error:
             raise FedraxError(
-                f"{self._name} looks at the value of an option while it is made: give Optax the finished transformation"
+                f"{self._name} inspects the value of an option in Python: give the finished transformation"
             ) from error
 
     def init(self, params: Tree) -> Tree:
-        """The optimizer's state."""
-        with self._told():
+        """Return the optimizer's initial state.
+
+        Args:
+            params: The model's parameters.
+
+        Returns:
+            The state, with random keys stored as :class:`Key`.
+        """
+        with self._explained():
             state = _without_keys(self.made(1.0).init(params))
         holding = lambda part: "learning_rate" in getattr(part, "hyperparams", ())  # noqa: E731
         if self.wants_lr and any(map(holding, jax.tree.leaves(state, is_leaf=holding))):
@@ -135,11 +166,20 @@ class Optax:
     def move(
         self, x: Tree, state: Tree, direction: Tree, lr: Any, factor: Any = 1.0, loss: Array | None = None
     ) -> tuple[Tree, Tree]:
-        """(x + factor * update, state) for a direction to descend along.
+        """Take one step of descent.
 
-        loss: at ``x``, for transformations that go by it (``optax.polyak_sgd``, ``optax.contrib.reduce_on_plateau``).
+        Args:
+            x: The parameters.
+            state: The optimizer's state.
+            direction: The gradient, or what stands for it.
+            lr: The learning rate, where none is among the options.
+            factor: Multiplies the update.
+            loss: The loss at ``x``, for transformations that take one (``optax.polyak_sgd``).
+
+        Returns:
+            x + factor * update, and the state after the step.
         """
-        with self._told():
+        with self._explained():
             transform, more = self.made(lr), {}
             if loss is not None:
                 import optax
@@ -149,8 +189,8 @@ class Optax:
         return tree.add_scaled(x, factor, updates), _without_keys(state)
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """What a transformation cannot do with parameters and a direction alone, as a sentence."""
+    def _explained(self) -> Iterator[None]:
+        """Turn a transformation's errors into FedraxError."""
         try:
             yield
         except (FedraxError, jax.errors.ConcretizationTypeError):
@@ -166,11 +206,21 @@ class Optax:
             ) from error
 
     def step(self, params: Tree, state: Tree, delta: Tree, round: Array) -> tuple[Tree, Tree]:
-        """(parameters, state) after one server step on the pseudo-gradient -``delta``."""
+        """Take one server step.
+
+        Args:
+            params: The global parameters x.
+            state: The optimizer's state.
+            delta: The mean update Delta.
+            round: Not used; optax counts its own steps.
+
+        Returns:
+            The parameters and the state after the step.
+        """
         return self.move(params, state, tree.scale(-1, delta), None)
 
     def __repr__(self) -> str:
-        """What decides the numbers, the same in every process: functions by their names and what they hold."""
+        """Return what decides the numbers, the same in every process."""
         return f"Optax({described(self.transform)}, {self.floats!r}, {described(self.fixed)})"
 
 
@@ -192,7 +242,7 @@ def _with_keys(state: Tree) -> Tree:
 
 
 def with_new_keys(state: Tree, key: Array) -> Tree:
-    """An optimizer's state with other random keys in place of its own, all made of ``key``."""
+    """The optimizer's state with its random keys replaced by keys derived from ``key``."""
     place = itertools.count()
 
     def new(leaf: Any) -> Any:

@@ -1,10 +1,8 @@
-"""What the server does with the cohort's mean update Delta = sum_i p_i Delta_i.
+"""Server optimizers: steps on the cohort's mean update Delta = sum_i p_i Delta_i.
 
-The adaptive rules follow Reddi et al. 2021 (Adaptive Federated Optimization, Algorithm 2): no bias correction,
-v starts at tau^2, and tau is added outside the square root. optax's rules of the same names differ: adam and yogi
-correct the biases and start v at 0 and 1e-6, adagrad adds its eps inside the root and starts v at 0.1. So do Flower's:
-their v starts at 0, and the step of FedAdam, there alone, is corrected for the biases.
-:class:`Optax` brings any of optax's optimizers, applied to the pseudo-gradient -Delta.
+The adaptive rules are those of Reddi et al. 2021 (Adaptive Federated Optimization, Algorithm 2). They differ from
+optax's rules of the same names, see each docstring. Any transformation of optax is a server optimizer too: it is
+applied to the pseudo-gradient -Delta, as it is or as :class:`Optax`.
 """
 
 from __future__ import annotations
@@ -25,20 +23,44 @@ from fedrax.tree import Tree
 
 @hyperparameters
 class SGD:
-    """x <- x + lr * Delta; with momentum (FedAvgM): m <- momentum * m - Delta, x <- x - lr * m."""
+    """Server SGD: x <- x + lr * Delta; with momentum (FedAvgM): m <- momentum * m - Delta, x <- x - lr * m.
+
+    The numbers are those of ``optax.sgd`` on the gradient -Delta.
+
+    Example:
+        >>> method = fedrax.FedAvg(server_optimizer=fedrax.optim.SGD(lr=1.0, momentum=0.9))
+    """
 
     lr: Positive = 1.0
-    """Server step size eta_g."""
+    """Server learning rate eta_g."""
     momentum: Decay | None = None
-    """beta of FedAvgM."""
+    """Momentum beta of FedAvgM; None for none."""
     schedule: Schedule = Constant()
+    """Factor on ``lr`` by round."""
 
     def init(self, params: Tree) -> Tree:
-        """The momentum buffer, zero, or nothing."""
+        """Return the initial state: a momentum buffer of zeros.
+
+        Args:
+            params: The model's parameters.
+
+        Returns:
+            The buffer, or an empty tuple without momentum.
+        """
         return () if self.momentum is None else tree.zeros_like(params)
 
     def step(self, params: Tree, state: Tree, delta: Tree, round: Array) -> tuple[Tree, Tree]:
-        """(parameters, state) after one server step on the mean update ``delta``."""
+        """Take one server step.
+
+        Args:
+            params: The global parameters x.
+            state: The optimizer's state.
+            delta: The mean update Delta.
+            round: The round, from 0, for the schedule.
+
+        Returns:
+            The parameters and the state after the step.
+        """
         lr = self.lr * self.schedule(round)
         if self.momentum is None:
             return tree.add_scaled(params, lr, delta), state
@@ -63,56 +85,127 @@ def _adaptive(rule: Any, params: Tree, state: Moments, delta: Tree, second: Any,
 
 
 def _moments(params: Tree, tau: Any) -> Moments:
+    """m = 0 and v = tau^2 in the shapes of ``params``."""
     return Moments(tree.zeros_like(params), jax.tree.map(lambda x: jnp.full_like(x, tau**2), params))
 
 
 @hyperparameters
 class Adagrad:
-    """FedAdagrad: v <- v + Delta^2."""
+    """FedAdagrad: m <- b1 m + (1 - b1) Delta, v <- v + Delta^2, x <- x + lr m / (sqrt(v) + tau).
+
+    ``optax.adagrad`` differs: it starts v at 0.1, adds its eps inside the square root and has no first moment.
+
+    Example:
+        >>> method = fedrax.FedAvg(server_optimizer=fedrax.optim.Adagrad(lr=0.1))
+    """
 
     lr: Positive = 0.1
+    """Server learning rate eta_g."""
     b1: Decay = 0.0
+    """Decay of the first moment m."""
     tau: Positive = 1e-3
+    """Degree of adaptivity: the larger, the nearer to SGD."""
     schedule: Schedule = Constant()
+    """Factor on ``lr`` by round."""
 
     def init(self, params: Tree) -> Moments:
-        """m = 0, v = tau^2."""
+        """Return the initial state: m = 0 and v = tau^2.
+
+        Args:
+            params: The model's parameters.
+
+        Returns:
+            The moments m and v.
+        """
         return _moments(params, self.tau)
 
     def step(self, params: Tree, state: Moments, delta: Tree, round: Array) -> tuple[Tree, Moments]:
-        """(parameters, state) after one server step."""
+        """Take one server step.
+
+        Args:
+            params: The global parameters x.
+            state: The optimizer's state.
+            delta: The mean update Delta.
+            round: The round, from 0, for the schedule.
+
+        Returns:
+            The parameters and the state after the step.
+        """
         return _adaptive(self, params, state, delta, lambda v, d2: v + d2, round)
 
 
 @hyperparameters
 class Adam:
-    """FedAdam: v <- b2 v + (1 - b2) Delta^2."""
+    """FedAdam: m <- b1 m + (1 - b1) Delta, v <- b2 v + (1 - b2) Delta^2, x <- x + lr m / (sqrt(v) + tau).
+
+    ``optax.adam`` differs: it starts v at 0 and corrects both moments for their bias. Flower's FedAdam starts v at 0 and
+    corrects its step.
+
+    Example:
+        >>> method = fedrax.FedAvg(server_optimizer=fedrax.optim.Adam(lr=0.01))
+    """
 
     lr: Positive = 0.1
+    """Server learning rate eta_g."""
     b1: Decay = 0.9
+    """Decay of the first moment m."""
     b2: Decay = 0.99
+    """Decay of the second moment v."""
     tau: Positive = 1e-3
+    """Degree of adaptivity: the larger, the nearer to SGD."""
     schedule: Schedule = Constant()
+    """Factor on ``lr`` by round."""
 
     def init(self, params: Tree) -> Moments:
-        """m = 0, v = tau^2."""
+        """Return the initial state: m = 0 and v = tau^2.
+
+        Args:
+            params: The model's parameters.
+
+        Returns:
+            The moments m and v.
+        """
         return _moments(params, self.tau)
 
     def step(self, params: Tree, state: Moments, delta: Tree, round: Array) -> tuple[Tree, Moments]:
-        """(parameters, state) after one server step."""
+        """Take one server step.
+
+        Args:
+            params: The global parameters x.
+            state: The optimizer's state.
+            delta: The mean update Delta.
+            round: The round, from 0, for the schedule.
+
+        Returns:
+            The parameters and the state after the step.
+        """
         return _adaptive(self, params, state, delta, self.second_moment, round)
 
     def second_moment(self, v: Array, d2: Array) -> Array:
-        """v after a mean update whose square is ``d2``."""
+        """Return v after a mean update.
+
+        Args:
+            v: The second moment before.
+            d2: Delta^2.
+
+        Returns:
+            The second moment after.
+        """
         return self.b2 * v + (1 - self.b2) * d2
 
 
 @hyperparameters
 class Yogi(Adam):
-    """FedYogi: as FedAdam, with v <- v - (1 - b2) Delta^2 sign(v - Delta^2)."""
+    """FedYogi: as :class:`Adam`, with v <- v - (1 - b2) Delta^2 sign(v - Delta^2).
+
+    ``optax.yogi`` differs: it starts v at 1e-6 and corrects both moments for their bias.
+
+    Example:
+        >>> method = fedrax.FedAvg(server_optimizer=fedrax.optim.Yogi(lr=0.01))
+    """
 
     def second_moment(self, v: Array, d2: Array) -> Array:
-        """v after a mean update whose square is ``d2``."""
+        """Return v after a mean update, as :meth:`Adam.second_moment`."""
         return v - (1 - self.b2) * d2 * jnp.sign(v - d2)
 
 

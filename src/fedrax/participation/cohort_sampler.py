@@ -1,4 +1,4 @@
-"""Cohorts and stragglers of a run, from a participation policy or from given sequences.
+"""CohortSampling and stragglers of a run, from a participation policy or from given sequences.
 
 Everything is drawn on the host from counters (seed, stream, round), so that any round can be drawn on its own: a
 resumed run, another algorithm or another number of devices sees the same cohorts.
@@ -25,7 +25,7 @@ from fedrax.participation.policy import (
     generator,
     sample_among,
 )
-from fedrax.privacy.accounting import Cohorts
+from fedrax.privacy.accounting import CohortSampling
 
 
 class CohortSampler:
@@ -112,9 +112,9 @@ class CohortSampler:
         return self.given is None and self.policy.independent
 
     @property
-    def sampling(self) -> Cohorts:
+    def sampling(self) -> CohortSampling:
         """How cohorts are drawn, for privacy amplification by sampling."""
-        return Cohorts() if self.given is not None else self.policy.sampling(self.population)
+        return CohortSampling() if self.given is not None else self.policy.sampling(self.population)
 
     @property
     def uses_sample_counts(self) -> bool:

@@ -18,7 +18,7 @@ from fedrax.participation.policy import (
     Population,
     sample_among,
 )
-from fedrax.privacy.accounting import Cohorts
+from fedrax.privacy.accounting import CohortSampling
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Uniform(ParticipationPolicy):
         """S clients in every round."""
         return CohortSizes(population.cohort_size, distinct=_distinct(population, population.cohort_size))
 
-    def sampling(self, population: Population) -> Cohorts:
+    def sampling(self, population: Population) -> CohortSampling:
         """A fixed size without replacement."""
-        return Cohorts("fixed", population.cohort_size / population.num_clients)
+        return CohortSampling("fixed", population.cohort_size / population.num_clients)
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,9 @@ class Poisson(ParticipationPolicy):
         largest = self._largest(population)
         return CohortSizes(largest, True, float(population.cohort_size), _distinct(population, largest))
 
-    def sampling(self, population: Population) -> Cohorts:
+    def sampling(self, population: Population) -> CohortSampling:
         """Independent draws at the rate S / N."""
-        return Cohorts("poisson", population.cohort_size / population.num_clients)
+        return CohortSampling("poisson", population.cohort_size / population.num_clients)
 
     @staticmethod
     def _size(population: Population, rng: np.random.Generator) -> int:
@@ -133,9 +133,9 @@ class Turns(ParticipationPolicy):
         sizes = {len(cohort) for cohort in state}
         return CohortSizes(max(sizes), len(sizes) > 1, float(population.cohort_size))
 
-    def sampling(self, population: Population) -> Cohorts:
+    def sampling(self, population: Population) -> CohortSampling:
         """Known in advance: nothing is amplified."""
-        return Cohorts()
+        return CohortSampling()
 
 
 @dataclass(frozen=True)
@@ -166,9 +166,9 @@ class FixedList(ParticipationPolicy):
         """S clients, or all of the list."""
         return CohortSizes(min(population.cohort_size, len(state)))
 
-    def sampling(self, population: Population) -> Cohorts:
+    def sampling(self, population: Population) -> CohortSampling:
         """A fixed size without replacement, among the list's clients."""
-        return Cohorts("fixed", min(1.0, population.cohort_size / len(self.clients)))
+        return CohortSampling("fixed", min(1.0, population.cohort_size / len(self.clients)))
 
 
 def _distinct(population: Population, largest: int) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from fedrax.privacy.accounting import Cohorts
+from fedrax.privacy.accounting import CohortSampling
 
 if TYPE_CHECKING:
     from fedrax.participation.asynchronous import Arrivals
@@ -92,7 +92,7 @@ class ParticipationPolicy(ABC):
     privacy guarantee holds for an adaptive policy, since what it samples depends on the clients' data: private methods
     raise.
 
-    Cohorts should be drawn from the generator that ``sample`` receives. It depends on the seed and the round only, so
+    CohortSampling should be drawn from the generator that ``sample`` receives. It depends on the seed and the round only, so
     that a resumed run and other algorithms see the same cohorts.
 
     Example:
@@ -169,16 +169,16 @@ class ParticipationPolicy(ABC):
         """
         return CohortSizes(population.cohort_size)
 
-    def sampling(self, population: Population) -> Cohorts:
+    def sampling(self, population: Population) -> CohortSampling:
         """How cohorts are drawn, for privacy amplification by sampling; by default nothing is amplified.
 
         Args:
             population: the clients of the run.
 
         Returns:
-            The kind of draw and its rate, see :class:`fedrax.privacy.accounting.Cohorts`.
+            The kind of draw and its rate, see :class:`fedrax.privacy.accounting.CohortSampling`.
         """
-        return Cohorts("refilled")
+        return CohortSampling("refilled")
 
     def arrivals(self, state: Any) -> Arrivals | None:
         """When uploads arrive, where clients work asynchronously; None: at the end of their round.

@@ -1,10 +1,13 @@
 from fedrax.privacy.accounting import Accountant as Accountant
-from fedrax.privacy.accounting import Cohorts as Cohorts
+from fedrax.privacy.accounting import CohortSampling as CohortSampling
+from fedrax.privacy.audit.bounds import (
+    distinguish as distinguish,
+)
 from fedrax.privacy.audit.bounds import (
     epsilon_of_mu as epsilon_of_mu,
 )
 from fedrax.privacy.audit.bounds import (
-    guess as guess,
+    guess_membership as guess_membership,
 )
 from fedrax.privacy.audit.bounds import (
     one_run_epsilon as one_run_epsilon,
@@ -12,10 +15,7 @@ from fedrax.privacy.audit.bounds import (
 from fedrax.privacy.audit.bounds import (
     one_run_p_value as one_run_p_value,
 )
-from fedrax.privacy.audit.bounds import (
-    tell_apart as tell_apart,
-)
-from fedrax.privacy.audit.game import watch as watch
+from fedrax.privacy.audit.game import observe_client as observe_client
 from fedrax.privacy.ledger import Ledger as Ledger
 from fedrax.privacy.mechanisms.client_level import ClientDP as ClientDP
 from fedrax.privacy.mechanisms.clipping import Adaptive as Adaptive

@@ -39,7 +39,7 @@ _HALVED = 1000
 
 
 @dataclass(frozen=True)
-class Cohorts:
+class CohortSampling:
     """How the clients of a round are drawn."""
 
     drawn: Literal["poisson", "fixed", "known", "refilled"] = "known"
@@ -48,10 +48,10 @@ class Cohorts:
     rate: float = 1.0
     """With the first two, the share of the clients, a round."""
 
-    def claimed(self, amplification: Amplification) -> Cohorts:
+    def claimed(self, amplification: Amplification) -> CohortSampling:
         """These, as what may be claimed of them; FedraxError where another kind of draw is claimed."""
         if amplification == "none":
-            return Cohorts("refilled" if self.place_is_taken else "known")
+            return CohortSampling("refilled" if self.place_is_taken else "known")
         if amplification not in ("auto", self.drawn):
             known = {"poisson": "by Poisson sampling", "fixed": "at a fixed size"}
             how = known.get(self.drawn, "in a way that hides nobody")
@@ -66,7 +66,7 @@ class Cohorts:
         return self.drawn == "refilled" or (self.drawn == "fixed" and self.rate < 1)
 
 
-class Bound(NamedTuple):
+class EpsilonBound(NamedTuple):
     """An upper bound on epsilon, and the accountant that it comes from."""
 
     epsilon: float
@@ -93,7 +93,7 @@ class Accountant:
     Raises FedraxError without dp-accounting, or for a delta outside of (0, 1).
     """
 
-    def __init__(self, releases: Sequence[Release], delta: float, cohorts: Cohorts = Cohorts()):
+    def __init__(self, releases: Sequence[Release], delta: float, cohorts: CohortSampling = CohortSampling()):
         if not 0 < delta < 1:
             raise FedraxError(f"delta must lie between 0 and 1, not {delta}")
         odd = next((r.noise for r in releases if r.noise and not _LEAST <= r.noise <= 1 / _LEAST), None)
@@ -106,7 +106,7 @@ class Accountant:
         self._public = all(r.seen == "public" for r in releases) and self.unit == "client"
         self.empty_place = self._public and cohorts.place_is_taken and any(r.remembers for r in releases)
         """Whether nobody comes in the place of a client that is not there, who would remember it ever after."""
-        self.cohorts = Cohorts() if self.empty_place else cohorts
+        self.cohorts = CohortSampling() if self.empty_place else cohorts
         alone = all(r.apart == 1 for r in releases)
         proven = self.cohorts.drawn == "fixed" or (self.cohorts.drawn == "poisson" and self.neighbors == "presence")
         self.by_rounds = self._public and alone and self.cohorts.rate < 1 and proven
@@ -122,18 +122,18 @@ class Accountant:
         return self.bound(count).epsilon
 
     @lru_cache(maxsize=4096)  # noqa: B019 - an accountant lives as long as its run
-    def bound(self, count: int) -> Bound:
+    def bound(self, count: int) -> EpsilonBound:
         """The smallest of the bounds, and where it comes from."""
         if count == 0:
-            return Bound(0.0, "no release")
+            return EpsilonBound(0.0, "no release")
         if not self.protects:
-            return Bound(math.inf, "no noise")
-        found = [Bound(_gaussian(self._plain / math.sqrt(count), self.delta), "analytic Gaussian")]
+            return EpsilonBound(math.inf, "no noise")
+        found = [EpsilonBound(_gaussian(self._plain / math.sqrt(count), self.delta), "analytic Gaussian")]
         if self.by_rounds and self.cohorts.drawn == "fixed" and self.neighbors == "replacement":
-            found.append(Bound(self._renyi(count), "RDP"))
+            found.append(EpsilonBound(self._renyi(count), "RDP"))
         elif self._sampled:
             found = found if self.by_rounds else []
-            found += [Bound(self._renyi(count), "RDP"), Bound(self._losses(count), "PLD")]
+            found += [EpsilonBound(self._renyi(count), "RDP"), EpsilonBound(self._losses(count), "PLD")]
         return min(found)
 
     @property

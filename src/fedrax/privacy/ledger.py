@@ -18,7 +18,7 @@ from fedrax.privacy.accounting import Accountant
 
 
 @dataclass(frozen=True)
-class Spent:
+class PrivacySpent:
     """What a run has spent: for no ``unit`` of data more than (``epsilon``, ``delta``)."""
 
     epsilon: float
@@ -74,11 +74,11 @@ class Ledger:
         return said if paper is None else said | {"epsilon_paper": paper if math.isfinite(paper) else None}
 
     @property
-    def spent(self) -> Spent:
+    def spent(self) -> PrivacySpent:
         """The account as it is now."""
         of, count = self.accountant, self.count
         epsilon, by = of.bound(count)
-        return Spent(epsilon, of.delta, of.unit, of.neighbors, by, count, self.epsilon_paper, of.empty_place)
+        return PrivacySpent(epsilon, of.delta, of.unit, of.neighbors, by, count, self.epsilon_paper, of.empty_place)
 
     def _claim(self, clients: np.ndarray) -> None:
         """Take the paper's claim for ``clients`` in: for the others it is as it was."""

@@ -18,7 +18,7 @@ from fedrax.contract.algorithm import Algorithm
 from fedrax.errors import FedraxError
 from fedrax.participation.cohort_sampler import CohortSampler
 from fedrax.privacy.accounting import Accountant
-from fedrax.privacy.ledger import Ledger, Spent
+from fedrax.privacy.ledger import Ledger, PrivacySpent
 from fedrax.privacy.releases import Release
 from fedrax.report.curves import PALETTE
 from fedrax.report.runs import finite
@@ -56,7 +56,7 @@ class Forecast:
 
     events: tuple[Event, ...]
     """Of each round: ``round``, ``epsilon`` and maybe ``epsilon_paper``, as those of the run."""
-    spent: Spent
+    spent: PrivacySpent
     by_rounds: bool
     """Whether the draw of cohorts amplifies; else it is participations that count."""
     parts: tuple[Part, ...]

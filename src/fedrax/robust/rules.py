@@ -19,7 +19,7 @@ from fedrax import tree
 from fedrax.config.annotations import Bound
 from fedrax.config.hyperparameters import NonNegativeInt, Positive, PositiveInt, hyperparameters
 from fedrax.contract.algorithm import Cohort
-from fedrax.robust.sorting import rising
+from fedrax.robust.sorting_network import sort_columns
 from fedrax.tree import Tree
 
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -35,7 +35,7 @@ def _by_rank(cohort: Cohort, shares: Callable[[Array, Array], Array]) -> Tree:
     share = shares(jnp.arange(len(cohort.clients)), jnp.sum(cohort.real))
 
     def coordinates(u: Array) -> Array:
-        ordered = rising(jnp.where(_rows(cohort.real, u), u, jnp.inf))  # rows that hold none come last
+        ordered = sort_columns(jnp.where(_rows(cohort.real, u), u, jnp.inf))  # rows that hold none come last
         return jnp.sum(jnp.where(_rows(share > 0, u), ordered * _rows(share, u).astype(u.dtype), 0), axis=0)
 
     return jax.tree.map(coordinates, cohort.uploads)

@@ -25,7 +25,7 @@ from fedrax.contract.model import with_statistics
 from fedrax.contract.task import Batch, Task, Variables
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
-from fedrax.prng.seeds import FINETUNING, seeded
+from fedrax.prng.keys import FINETUNING, purpose_key
 from fedrax.simulation.evaluation import (
     OUTPUTS,
     Evaluator,
@@ -252,7 +252,7 @@ class PersonalEvaluator:
         place = Place(client[None], zero[None], offsets[client][None], size, one)
         here = Rounds(zero, one[0], jnp.int32(1), place)
         carried = Carried(statistics)
-        keys = client_keys(seeded(self.settings.seed, FINETUNING), place.client)
+        keys = client_keys(purpose_key(self.settings.seed, FINETUNING), place.client)
         data = client_data(self.program, train, client_task(self.program, here, keys, 0)).with_carried(carried)
         tuned = local.run(data.resampled(), params).params
         return with_statistics(tuned, carried.statistics)

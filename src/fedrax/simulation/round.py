@@ -20,7 +20,7 @@ from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, sum
 from fedrax.contract.checks import checked_client, checked_output, checked_received, checked_server, checked_state
 from fedrax.contract.client_data import Carried, ClientData, Layout, Place
 from fedrax.contract.vectors import holds_vectors
-from fedrax.prng.streams import NamedKeys
+from fedrax.prng.keys import NamedKeys
 from fedrax.tree import Tree
 from fedrax.xla import CLIENT_AXIS, SEQUENTIAL_RULES, CodeFingerprint, OperandFormat, trace_once, untraced
 

@@ -22,7 +22,7 @@ from fedrax.contract.model import with_statistics
 from fedrax.contract.table import holds_tables
 from fedrax.contract.task import Batch, Task
 from fedrax.data import Federation
-from fedrax.prng.seeds import RUN, seeded
+from fedrax.prng.keys import RUN, purpose_key
 from fedrax.simulation.client_evaluation import EvaluationMetrics, PersonalEvaluator
 from fedrax.simulation.evaluation import Evaluator, StreamedEvaluator, parameter_metrics, trace_evaluation
 from fedrax.simulation.executors.choose import choose_plan, clients_at_once, describe, make_mesh
@@ -164,7 +164,7 @@ def prepare(
         settings=settings,
         directory=directory,
         kept_in=kept_in,
-        key=seeded(settings.seed, RUN),
+        key=purpose_key(settings.seed, RUN),
         params=start,
         statistics=statistics,
         initial=initial,

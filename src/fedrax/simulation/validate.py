@@ -30,7 +30,7 @@ from fedrax.data import Dataset, Federation
 from fedrax.errors import FedraxError, unknown
 from fedrax.models import Model
 from fedrax.participation.cohort_sampler import CohortSampler
-from fedrax.prng.seeds import START, seeded
+from fedrax.prng.keys import INITIALIZATION, purpose_key
 from fedrax.simulation.round import Kept
 from fedrax.simulation.settings import Script, Settings, cohort_sampler
 from fedrax.tree import Tree
@@ -89,7 +89,7 @@ def validate(
     check_method(algorithm)
     if algorithm.local_steps is not None:
         algorithm.local_steps.check_sizes(sizes)
-    key = seeded(settings.seed, START)
+    key = purpose_key(settings.seed, INITIALIZATION)
     draw_start, start, statistics, cast_note = start_and_statistics(task, key, params, settings.dtype)
     variables = with_statistics(start, statistics)
     check_task(task, variables, samples, federation)

@@ -53,7 +53,7 @@ def one_run_epsilon(
     return _largest(refuted)
 
 
-def guess(scores: np.ndarray, share: float) -> np.ndarray:
+def guess_membership(scores: np.ndarray, share: float) -> np.ndarray:
     """Guesses from ``scores`` [m], high where a canary seems to be in: 1 (in), -1 (out), 0 for the others.
 
     The ``share`` of canaries about which to say anything, half of them in, must be fixed before the run.
@@ -67,7 +67,7 @@ def guess(scores: np.ndarray, share: float) -> np.ndarray:
 # -- many runs -------------------------------------------------------------------------------------------------------
 
 
-class Told(NamedTuple):
+class DistinguishingBound(NamedTuple):
     """What telling two worlds apart, in many runs of each, proves."""
 
     epsilon: float
@@ -79,7 +79,9 @@ class Told(NamedTuple):
     """Of each world, that the bounds rest on."""
 
 
-def tell_apart(one: np.ndarray, other: np.ndarray, delta: float, confidence: float = CONFIDENCE) -> Told:
+def distinguish(
+    one: np.ndarray, other: np.ndarray, delta: float, confidence: float = CONFIDENCE
+) -> DistinguishingBound:
     """Lower bounds from what an attacker saw of two neighboring worlds, [runs, numbers] each.
 
     The first half of the runs finds the direction and the threshold, the second half is tested by them, so that the
@@ -106,7 +108,7 @@ def tell_apart(one: np.ndarray, other: np.ndarray, delta: float, confidence: flo
         return _worth(test_a @ direction, test_b @ direction, threshold, level, delta)[bound]
 
     mu = max(proven(1), _shift(test_a @ along, test_b @ along, level))
-    return Told(proven(0), mu, min(len(test_a), len(test_b)))
+    return DistinguishingBound(proven(0), mu, min(len(test_a), len(test_b)))
 
 
 def _tests(directions: list[np.ndarray], pick_a: np.ndarray, pick_b: np.ndarray) -> Iterator[tuple[np.ndarray, float]]:

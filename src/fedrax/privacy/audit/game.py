@@ -16,12 +16,12 @@ from fedrax.contract.algorithm import Algorithm, Info
 from fedrax.contract.assignment import Layout, Place
 from fedrax.contract.task import Batch, Task
 from fedrax.errors import FedraxError
-from fedrax.prng.seeds import WATCHING, seeded
+from fedrax.prng.keys import AUDIT, purpose_key
 from fedrax.simulation.round import Kept, PhaseResult, Program, Rounds, SingleClient, run_round, serve
 from fedrax.tree import Tree
 from fedrax.xla import CodeFingerprint, OperandFormat
 
-Drawn = Literal["always", "poisson", "fixed"]
+Participation = Literal["always", "poisson", "fixed"]
 """How the watched client comes into a round: it is always there; by a coin of its own, and else nobody is; or drawn,
 and else a bystander with data of its own is."""
 MOST_ROUNDS, MOST_BYTES = 1000, 4 << 30
@@ -31,7 +31,7 @@ _DRAW = 2
 """Of the keys of a round the one of the draw; the client's is 0."""
 
 
-def watch(
+def observe_client(
     algorithm: Algorithm,
     task: Task,
     params: Tree,
@@ -41,7 +41,7 @@ def watch(
     rounds: int = 1,
     seen: Literal["server", "public"] = "server",
     seed: int = 0,
-    drawn: Drawn = "always",
+    drawn: Participation = "always",
     rate: float = 1.0,
     bystander: Batch | None = None,
     size: int | None = None,
@@ -62,7 +62,7 @@ def watch(
         raise FedraxError("the server knows who takes part: the draw of cohorts hides nobody from it")
     if not 1 <= rounds <= MOST_ROUNDS:
         raise FedraxError(f"a client is watched for 1 to {MOST_ROUNDS} rounds, not {rounds}")
-    keys = jax.random.split(seeded(seed, WATCHING), runs)
+    keys = jax.random.split(purpose_key(seed, AUDIT), runs)
     samples = Batch(jnp.asarray(client.x), jnp.asarray(client.y))
     other = samples if bystander is None else Batch(jnp.asarray(bystander.x), jnp.asarray(bystander.y))
     known = _Known(task, rounds, seen, min(_SIDE_BY_SIDE, runs), drawn, size is not None, precision)
@@ -85,7 +85,7 @@ class _Known(NamedTuple):
     rounds: int
     seen: str
     side_by_side: int
-    drawn: Drawn
+    drawn: Participation
     some: bool
     """Whether the client may have less than all samples."""
     precision: OperandFormat

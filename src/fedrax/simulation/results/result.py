@@ -13,7 +13,6 @@ import numpy as np
 from fedrax.contract.model import Params, with_statistics
 from fedrax.errors import FedraxError, unknown
 from fedrax.escaping import for_picture
-from fedrax.privacy.ledger import Spent
 from fedrax.simulation.persistence.model_file import save_model
 from fedrax.simulation.results.events import Event
 from fedrax.simulation.results.message_recorder import RecordedExchange
@@ -22,6 +21,8 @@ from fedrax.tree import Tree
 if TYPE_CHECKING:
     import polars as pl
     from matplotlib.figure import Figure
+
+    from fedrax.privacy.ledger import PrivacySpent
 
 
 @dataclass(frozen=True, repr=False)
@@ -99,7 +100,7 @@ class Result:
     a number was not finite (:func:`fedrax.sweep`); the result then holds the rounds before and no client states."""
     directory: Path | None = None
     """The run directory, if the run has one."""
-    spent: Spent | None = None
+    spent: PrivacySpent | None = None
     """Privacy spent by a private run."""
     lower_is_better: tuple[str, ...] = ()
     """The task's metrics of which smaller values are better."""

@@ -1,4 +1,4 @@
-"""Independent random keys by name: noise never shares a key with batches, nor one wrapper with another."""
+"""Random keys by purpose and by name, so that no two uses share their random numbers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,21 @@ from functools import partial
 import jax
 from jax import Array
 
+INITIALIZATION, RUN, FINETUNING, DIAGNOSIS, CURVATURE, AUDIT = range(6)
+"""What a seed is used for: initial parameters; rounds; fine-tuned copies; measurements of gradients and of curvature;
+the runs of a privacy audit."""
+
 RESAMPLED, STREAMS = 0x7FFFFFFF, 0x7FFFFFFE
-"""Counters that no local step reaches: of a batch besides those of the steps, and of all named keys."""
+"""Numbers folded into a client's key for a batch outside the local steps and for all named keys; no local step has such
+an index."""
+
+
+def purpose_key(seed: int, purpose: int) -> Array:
+    """The key of a seed for one purpose.
+
+    Splitting a key gives what folding numbers into it gives, so the key of the seed itself is used for nothing else.
+    """
+    return jax.random.fold_in(jax.random.key(seed), purpose)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["base"], meta_fields=["depth", "phase"])

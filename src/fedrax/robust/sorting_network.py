@@ -20,7 +20,7 @@ _CACHED = 400_000
 _KEYS = {np.dtype(np.float32): np.int32, np.dtype(np.float64): np.int64}
 
 
-def rising(x: Array) -> Array:
+def sort_columns(x: Array) -> Array:
     """x [K, ...] with each column, along the first axis, in rising order as of `jnp.sort`: NaN comes last."""
     rows = len(x)
     if jax.default_backend() != "cpu" or x.dtype not in _KEYS or not 2 <= rows <= _MOST_ROWS or x.size == 0:
