@@ -7,8 +7,7 @@ python examples/several_processes.py 127.0.0.1:7788 2 1
 import sys
 
 import fedrax
-from fedrax.data import Federation, load
-from fedrax.data import DirichletClients
+from fedrax.data import DirichletClients, Federation, load
 from fedrax.models import TwoNN
 
 if len(sys.argv) == 4:

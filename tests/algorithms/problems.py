@@ -15,8 +15,8 @@ import optax
 import fedrax
 from fedrax.algorithms.gradma import ServerMemory
 from fedrax.contract.algorithm import Algorithm
-from fedrax.contract.table import Table
-from fedrax.contract.vectors import Vectors
+from fedrax.contract.table import VectorTable
+from fedrax.contract.vectors import ServerVectors
 from fedrax.contract.wrapper import Wrapped
 from fedrax.experiments.method_registry import find_algorithm
 from fedrax.optim import InverseTimeDecay, OptaxSchedule, proximal, server
@@ -232,7 +232,7 @@ def server_vectors(problem: reference.Problem, algorithm: Algorithm, server: Any
 
 
 def _flat(problem: reference.Problem, arrays: Any) -> np.ndarray:
-    arrays = arrays.rows if isinstance(arrays, Table | Vectors) else arrays
+    arrays = arrays.rows if isinstance(arrays, VectorTable | ServerVectors) else arrays
     name, shape = next(iter(problem.shapes.items()))
     leading = np.shape(arrays[name])[: np.ndim(arrays[name]) - len(shape)]
     return reference.join(problem, arrays, leading)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from fedrax.contract.client_data import ClientData, Layout, Place
+from fedrax.contract.client_data import ClientAssignment, ClientData, Layout
 from fedrax.contract.task import Batch
 from fedrax.prng.permutation import shuffled_index, uniform_index
 
@@ -98,7 +98,7 @@ def client(sizes: tuple[int, ...], which: int, seed: int = 0) -> ClientData:
         task,
         Layout.of(np.array(sizes)),
         Batch(rows, rows),
-        Place(*map(jnp.int32, (which, 0, offsets[which], sizes[which])), weight=jnp.ones(())),
+        ClientAssignment(*map(jnp.int32, (which, 0, offsets[which], sizes[which])), weight=jnp.ones(())),
         jax.random.key(seed),
         round=jnp.int32(0),
         num_clients=len(sizes),

@@ -14,7 +14,7 @@ from flax import linen as nn
 import fedrax
 from fedrax import FedAvg, LocalSGD, Scaffold, Upcycled, classification, sweep
 from fedrax.contract import Traits, Variables
-from fedrax.contract.client_data import Carried, ClientData
+from fedrax.contract.client_data import ClientData, TrainState
 from fedrax.contract.task import Batch
 from fedrax.models import from_linen
 from fedrax.simulation import Script
@@ -162,7 +162,7 @@ def test_statistics_survive_an_interruption_and_join_sweeps(normed: fedrax.Resul
 
 @pytest.mark.exhaustive
 def test_statistics_of_one_client_are_those_of_its_steps():
-    """Fed by the module's own calls; ClientData.alone with Carried gives the same."""
+    """Fed by the module's own calls; ClientData.alone with TrainState gives the same."""
     start = NORM.init(jax.random.key(2))
     batches = np.array([[0, 2, 4], [1, 3, 5]])
     script = Script(cohorts=[[3]], batches=batches[None, None])
@@ -182,7 +182,7 @@ def test_statistics_of_one_client_are_those_of_its_steps():
     jax.tree.map(near, result.params, params)
     jax.tree.map(near, result.statistics, statistics)
     alone = ClientData.alone(NORM, x, y, jax.random.key(0), round=0, num_clients=8, cohort_size=1)
-    alone = alone.with_carried(Carried(start.statistics))
+    alone = alone.with_carried(TrainState(start.statistics))
     alone.place = alone.place._replace(batches=jax.numpy.asarray(batches))
     jax.tree.map(near, local.run(alone, start.params).params, params)
     jax.tree.map(near, alone.carried.statistics, statistics)

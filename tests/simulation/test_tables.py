@@ -10,7 +10,7 @@ import pytest
 import fedrax
 from fedrax import tree
 from fedrax.config.hyperparameters import hyperparameters
-from fedrax.contract.table import Table, set_state, state_in
+from fedrax.contract.table import VectorTable, set_state, state_in
 from fedrax.models import MLP
 from fedrax.simulation.executors.compiled import Engine
 from tests.simulation.problems import CLASSES, FEATURES, assert_close, make_federation, run
@@ -19,20 +19,20 @@ from tests.thinning import thinned
 CLIENTS, M = 4, 3
 
 
-def store() -> tuple[jax.Array, Table]:
+def store() -> tuple[jax.Array, VectorTable]:
     """A state of a vector and a table of trees, for each client."""
     rng = np.random.default_rng(0)
     vectors = {
         "w": jnp.asarray(rng.normal(size=(CLIENTS, M, 2, 5))),
         "b": jnp.asarray(rng.normal(size=(CLIENTS, M, 5))),
     }
-    return jnp.asarray(rng.normal(size=(CLIENTS, 7))), Table(vectors)
+    return jnp.asarray(rng.normal(size=(CLIENTS, 7))), VectorTable(vectors)
 
 
-def use(state: tuple[jax.Array, Table]) -> tuple[jax.Array, Table]:
+def use(state: tuple[jax.Array, VectorTable]) -> tuple[jax.Array, VectorTable]:
     """What a client may do in a loop: read a row, write another, and read what it has written."""
 
-    def body(k: jax.Array, state: tuple[jax.Array, Table]) -> tuple[jax.Array, Table]:
+    def body(k: jax.Array, state: tuple[jax.Array, VectorTable]) -> tuple[jax.Array, VectorTable]:
         vector, table = state
         moved = tree.scale(2.0, table[k % M])
         table = table.put((k + 1) % M, moved)
@@ -48,7 +48,7 @@ def test_a_table_in_its_store_is_what_it_is_as_a_value():
         expected = jax.tree.map(lambda all, new: all.at[client].set(new), whole, alone)  # noqa: B023
 
         @jax.jit
-        def in_place(whole: tuple[jax.Array, Table], slot: jax.Array) -> tuple[jax.Array, Table]:
+        def in_place(whole: tuple[jax.Array, VectorTable], slot: jax.Array) -> tuple[jax.Array, VectorTable]:
             return set_state(whole, slot, use(state_in(whole, slot)))
 
         found = in_place(whole, jnp.int32(client))
@@ -59,7 +59,7 @@ def test_a_table_in_its_store_is_what_it_is_as_a_value():
 
 def test_a_table_that_a_client_made_anew_replaces_the_old_one():
     whole = store()
-    new = Table(jax.tree.map(lambda a: jnp.ones(a.shape[1:], a.dtype), whole[1].rows))
+    new = VectorTable(jax.tree.map(lambda a: jnp.ones(a.shape[1:], a.dtype), whole[1].rows))
     found = set_state(whole, jnp.int32(2), (whole[0][2], new))[1]
     assert np.all(found.rows["w"][2] == 1) and np.all(found.rows["b"][2] == 1)
     assert np.array_equal(found.rows["w"][1], whole[1].rows["w"][1])
@@ -68,8 +68,8 @@ def test_a_table_that_a_client_made_anew_replaces_the_old_one():
 class State(NamedTuple):
     """What a client of the method below remembers."""
 
-    current: Table
-    previous: Table
+    current: VectorTable
+    previous: VectorTable
 
 
 @hyperparameters
@@ -78,7 +78,7 @@ class Shifting(fedrax.FedAvg):
 
     def init_client(self, params: Any) -> State:
         rows = jax.tree.map(lambda a: jnp.zeros((M, *a.shape), a.dtype), params)
-        return State(Table(rows), Table(rows))
+        return State(VectorTable(rows), VectorTable(rows))
 
     def client(self, message: Any, state: Any, data: fedrax.ClientData) -> fedrax.ClientOutput:
         out = super().client(message, state, data)
@@ -108,12 +108,12 @@ class Telling(Shifting):
 
 
 def test_a_table_cannot_be_uploaded():
-    with pytest.raises(fedrax.FedraxError, match="Telling uploads a Table: send its rows"):
+    with pytest.raises(fedrax.FedraxError, match="Telling uploads a VectorTable: send its rows"):
         run(Telling())
 
 
 def test_a_row_is_read_and_written():
-    table = Table({"a": jnp.arange(6.0).reshape(3, 2)})
+    table = VectorTable({"a": jnp.arange(6.0).reshape(3, 2)})
     changed = table.put(1, {"a": jnp.array([7, 8])})
     assert np.array_equal(changed[1]["a"], [7, 8]) and np.array_equal(table[1]["a"], [2, 3])
     assert changed.rows["a"].dtype == table.rows["a"].dtype

@@ -14,7 +14,17 @@ import fedrax
 from fedrax import tree
 from fedrax.config.hyperparameters import hyperparameters
 from fedrax.contract import vectors as module
-from fedrax.contract.vectors import Changes, Vectors, exchanged, fetched, is_vectors, on_axis, padded, settled, watched
+from fedrax.contract.vectors import (
+    Changes,
+    ServerVectors,
+    exchanged,
+    fetched,
+    is_vectors,
+    on_axis,
+    padded,
+    settled,
+    watched,
+)
 from fedrax.simulation import NonFiniteError
 from fedrax.simulation.executors.compiled import Engine, server_specs
 from fedrax.xla.microbatch import CLIENT_AXIS
@@ -33,9 +43,9 @@ def tables(count: int, seed: int) -> dict[str, np.ndarray]:
     return {name: rng.normal(size=(count, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
 
 
-def vectors(values: dict[str, np.ndarray]) -> Vectors:
+def vectors(values: dict[str, np.ndarray]) -> ServerVectors:
     """As the simulator stacks what clients hand in."""
-    rows = [Vectors.of({name: jnp.asarray(v[k]) for name, v in values.items()}) for k in range(len(values["a"]))]
+    rows = [ServerVectors.of({name: jnp.asarray(v[k]) for name, v in values.items()}) for k in range(len(values["a"]))]
     return jax.tree.map(lambda *x: jnp.stack(x), *rows)
 
 
@@ -43,7 +53,7 @@ HELD, UPDATES, ONE = tables(K, 0), tables(S, 1), {name: v[0] for name, v in tabl
 FACTORS = np.random.default_rng(3).normal(size=(len(SHAPES), K)).astype(np.float32)
 
 
-def use(held: Vectors, updates: Vectors) -> tuple[Any, ...]:
+def use(held: ServerVectors, updates: ServerVectors) -> tuple[Any, ...]:
     """What an algorithm may do with them."""
     new = held.accumulate(ROWS, KEPT, updates)
     return new, *new.products(ROWS, ONE), new.combine(FACTORS), new.combine(FACTORS[0])
@@ -88,7 +98,7 @@ def test_shares_of_vectors(few: int, monkeypatch):
     specs = server_specs(held, mesh)
 
     @partial(jax.shard_map, mesh=mesh, in_specs=(specs, P(CLIENT_AXIS)), out_specs=(specs, *[P()] * 4), check_vma=False)
-    def shared(held: Vectors, mine: Vectors) -> tuple[Any, ...]:
+    def shared(held: ServerVectors, mine: ServerVectors) -> tuple[Any, ...]:
         assert held._parts[0].shape == (K, 5) and mine._parts[0].shape == (S // 2, 9)
         new, *rest = use(on_axis(held, CLIENT_AXIS), exchanged(mine, CLIENT_AXIS))
         return on_axis(new, None), *rest
@@ -112,7 +122,7 @@ def test_devices_share_what_a_server_remembers(algorithm, monkeypatch):
 
     def seen(self, algorithm, carry, key, xs, rounds):
         carry, records = original(self, algorithm, carry, key, xs, rounds)
-        held = carry.server.memory if isinstance(carry.server.memory, Vectors) else carry.server.memory.vectors
+        held = carry.server.memory if isinstance(carry.server.memory, ServerVectors) else carry.server.memory.vectors
         shares.append([(part.shape[1], part.addressable_shards[0].data.shape[1]) for part in held._parts])
         return carry, records
 
@@ -137,7 +147,7 @@ class Hoard(NamedTuple):
     """Parameters, and updates that nobody uses."""
 
     params: Any
-    memory: Vectors
+    memory: ServerVectors
 
 
 @hyperparameters
@@ -145,12 +155,12 @@ class Hoarding(fedrax.FedAvg):
     """Remembers updates; from round 3 on the first entry of each is not a number."""
 
     def init(self, params: Any, num_clients: int) -> Hoard:
-        return Hoard(params, Vectors.zeros(num_clients, params))
+        return Hoard(params, ServerVectors.zeros(num_clients, params))
 
     def client(self, message: Any, state: Any, data: fedrax.ClientData) -> fedrax.ClientOutput:
         out = super().client(message, state, data)
         spoilt = jnp.where(data.round < 2, 0.0, jnp.nan)
-        return out._replace(each=Vectors.of(jax.tree.map(lambda u: u.at[(0,) * u.ndim].add(spoilt), out.upload)))
+        return out._replace(each=ServerVectors.of(jax.tree.map(lambda u: u.at[(0,) * u.ndim].add(spoilt), out.upload)))
 
     def server(self, server: Hoard, cohort: fedrax.Cohort) -> tuple[Hoard, dict]:
         memory = server.memory.accumulate(cohort.clients, jnp.zeros(len(cohort.clients)), cohort.each)
@@ -162,7 +172,7 @@ def test_what_was_accumulated_is_taken_back_to_the_bit(sound: bool):
     """Also what was accumulated twice in one call, in two calls, and nowhere."""
     twice = jnp.array([1, 1, 0, K])
 
-    def both(held: Vectors, number: jax.Array, sound: jax.Array) -> tuple[Any, Any]:
+    def both(held: ServerVectors, number: jax.Array, sound: jax.Array) -> tuple[Any, Any]:
         old = watched((held, number))
         new = old[0].accumulate(ROWS, KEPT, vectors(UPDATES)).accumulate(twice, KEPT, vectors(UPDATES)), number + 1
         return settled(old, new, lambda made: sound & tree.all_finite(made))[0], new
@@ -229,11 +239,11 @@ def test_a_server_broadcasts_what_it_makes_of_its_vectors():
     ]
     for other in others:
         assert_close(other, one)
-    with pytest.raises(fedrax.FedraxError, match="Telling broadcasts Vectors: send what it makes of them"):
+    with pytest.raises(fedrax.FedraxError, match="Telling broadcasts ServerVectors: send what it makes of them"):
         run(Telling(local=LOCAL, wrongly=True))
 
 
 def test_vectors_of_another_making_are_refused():
     held, other = vectors(HELD), vectors({"a": UPDATES["a"]})
-    with pytest.raises(TypeError, match=r"accumulates the Vectors of cohort\.each"):
+    with pytest.raises(TypeError, match=r"accumulates the ServerVectors of cohort\.each"):
         held.accumulate(ROWS, KEPT, other)

@@ -21,7 +21,7 @@ from fedrax.contract.averaging import Averaging
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.local_training import LocalResult, LocalSGD, Step
 from fedrax.contract.traits import Traits
-from fedrax.contract.vectors import Vectors
+from fedrax.contract.vectors import ServerVectors
 from fedrax.optim.cone import multipliers, project_to_cone
 from fedrax.tree import Tree
 
@@ -39,7 +39,7 @@ class Server(NamedTuple):
 class Memory(NamedTuple):
     """D in slots: D[i] = scale_i v_i, so that forgetting touches the scales alone and never underflows v."""
 
-    vectors: Vectors
+    vectors: ServerVectors
     """v."""
     scale: Array
     """[m]."""
@@ -142,7 +142,7 @@ class ServerMemory(Algorithm):
         none = jnp.zeros(m, jnp.int32)
         gram = jnp.zeros((len(leaves) if self.scope == "leaf" else 1, m, m), leaves[0].dtype)
         scale = jnp.zeros(m, leaves[0].dtype)
-        vectors = Vectors.zeros(m, params)
+        vectors = ServerVectors.zeros(m, params)
         return Server(params, zeros, Memory(vectors, scale, gram, none + num_clients, none, none))
 
     @abstractmethod
@@ -152,7 +152,7 @@ class ServerMemory(Algorithm):
     def output(self, update: Tree, info: Info, state: Tree = ()) -> ClientOutput:
         """d_i for itself where the server remembers it, for the mean where not."""
         if self.memory:
-            return ClientOutput(upload=(), each=Vectors.of(update), info=info, state=state)
+            return ClientOutput(upload=(), each=ServerVectors.of(update), info=info, state=state)
         return ClientOutput(upload=update, info=info, state=state)
 
     def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:

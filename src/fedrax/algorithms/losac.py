@@ -17,7 +17,7 @@ from fedrax.config.hyperparameters import hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.local_training import LocalSGD, Step
-from fedrax.contract.table import Table
+from fedrax.contract.table import VectorTable
 from fedrax.contract.traits import Traits
 from fedrax.errors import FedraxError
 from fedrax.optim.server import SGD, ServerOptimizer
@@ -34,7 +34,7 @@ class Server(NamedTuple):
 class Client(NamedTuple):
     """y_ij: the last g_ij of each block."""
 
-    block_gradients: Table
+    block_gradients: VectorTable
 
 
 class Message(NamedTuple):
@@ -53,7 +53,7 @@ class Upload(NamedTuple):
 
 class _Memory(NamedTuple):
     gradient_sum: Tree
-    block_gradients: Table
+    block_gradients: VectorTable
 
 
 def _num_blocks(local: LocalSGD, name: str) -> int:
@@ -62,8 +62,8 @@ def _num_blocks(local: LocalSGD, name: str) -> int:
     return local.blocks
 
 
-def _zero_blocks(params: Tree, num_blocks: int) -> Table:
-    return Table(jax.tree.map(lambda x: jnp.zeros((num_blocks, *x.shape), x.dtype), params))
+def _zero_blocks(params: Tree, num_blocks: int) -> VectorTable:
+    return VectorTable(jax.tree.map(lambda x: jnp.zeros((num_blocks, *x.shape), x.dtype), params))
 
 
 @hyperparameters
@@ -147,7 +147,7 @@ class SagaClient(NamedTuple):
     """phi~_i = sum_j grad f_ij(z_ij), and its terms y_ij."""
 
     gradient_sum: Tree
-    block_gradients: Table
+    block_gradients: VectorTable
 
 
 @hyperparameters

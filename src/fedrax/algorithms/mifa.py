@@ -12,7 +12,7 @@ from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.local_training import LocalSGD
 from fedrax.contract.traits import Traits
-from fedrax.contract.vectors import Vectors
+from fedrax.contract.vectors import ServerVectors
 from fedrax.optim.server import SGD, ServerOptimizer
 from fedrax.tree import Tree
 
@@ -25,7 +25,7 @@ class Server(NamedTuple):
 
     params: Tree
     mean: Tree
-    memory: Vectors | tuple[()]
+    memory: ServerVectors | tuple[()]
     optimizer: Tree
 
 
@@ -49,7 +49,7 @@ class MIFA(Algorithm):
     def init(self, params: Tree, num_clients: int) -> Server:
         """Server state before the first round; the memory is zero."""
         zeros = tree.zeros_like(params)
-        memory = Vectors.zeros(num_clients, params) if self.memory == "server" else ()
+        memory = ServerVectors.zeros(num_clients, params) if self.memory == "server" else ()
         return Server(params, zeros, memory, self.server_optimizer.init(params))
 
     def init_client(self, params: Tree) -> Tree:
@@ -61,13 +61,13 @@ class MIFA(Algorithm):
         result, factor = self.local.run(data, message), self.local.schedule(data.round)
         delta = tree.scale(1 / jnp.where(factor > 0, factor, 1), tree.sub(result.params, message))
         if self.memory == "server":
-            return ClientOutput(upload=(), each=Vectors.of(delta), info=result.info)
+            return ClientOutput(upload=(), each=ServerVectors.of(delta), info=result.info)
         return ClientOutput(upload=tree.sub(delta, state), state=delta, info=result.info)
 
     def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
         """Renew the cohort's entries of the memory and step on its mean."""
         memory = server.memory
-        if isinstance(memory, Vectors):
+        if isinstance(memory, ServerVectors):
             memory = memory.accumulate(cohort.clients, jnp.zeros(len(cohort.clients)), cohort.each)
             mean = memory.combine(jnp.full(cohort.num_clients, 1 / cohort.num_clients))
         else:

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from fedrax import tree
-from fedrax.contract.client_data import ClientData, Layout, Place, Reduction
+from fedrax.contract.client_data import ClientAssignment, ClientData, Layout, Reduction
 from fedrax.contract.initialization import starting_parameters
 from fedrax.contract.local_training import LocalSGD
 from fedrax.contract.task import Batch, Task
@@ -161,7 +161,7 @@ class Clients:
         n = program.num_clients
         numbers = jnp.arange(n, dtype=jnp.int32)
         offsets, sizes = (a.astype(np.int32) for a in (self.federation.offsets[:-1], self.federation.sizes))
-        places = Place(numbers, numbers, jnp.asarray(offsets), jnp.asarray(sizes), jnp.ones(n))
+        places = ClientAssignment(numbers, numbers, jnp.asarray(offsets), jnp.asarray(sizes), jnp.ones(n))
         everyone = Rounds(round, jnp.float32(n), jnp.int32(n), places)
         of_draws = jax.random.split(jax.random.fold_in(self.key, round), draws)
         keys = [Keys(jax.random.split(key, n), self.key) for key in of_draws]

@@ -17,12 +17,12 @@ from jax import Array
 
 from fedrax.attacks.messages import decoded, of_one_client, parts, without_whole_numbers
 from fedrax.contract.algorithm import Algorithm
-from fedrax.contract.client_data import Carried, ClientData, Reduction
+from fedrax.contract.client_data import ClientData, Reduction, TrainState
 from fedrax.contract.hooks import LossRule
 from fedrax.contract.task import Batch, Task
 from fedrax.errors import FedraxError
 from fedrax.simulation.results.message_recorder import RecordedExchange
-from fedrax.simulation.round import Kept, take_part
+from fedrax.simulation.round import ClientRecord, take_part
 from fedrax.tree import Tree
 
 Predict = Callable[[Any, Batch, int | None], tuple[Tree, ...]]
@@ -70,7 +70,7 @@ class _Gradient:
     def __call__(self, known: tuple[Tree, Tree], data: Batch, classes: int | None) -> tuple[Tree, ...]:
         params, statistics = known
         client = _client(self.task, data, jax.random.key(0), classes, round=0, num_clients=1, cohort_size=1)
-        return (client.with_carried(Carried(statistics)).full_gradient(params, self.reduction)[1],)
+        return (client.with_carried(TrainState(statistics)).full_gradient(params, self.reduction)[1],)
 
 
 def as_gradient(
@@ -97,7 +97,7 @@ class _Program:
 
     def __call__(self, known: tuple, data: Batch, classes: int | None) -> tuple[Tree, ...]:
         algorithm, params, key, received = known
-        kept, found = Kept.at_first(algorithm, params, ()), []
+        kept, found = ClientRecord.at_first(algorithm, params, ()), []
         for k, (message, statistics) in enumerate(received):
             round, p = self.rounds[k], self.phases[k]
             drawn = jax.random.fold_in(key, round)

@@ -44,7 +44,7 @@ from fedrax.contract.local_training import LocalSGD as LocalSGD
 from fedrax.contract.local_training import Step as Step
 from fedrax.contract.model import Model as Model
 from fedrax.contract.model import Variables as Variables
-from fedrax.contract.table import Table as Table
+from fedrax.contract.table import VectorTable as VectorTable
 from fedrax.contract.task import (
     Batch as Batch,
 )
@@ -73,6 +73,6 @@ from fedrax.contract.task import (
     supervised as supervised,
 )
 from fedrax.contract.traits import Traits as Traits
-from fedrax.contract.vectors import Vectors as Vectors
+from fedrax.contract.vectors import ServerVectors as ServerVectors
 from fedrax.contract.wrapper import Wrapped as Wrapped
 from fedrax.contract.wrapper import Wrapper as Wrapper

@@ -30,7 +30,7 @@ class Layout:
         return self.largest == self.smallest
 
 
-class Place(NamedTuple):
+class ClientAssignment(NamedTuple):
     """One client's part in a round: who it is, where its data and state lie, and what is given of its work.
 
     Arrays without further axes here; a simulation stacks them over rounds, devices and clients. A script's fields
@@ -63,7 +63,7 @@ class Place(NamedTuple):
     """int32 [B], or [] where blocks are used: the rows, or the block, of the batch besides those of the steps."""
 
 
-class Carried:
+class TrainState:
     """What the local steps carry on besides the parameters; one object for all copies of one client's data."""
 
     def __init__(self, statistics: Tree = (), optimizer: Tree = ()):

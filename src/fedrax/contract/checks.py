@@ -133,7 +133,7 @@ def require_finite_start(algorithm: Any, server: Any) -> None:
 def checked_message(algorithm: Any, message: Tree) -> Tree:
     """What is sent to clients, if it can travel."""
     if holds_vectors(message):
-        raise FedraxError(f"{type(algorithm).__name__} broadcasts Vectors: send what it makes of them")
+        raise FedraxError(f"{type(algorithm).__name__} broadcasts ServerVectors: send what it makes of them")
     return _arrays(f"{type(algorithm).__name__}.broadcast", "message", message)
 
 
@@ -150,7 +150,7 @@ def checked_output(algorithm: Any, output: Any) -> Any:
         raise FedraxError(f"{name}.client uploads nothing: write ClientOutput(upload=()) where that is meant")
     info = _numbers(f"{name}.client", output.info)
     if any(is_table(part) for part in jax.tree.leaves((output.upload, output.each, output.total), is_leaf=is_table)):
-        raise FedraxError(f"{name} uploads a Table: send its rows")
+        raise FedraxError(f"{name} uploads a VectorTable: send its rows")
     output = output._replace(info=info)
     return ClientOutput(*(_arrays(f"{name}.client", field, part) for field, part in output._asdict().items()))
 

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax import tree, xla
-from fedrax.contract.assignment import Carried, Layout, Place
+from fedrax.contract.assignment import ClientAssignment, Layout, TrainState
 from fedrax.contract.gradient import batch_gradient, scaled_sum
-from fedrax.contract.hooks import GradientRule, Ruled, one_a_sample, sums
+from fedrax.contract.hooks import GradientRule, TrainingHooks, one_a_sample, sums
 from fedrax.contract.model import with_statistics
 from fedrax.contract.task import Batch
 from fedrax.errors import FedraxError
@@ -43,7 +43,7 @@ def is_wide(samples: Tree) -> bool:
     return sum(a.nbytes // len(a) for a in jax.tree.leaves(samples)) >= _WIDE
 
 
-class ClientData(Ruled):
+class ClientData(TrainingHooks):
     """One client's data and circumstances in one round; read by algorithms.
 
     size: samples of this client n_i (int32). round: the round's number from 0 (int32). work: the share of the local
@@ -57,7 +57,7 @@ class ClientData(Ruled):
         task: Any,
         layout: Layout,
         samples: Tree,
-        place: Place,
+        place: ClientAssignment,
         key: Array,
         *,
         round: Array,
@@ -65,7 +65,7 @@ class ClientData(Ruled):
         cohort_size: Array,
         shared_key: Array | None = None,
         phase: int = 0,
-        carried: Carried | None = None,
+        carried: TrainState | None = None,
         unroll: bool = False,
         precision: xla.OperandFormat = "highest",
     ):
@@ -73,7 +73,7 @@ class ClientData(Ruled):
         self.task, self.layout, self.samples, self.place = task, layout, samples, place
         self.size, self.work = place.size, place.work
         self.round, self.num_clients, self.cohort_size = round, num_clients, cohort_size
-        self.unroll, self.carried = unroll, carried or Carried()
+        self.unroll, self.carried = unroll, carried or TrainState()
         self.precision: xla.OperandFormat = precision
         self._stepping = self._resampled = False
         self._keys, self._words = NamedKeys(key, phase=phase), jax.random.key_data(key)
@@ -86,7 +86,7 @@ class ClientData(Ruled):
         """For a process that has its own client's samples and no others. x: [n, ...]; y: [n, ...]."""
         samples = Batch(jnp.asarray(x), jnp.asarray(y))
         rows, zero = len(samples.y), jnp.int32(0)
-        place = Place(zero, zero, zero, jnp.int32(rows), jnp.ones(()))
+        place = ClientAssignment(zero, zero, zero, jnp.int32(rows), jnp.ones(()))
         facts = {"round": jnp.int32(round), "num_clients": num_clients, "cohort_size": jnp.asarray(cohort_size, float)}
         return cls(task, Layout(rows, rows, rows), samples, place, key, phase=phase, **facts)
 
@@ -138,7 +138,7 @@ class ClientData(Ruled):
         steps = steps if self.work is None else jnp.ceil(self.work * steps).astype(jnp.int32)
         return self._with(place=self.place._replace(steps=steps))
 
-    def with_carried(self, carried: Carried) -> Self:
+    def with_carried(self, carried: TrainState) -> Self:
         """With statistics and local optimizer of the caller's own, who looks after them."""
         return self._with(carried=carried)
 

@@ -28,7 +28,7 @@ ResultRule = Callable[[Tree], Tree]
 """x_i after the last local step -> what the method sees of it."""
 
 
-class Counted:
+class CountedSteps:
     """Local steps that a mechanism counts on: those of ``local``, taken once, and not where turns cannot be counted."""
 
     def __init__(self, who: str, local: Any) -> None:
@@ -41,12 +41,12 @@ class Counted:
         return first
 
 
-class Ruled:
+class TrainingHooks:
     """Client data as a wrapper hands them to the method inside, with rules for the local work."""
 
     _keys: NamedKeys
     _shared_keys: NamedKeys
-    _counted: Counted | None = None
+    _counted: CountedSteps | None = None
     _withheld = False
     _loss_rules: tuple[tuple[int, LossRule], ...] = ()
     _gradient_rule: GradientRule | None = None
@@ -117,7 +117,7 @@ class Ruled:
 
         FedraxError where the method asks for more.
         """
-        return self._with(_counted=Counted(who, local))
+        return self._with(_counted=CountedSteps(who, local))
 
     def with_withheld_gradients(self, batch: Tree) -> Self:
         """With ``batch`` for the samples of local steps, and their end unchanged: what then depends on samples does so

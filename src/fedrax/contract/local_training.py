@@ -16,7 +16,7 @@ from jax import Array
 
 from fedrax import tree
 from fedrax.config.hyperparameters import Decay, NonNegative, Positive, PositiveInt, hyperparameters
-from fedrax.contract.client_data import Carried, ClientData, Order, Reduction
+from fedrax.contract.client_data import ClientData, Order, Reduction, TrainState
 from fedrax.contract.hooks import like
 from fedrax.errors import FedraxError, warn
 from fedrax.optim.optax_adapter import OptaxField, with_new_keys
@@ -333,7 +333,7 @@ class LocalSGD:
 
         def body(index: Array | int, carry: tuple) -> tuple:
             x, memory, velocity, total, sums, statistics, rule = carry
-            step = Step(self, data.with_carried(Carried(statistics)), index)
+            step = Step(self, data.with_carried(TrainState(statistics)), index)
             step_loss, gradient, statistics = step.gradient_and_statistics(x)
             total = tree.add(total, gradient) if mean_gradient else None
             gradient = self.decayed(gradient, x)

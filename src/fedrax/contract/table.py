@@ -13,7 +13,7 @@ from fedrax.tree import Tree
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class Table:
+class VectorTable:
     """M vectors that a client remembers, used one at a time.
 
     To an algorithm it is a value with ``table[j]``, ``table.put(j, vector)`` and ``rows``, and these are all it may
@@ -42,18 +42,22 @@ class Table:
 
         return jax.tree.map(read, self._rows)
 
-    def put(self, j: Any, vector: Tree) -> Table:
+    def put(self, j: Any, vector: Tree) -> VectorTable:
         """The table with row ``j`` replaced; of an index out of range the nearest one."""
         if self._client is None:
-            return Table(tree.set_row(self._rows, j, vector))
+            return VectorTable(tree.set_row(self._rows, j, vector))
         write = lambda a, v: lax.dynamic_update_slice(a, v.astype(a.dtype)[None, None], self._start(a, j))  # noqa: E731
-        return Table(jax.tree.map(write, self._rows, vector), self._client, self._number)
+        return VectorTable(jax.tree.map(write, self._rows, vector), self._client, self._number)
 
     def _start(self, a: Array, j: Any) -> list[Any]:
         return [jnp.asarray(i, jnp.int32) for i in (self._client, j)] + [jnp.int32(0)] * (a.ndim - 2)
 
     def __repr__(self) -> str:
-        return f"Table({self._rows!r})" if self._client is None else f"<Table {self._number} of client {self._client}>"
+        return (
+            f"VectorTable({self._rows!r})"
+            if self._client is None
+            else f"<VectorTable {self._number} of client {self._client}>"
+        )
 
     def tree_flatten_with_keys(self) -> tuple[tuple, int | None]:
         """For JAX."""
@@ -61,7 +65,7 @@ class Table:
         return ((key("rows"), self._rows), (key("client"), self._client)), self._number
 
     @classmethod
-    def tree_unflatten(cls, number: int | None, children: tuple) -> Table:
+    def tree_unflatten(cls, number: int | None, children: tuple) -> VectorTable:
         """For JAX."""
         rows, client = children
         return cls(rows, client, number)
@@ -69,7 +73,7 @@ class Table:
 
 def is_table(value: Any) -> bool:
     """Whether ``value`` is a table; where a pytree is to be cut off above its arrays."""
-    return isinstance(value, Table)
+    return isinstance(value, VectorTable)
 
 
 def holds_tables(state: Tree) -> bool:
@@ -84,7 +88,7 @@ def state_in(store: Tree, slot: Array) -> Tree:
     the tables of the state.
     """
     parts, structure = jax.tree.flatten(store, is_leaf=is_table)
-    state = [Table(a._rows, slot, k) if is_table(a) else tree.row(a, slot) for k, a in enumerate(parts)]
+    state = [VectorTable(a._rows, slot, k) if is_table(a) else tree.row(a, slot) for k, a in enumerate(parts)]
     return jax.tree.unflatten(structure, state)
 
 
@@ -97,8 +101,8 @@ def set_state(store: Tree, slot: Array, state: Tree) -> Tree:
         if not is_table(old):
             return tree.set_row(old, slot, new)
         if new._client is not None and new._number == k:
-            return Table(new._rows)
-        return Table(tree.set_row(old._rows, slot, new.rows))  # another table took this one's place
+            return VectorTable(new._rows)
+        return VectorTable(tree.set_row(old._rows, slot, new.rows))  # another table took this one's place
 
     return jax.tree.unflatten(
         structure, [put(k, old, new) for k, (old, new) in enumerate(zip(parts, news, strict=True))]

@@ -26,7 +26,7 @@ class Form(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """What :meth:`Vectors.accumulate` has replaced since :func:`watched`, so that it can be taken back in place."""
+    """What :meth:`ServerVectors.accumulate` has replaced since :func:`watched`, for undoing it in place."""
 
     of: object
     """Stands for the vectors as they were."""
@@ -38,11 +38,11 @@ class Changes(NamedTuple):
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class Vectors:
+class ServerVectors:
     """K vectors v_k of the parameters' kind, for servers that remember clients.
 
-    A client hands in one, as ``ClientOutput(each=Vectors.of(update))``; the server finds the cohort's in
-    ``cohort.each``. ``Vectors.zeros`` in ``init`` makes room for others in its state. In the compiled plans every
+    A client hands in one, as ``ClientOutput(each=ServerVectors.of(update))``; the server finds the cohort's in
+    ``cohort.each``. ``ServerVectors.zeros`` in ``init`` makes room for others in its state. In the compiled plans every
     device of a process holds a part of each vector and does its share of the work. An algorithm uses what is public
     here and nothing else.
     """
@@ -52,13 +52,13 @@ class Vectors:
         self._parts, self._form, self._axis, self._changes = tuple(parts), form, _axis, _changes
 
     @classmethod
-    def of(cls, vector: Tree) -> Vectors:
+    def of(cls, vector: Tree) -> ServerVectors:
         """A single vector, without the axis of K."""
         leaves, structure = jax.tree.flatten(vector)
         return cls([x.reshape(-1) for x in leaves], Form(structure, tuple(x.shape for x in leaves)))
 
     @classmethod
-    def zeros(cls, count: int, like: Tree) -> Vectors:
+    def zeros(cls, count: int, like: Tree) -> ServerVectors:
         """``count`` vectors of zeros."""
         one = cls.of(like)
         return cls([jnp.zeros((count, *part.shape), part.dtype) for part in one._parts], one._form)
@@ -87,13 +87,15 @@ class Vectors:
         products = products if self._axis is None else lax.psum(products, self._axis)
         return products[:, :-1], products[:, -1]
 
-    def accumulate(self, rows: Array, kept: Array, updates: Vectors) -> Vectors:
+    def accumulate(self, rows: Array, kept: Array, updates: ServerVectors) -> ServerVectors:
         """v_k becomes kept[j] v_k plus vector j of ``updates`` where k = rows[j]; a number out of range is passed over.
 
         Row by row: XLA:CPU does it in place, where a scatter of all rows takes several times as long.
         """
         if (updates._form, updates._axis) != (self._form, self._axis):
-            raise TypeError("a server accumulates the Vectors of cohort.each, into Vectors that init has made")
+            raise TypeError(
+                "a server accumulates the ServerVectors of cohort.each, into ServerVectors that init has made"
+            )
         last, changes = len(self) - 1, self._changes
 
         def add(j: Array, parts: tuple[tuple[Array, ...], ...]) -> tuple[tuple[Array, ...], ...]:
@@ -113,12 +115,12 @@ class Vectors:
 
         if changes is None:
             (parts,) = lax.fori_loop(0, len(rows), add, (self._parts,))
-            return Vectors(parts, self._form, self._axis)
+            return ServerVectors(parts, self._form, self._axis)
         room = tuple(jnp.zeros((len(rows), *v.shape[1:]), v.dtype) for v in self._parts)
         zeros = tuple(jnp.zeros(v.shape[1:], v.dtype) for v in self._parts)
         parts, before, zeros = lax.fori_loop(0, len(rows), add, (self._parts, room, zeros))
         noted = Changes(changes.of, (*changes.rows, (jnp.minimum(rows, last), before)), (*changes.zeros, zeros))
-        return Vectors(parts, self._form, self._axis, noted)
+        return ServerVectors(parts, self._form, self._axis, noted)
 
     @property
     def rows(self) -> Tree:
@@ -156,14 +158,14 @@ class Vectors:
         return self._parts, (self._form, self._axis)
 
     @classmethod
-    def tree_unflatten(cls, fixed: tuple, parts: Sequence[Array]) -> Vectors:
+    def tree_unflatten(cls, fixed: tuple, parts: Sequence[Array]) -> ServerVectors:
         """For JAX."""
         return cls(parts, *fixed)
 
 
 def is_vectors(value: Any) -> bool:
-    """Whether ``value`` is a :class:`Vectors`; where a pytree is to be cut off above its arrays."""
-    return isinstance(value, Vectors)
+    """Whether ``value`` is a :class:`ServerVectors`; where a pytree is to be cut off above its arrays."""
+    return isinstance(value, ServerVectors)
 
 
 def holds_vectors(values: Tree) -> bool:
@@ -171,19 +173,21 @@ def holds_vectors(values: Tree) -> bool:
     return any(map(is_vectors, jax.tree.leaves(values, is_leaf=is_vectors)))
 
 
-def map_vectors(function: Callable[[Vectors], Any], values: Tree, other: Callable[[Any], Any] = lambda x: x) -> Tree:
-    """``function`` of the :class:`Vectors` in a pytree, ``other`` of its other leaves."""
+def map_vectors(
+    function: Callable[[ServerVectors], Any], values: Tree, other: Callable[[Any], Any] = lambda x: x
+) -> Tree:
+    """``function`` of the :class:`ServerVectors` in a pytree, ``other`` of its other leaves."""
     return jax.tree.map(lambda x: function(x) if is_vectors(x) else other(x), values, is_leaf=is_vectors)
 
 
 def on_axis(values: Tree, axis: str | None) -> Tree:
     """The same with vectors that are shares of the devices along a mesh's axis; None: that are whole."""
-    return map_vectors(lambda v: Vectors(v._parts, v._form, axis, v._changes), values)
+    return map_vectors(lambda v: ServerVectors(v._parts, v._form, axis, v._changes), values)
 
 
 def watched(values: Tree) -> Tree:
     """The same with vectors that note what is accumulated in them, for :func:`settled`."""
-    return map_vectors(lambda v: Vectors(v._parts, v._form, v._axis, Changes(object())), values)
+    return map_vectors(lambda v: ServerVectors(v._parts, v._form, v._axis, Changes(object())), values)
 
 
 def settled(old: Tree, new: Tree, sound: Callable[[Tree], Array]) -> tuple[Tree, Array]:
@@ -212,7 +216,7 @@ def _accumulated(before: Any, after: Any) -> Changes | None:
     return changes if changes is not None and changes.of is before._changes.of else None
 
 
-def _taken_back(vectors: Vectors, changes: Changes, keep: Array) -> Vectors:
+def _taken_back(vectors: ServerVectors, changes: Changes, keep: Array) -> ServerVectors:
     """The vectors as they are, or without the changes, of which the last goes first."""
     parts = vectors._parts
     for rows, before in reversed(changes.rows):
@@ -223,14 +227,14 @@ def _taken_back(vectors: Vectors, changes: Changes, keep: Array) -> Vectors:
             return tuple(lax.dynamic_update_index_in_dim(v, b[at], rows[at], 0) for v, b in pairs)
 
         parts = lax.fori_loop(0, jnp.where(keep, 0, len(rows)), put, parts)
-    return Vectors(parts, vectors._form, vectors._axis)
+    return ServerVectors(parts, vectors._form, vectors._axis)
 
 
-def exchanged(vectors: Vectors, axis: str) -> Vectors:
+def exchanged(vectors: ServerVectors, axis: str) -> ServerVectors:
     """A device's share of the vectors of all devices along ``axis``, each of which brings whole ones."""
     parts = _padded(vectors._parts, lax.axis_size(axis))
     exchange = _piece_by_piece if lax.axis_size(axis) <= _FEW_DEVICES else _all_to_all
-    return Vectors([exchange(part, axis) for part in parts], vectors._form, axis)
+    return ServerVectors([exchange(part, axis) for part in parts], vectors._form, axis)
 
 
 def _all_to_all(part: Array, axis: str) -> Array:
@@ -252,15 +256,15 @@ def _piece_by_piece(part: Array, axis: str) -> Array:
 
 def padded(values: Tree, devices: int) -> Tree:
     """The same with zeros at the end of every leaf of the vectors, so that ``devices`` can share it."""
-    return map_vectors(lambda v: Vectors(_padded(v._parts, devices), v._form), values)
+    return map_vectors(lambda v: ServerVectors(_padded(v._parts, devices), v._form), values)
 
 
 def fetched(values: Tree) -> Tree:
     """The same with the vectors on the host, without what :func:`padded` added."""
 
-    def fetch(v: Vectors) -> Vectors:
+    def fetch(v: ServerVectors) -> ServerVectors:
         sizes = [math.prod(shape) for shape in v._form.shapes]
-        return Vectors([np.asarray(part)[..., :n] for part, n in zip(v._parts, sizes, strict=True)], v._form)
+        return ServerVectors([np.asarray(part)[..., :n] for part, n in zip(v._parts, sizes, strict=True)], v._form)
 
     return map_vectors(fetch, values)
 

@@ -17,7 +17,7 @@ from flwr.clientapp import ClientApp
 
 from fedrax.config.hyperparameters import check
 from fedrax.contract.algorithm import Algorithm
-from fedrax.contract.assignment import Place
+from fedrax.contract.assignment import ClientAssignment
 from fedrax.contract.checks import check_method, checked_personal
 from fedrax.contract.client_data import Layout
 from fedrax.contract.model import with_statistics
@@ -35,7 +35,7 @@ from fedrax.flower.serialization import packed, unpacked
 from fedrax.prng.keys import INITIALIZATION, RUN, purpose_key
 from fedrax.simulation.evaluation import sample_values
 from fedrax.simulation.process import arithmetic
-from fedrax.simulation.round import ClientResult, ClientTask, Kept, Program, run_client
+from fedrax.simulation.round import ClientRecord, ClientResult, ClientTask, Program, run_client
 from fedrax.simulation.validate import initial_client_state, start_and_statistics
 from fedrax.tree import Tree
 from fedrax.version import VERSION
@@ -138,7 +138,7 @@ class _Client:
         sent, info = packed((done.output._replace(info={}), up)), packed(done.output.info)
         return RecordDict({"sent": sent, "info": info, "client": ConfigRecord({"lost": memory.lost})})
 
-    def _at_first(self, begun: _ClientSetup, memory: ClientStore) -> Kept:
+    def _at_first(self, begun: _ClientSetup, memory: ClientStore) -> ClientRecord:
         """The initial client state; where it depends on the starting parameters, the server sends these."""
         like = (begun.params, begun.statistics)
         if needs_initial_parameters(self.algorithm, *like):
@@ -146,7 +146,7 @@ class _Client:
         else:
             start = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
         params, statistics = jax.tree.map(jnp.asarray, start)
-        return Kept.at_first(self.algorithm, params, statistics)
+        return ClientRecord.at_first(self.algorithm, params, statistics)
 
     def _key(self, order: RoundInstructions, memory: ClientStore) -> jax.Array:
         if self.seed is not None:
@@ -200,7 +200,7 @@ class _ClientSetup:
     phases: list[MessageSchema]
     params: Tree
     statistics: Tree
-    initial: Kept
+    initial: ClientRecord
     """All three in shapes."""
     down: Tree
     """The statistics that come with a message: none where they stay at home."""
@@ -279,9 +279,9 @@ def _part(federation: Federation, context: Context) -> Federation:
     )
 
 
-def _place(order: RoundInstructions, rows: int) -> Place:
+def _place(order: RoundInstructions, rows: int) -> ClientAssignment:
     zero = jnp.int32(0)
-    return Place(jnp.int32(order.client), zero, zero, jnp.int32(rows), jnp.ones(()))
+    return ClientAssignment(jnp.int32(order.client), zero, zero, jnp.int32(rows), jnp.ones(()))
 
 
 @lru_cache(maxsize=16)

@@ -17,7 +17,7 @@ from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from fedrax.errors import FedraxError
 from fedrax.flower.instructions import RoundInstructions
 from fedrax.flower.serialization import packed, unpacked
-from fedrax.simulation.round import Kept
+from fedrax.simulation.round import ClientRecord
 
 _BEFORE, _AFTER, _ROUNDS = "fedrax.before", "fedrax.after", "fedrax.rounds"
 _RECEIVED, _SECRET, _START = "fedrax.received", "fedrax.secret", "fedrax.start"
@@ -49,7 +49,7 @@ class ClientStore:
         found = self.state.get(_ROUNDS)
         return dict(found) if isinstance(found, ConfigRecord) else {}  # type: ignore[arg-type]
 
-    def kept(self, order: RoundInstructions, like: Kept, at_first: Callable[[], Kept]) -> Kept:
+    def kept(self, order: RoundInstructions, like: ClientRecord, at_first: Callable[[], ClientRecord]) -> ClientRecord:
         """What the client goes on from; what is out of date is forgotten. like: its shapes."""
         rounds, anything = self._rounds, bool(jax.tree.leaves(like))
         if order.phase:
@@ -68,7 +68,7 @@ class ClientStore:
             return at_first()
         return self._read(_BEFORE, like)
 
-    def keep(self, order: RoundInstructions, kept: Kept, last: bool) -> None:
+    def keep(self, order: RoundInstructions, kept: ClientRecord, last: bool) -> None:
         """What the client has after a phase, the round's last one or not."""
         if jax.tree.leaves(kept):
             self.state[_AFTER] = packed(kept)
@@ -105,5 +105,5 @@ class ClientStore:
             raise FedraxError(f"this client has no state of the earlier phases of round {order.round + 1}")
         return list(found["words"])  # type: ignore[arg-type]
 
-    def _read(self, name: str, like: Kept) -> Kept:
+    def _read(self, name: str, like: ClientRecord) -> ClientRecord:
         return jax.tree.map(jnp.asarray, unpacked(self.state[name], like, "what this client keeps"))  # type: ignore[arg-type]

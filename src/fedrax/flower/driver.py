@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from fedrax.contract.algorithm import Algorithm
-from fedrax.contract.assignment import Place
+from fedrax.contract.assignment import ClientAssignment
 from fedrax.contract.task import Task
 from fedrax.errors import FedraxError
 from fedrax.flower.evaluation import Evaluate
@@ -196,7 +196,7 @@ class RoundDriver:
         sizes = self.nodes.sizes[cohort]
         shares = sizes / sizes.sum() if self.settings.weights == "samples" else np.full(len(cohort), 1 / len(cohort))
         zeros = np.zeros(len(cohort), np.int32)
-        place = Place(cohort.astype(np.int32), zeros, zeros, sizes.astype(np.int32), shares.astype(kind))
+        place = ClientAssignment(cohort.astype(np.int32), zeros, zeros, sizes.astype(np.int32), shares.astype(kind))
         return Rounds(np.int32(r), kind.type(len(cohort)), np.int32(len(cohort)), place)
 
     def _affordable(self, cohort: np.ndarray) -> bool:

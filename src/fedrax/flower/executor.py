@@ -24,10 +24,10 @@ from fedrax.simulation.executors.debug import NonFiniteError
 from fedrax.simulation.executors.loop import Compiled
 from fedrax.simulation.round import (
     SHARED_KEY,
+    ClientRecord,
     ClientResult,
     ClientSums,
     Executor,
-    Kept,
     PhaseResult,
     Program,
     Rounds,
@@ -95,7 +95,7 @@ class ServerComputation:
         phase = algorithm.phases[p]
         received = checked_received(algorithm, phase.receive(sent.upload))
         single = (sent.each, received if phase.stacked else ())
-        return ClientResult(sent, received, single, Kept((), ()), statistics)
+        return ClientResult(sent, received, single, ClientRecord((), ()), statistics)
 
     def _usable(self, p: int, algorithm: Algorithm, sent: tuple[ClientOutput, Tree]) -> JaxArray:
         """Whether all that a client has sent is finite, and so is what is made of its upload."""
@@ -106,7 +106,7 @@ class ServerComputation:
         phase = self.phases[p]
         shape = jax.eval_shape(partial(self._finished, p, algorithm), phase.sent, phase.statistics)
         single = jax.tree.map(lambda a: jnp.zeros((len(places), *a.shape), a.dtype), shape.single)
-        return no_sums(self.program, algorithm, p, Kept((), ()), shape), single
+        return no_sums(self.program, algorithm, p, ClientRecord((), ()), shape), single
 
     def _absorb(
         self, p: int, algorithm: Algorithm, so_far: Any, sent: Any, k: JaxArray, weight: JaxArray, client: JaxArray

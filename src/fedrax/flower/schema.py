@@ -10,9 +10,9 @@ import numpy as np
 
 from fedrax import tree
 from fedrax.contract.algorithm import Algorithm, ClientOutput
-from fedrax.contract.assignment import Place
+from fedrax.contract.assignment import ClientAssignment
 from fedrax.contract.task import Batch
-from fedrax.simulation.round import Kept, PhaseResult, Program, Rounds, SingleClient, run_round
+from fedrax.simulation.round import ClientRecord, PhaseResult, Program, Rounds, SingleClient, run_round
 from fedrax.tree import Tree
 from fedrax.xla import dependent_leaves
 
@@ -26,7 +26,7 @@ class MessageSchema(NamedTuple):
     """What comes from it, whose state stays there."""
     statistics: Tree
     """The model's running statistics, which come with the last phase's uploads."""
-    kept: Kept
+    kept: ClientRecord
     """What the client keeps after it."""
 
 
@@ -51,7 +51,7 @@ def message_schemas(
 
     def one_round(params: Tree, statistics: Tree, samples: Batch) -> list[MessageSchema]:
         here = Rounds(jnp.int32(0), jnp.float32(1), jnp.int32(1), jax.tree.map(jnp.asarray, place))
-        kept = Kept.at_first(algorithm, params, statistics)
+        kept = ClientRecord.at_first(algorithm, params, statistics)
         executor = _MessageTracer(program, algorithm, here, jax.random.key(0), kept, samples)
         run_round(executor, algorithm.init(tree.rebuilt(params), program.num_clients), statistics)
         phases = zip(executor.messages, executor.finished, strict=True)
@@ -61,10 +61,10 @@ def message_schemas(
     return [one._replace(statistics=one.statistics if p == len(found) - 1 else ()) for p, one in enumerate(found)]
 
 
-def placeholder_assignment() -> Place:
+def placeholder_assignment() -> ClientAssignment:
     """A client's place in a round of one, for shapes."""
     zero = np.zeros(1, np.int32)
-    return Place(zero, zero, zero, zero, np.ones(1, np.float32))
+    return ClientAssignment(zero, zero, zero, zero, np.ones(1, np.float32))
 
 
 def shapes_of_samples(samples: Any) -> Batch:
@@ -75,5 +75,5 @@ def shapes_of_samples(samples: Any) -> Batch:
 
 def needs_initial_parameters(algorithm: Algorithm, params: Tree, statistics: Tree) -> bool:
     """Whether what a client keeps at first is made of the starting parameters, and not of their shapes alone."""
-    at_first = lambda start: Kept.at_first(algorithm, *start)  # noqa: E731
+    at_first = lambda start: ClientRecord.at_first(algorithm, *start)  # noqa: E731
     return bool(dependent_leaves(at_first, (params, statistics)))

@@ -9,7 +9,7 @@ from typing import Any
 from fedrax.algorithms.fedavg import FedAvg
 from fedrax.config.hyperparameters import NonNegative, hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput
-from fedrax.contract.client_data import Carried, ClientData
+from fedrax.contract.client_data import ClientData, TrainState
 from fedrax.contract.local_training import LocalSGD, pull
 from fedrax.contract.traits import Traits
 from fedrax.contract.wrapper import Wrapped, Wrapper, model_in
@@ -63,7 +63,7 @@ class Ditto(Wrapper):
 
         assert self._steps is not None
         steps = dataclasses.replace(self._steps, carry=False)
-        apart = data.with_carried(Carried(data.carried.statistics))
+        apart = data.with_carried(TrainState(data.carried.statistics))
         result = steps.run(apart, own, term=pull(self.lam, x))
         output = client(message, state, data)
         if self.own_steps is None and len(self.inner.phases) > 1 and data.carried.params is None:

@@ -17,7 +17,7 @@ from fedrax import tree
 from fedrax.algorithms.fedavg import FedAvg
 from fedrax.config.hyperparameters import hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
-from fedrax.contract.client_data import Carried, ClientData
+from fedrax.contract.client_data import ClientData, TrainState
 from fedrax.contract.hooks import like
 from fedrax.contract.local_training import LocalResult, LocalSGD
 from fedrax.contract.traits import Traits
@@ -136,7 +136,7 @@ class Personalized(Wrapper):
         data.refuse_uncounted("steps of what stays at home")
         start = _filled(message, own)
         rest = {name: leaf for name, leaf in _named(start).items() if name not in own}
-        apart = data.with_carried(Carried(data.carried.statistics)).with_loss(partial(_holding, rest))
+        apart = data.with_carried(TrainState(data.carried.statistics)).with_loss(partial(_holding, rest))
         apart = apart.with_directions(partial(_resting, rest))
         return dataclasses.replace(self.alternate, carry=False).run(apart, start)
 

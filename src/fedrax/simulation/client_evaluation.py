@@ -19,7 +19,7 @@ from fedrax import tree
 from fedrax.config.user_errors import explained
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.checks import checked_personal
-from fedrax.contract.client_data import Carried, Place
+from fedrax.contract.client_data import ClientAssignment, TrainState
 from fedrax.contract.local_training import LocalSGD
 from fedrax.contract.model import with_statistics
 from fedrax.contract.task import Batch, Task, Variables
@@ -39,7 +39,7 @@ from fedrax.simulation.executors.compiled import Engine
 from fedrax.simulation.placement.client_states import rows_of
 from fedrax.simulation.placement.streaming import release
 from fedrax.simulation.results.result import PersonalMetrics, Result
-from fedrax.simulation.round import Kept, Program, Rounds, client_data, client_keys, client_task
+from fedrax.simulation.round import ClientRecord, Program, Rounds, client_data, client_keys, client_task
 from fedrax.simulation.settings import Settings
 from fedrax.tree import Tree
 from fedrax.xla import CLIENT_AXIS
@@ -70,7 +70,7 @@ class PersonalEvaluator:
     settings: Settings
     program: Program
     engine: Engine
-    initial: Kept
+    initial: ClientRecord
     kinds: tuple[str, ...]
     """"personal", where the method has such models, "finetuned", where the settings ask for it."""
 
@@ -84,7 +84,7 @@ class PersonalEvaluator:
         program: Program,
         engine: Engine,
         start: Tree,
-        initial: Kept,
+        initial: ClientRecord,
     ) -> PersonalEvaluator | None:
         """The evaluator that a run needs, None if it needs none."""
         personal = lambda x, state: checked_personal(algorithm, algorithm.personal(x, state), x)  # noqa: E731
@@ -103,7 +103,13 @@ class PersonalEvaluator:
         return cls(task, federation, settings, program, engine, initial, kinds)
 
     def __call__(
-        self, algorithm: Algorithm, params: Tree, statistics: Tree, store: Tree, homes: dict[int, int], initial: Kept
+        self,
+        algorithm: Algorithm,
+        params: Tree,
+        statistics: Tree,
+        store: Tree,
+        homes: dict[int, int],
+        initial: ClientRecord,
     ) -> EvaluationMetrics:
         """Evaluate all clients' models; ``initial`` is the state of clients that have not participated."""
         sums: list[dict] = []
@@ -249,9 +255,9 @@ class PersonalEvaluator:
         offsets = jnp.asarray(self.federation.offsets, jnp.int32)
         zero, one = jnp.int32(0), jnp.ones(1)
         size = (offsets[client + 1] - offsets[client])[None]
-        place = Place(client[None], zero[None], offsets[client][None], size, one)
+        place = ClientAssignment(client[None], zero[None], offsets[client][None], size, one)
         here = Rounds(zero, one[0], jnp.int32(1), place)
-        carried = Carried(statistics)
+        carried = TrainState(statistics)
         keys = client_keys(purpose_key(self.settings.seed, FINETUNING), place.client)
         data = client_data(self.program, train, client_task(self.program, here, keys, 0)).with_carried(carried)
         tuned = local.run(data.resampled(), params).params

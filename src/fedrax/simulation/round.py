@@ -18,7 +18,7 @@ from jax import Array
 from fedrax import tree
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, summed_dtype
 from fedrax.contract.checks import checked_client, checked_output, checked_received, checked_server, checked_state
-from fedrax.contract.client_data import Carried, ClientData, Layout, Place
+from fedrax.contract.client_data import ClientAssignment, ClientData, Layout, TrainState
 from fedrax.contract.vectors import holds_vectors
 from fedrax.prng.keys import NamedKeys
 from fedrax.tree import Tree
@@ -63,12 +63,12 @@ class Rounds(NamedTuple):
     """S."""
     count: Any
     """int32; places in use on each device."""
-    places: Place
+    places: ClientAssignment
     recorded: Any = None
     """int32 [K]; clients whose messages are noted, the same on all devices; None: nobody's."""
 
 
-class Kept(NamedTuple):
+class ClientRecord(NamedTuple):
     """What stays on a client from phase to phase and round to round: a row of the store."""
 
     state: Tree
@@ -79,7 +79,7 @@ class Kept(NamedTuple):
     """The model's running statistics, where they stay at home."""
 
     @classmethod
-    def at_first(cls, algorithm: Algorithm, params: Tree, statistics: Tree) -> Kept:
+    def at_first(cls, algorithm: Algorithm, params: Tree, statistics: Tree) -> ClientRecord:
         """Of a client that has not taken part."""
         at_home = statistics if algorithm.traits.personal_statistics else ()
         state = checked_client(algorithm, algorithm.init_client(tree.rebuilt(params)))
@@ -98,7 +98,7 @@ class Keys(NamedTuple):
 class ClientTask(NamedTuple):
     """One client's part of a round, apart from its samples and what it keeps."""
 
-    place: Place
+    place: ClientAssignment
     round: Array
     cohort_size: Array
     key: Array
@@ -114,7 +114,7 @@ class ClientResult(NamedTuple):
     """The upload as the server sums it."""
     single: Tree
     """What reaches the server one per client: ``each``, and the received upload where the phase stacks uploads."""
-    kept: Kept
+    kept: ClientRecord
     statistics: Tree
     """The model's running statistics; none where they stay at home."""
 
@@ -255,7 +255,7 @@ def run_client(
     p: int,
     algorithm: Algorithm,
     message: Tree,
-    kept: Kept,
+    kept: ClientRecord,
     statistics: Tree,
     samples: Tree,
     turn: ClientTask,
@@ -265,16 +265,16 @@ def run_client(
 
 
 def take_part(
-    p: int, algorithm: Algorithm, message: Tree, kept: Kept, statistics: Tree, data: ClientData
+    p: int, algorithm: Algorithm, message: Tree, kept: ClientRecord, statistics: Tree, data: ClientData
 ) -> ClientResult:
     """As :func:`run_client`, of a client whose data are at hand."""
     at_home = algorithm.traits.personal_statistics
-    carried = Carried(kept.statistics if at_home else statistics, kept.optimizer)
+    carried = TrainState(kept.statistics if at_home else statistics, kept.optimizer)
     phase, message = algorithm.phases[p], tree.rebuilt(message)  # which others are sent after this one
     output = checked_output(algorithm, phase.client(message, kept.state, data.with_carried(carried)))
     received = checked_received(algorithm, phase.receive(output.upload))
     moved = carried.statistics
-    after = Kept(output.state, carried.optimizer, moved if at_home else ())
+    after = ClientRecord(output.state, carried.optimizer, moved if at_home else ())
     single = (output.each, received if phase.stacked else ())
     return ClientResult(output._replace(state=()), received, single, after, () if at_home else moved)
 
@@ -282,10 +282,12 @@ def take_part(
 class SingleClient(Executor):
     """A round of one client, for the shapes of what travels and for who watches it."""
 
-    def __init__(self, program: Program, algorithm: Algorithm, here: Rounds, key: Array, kept: Kept, samples: Tree):
+    def __init__(
+        self, program: Program, algorithm: Algorithm, here: Rounds, key: Array, kept: ClientRecord, samples: Tree
+    ):
         super().__init__(program, algorithm, here, key)
         self.kept, self.samples = kept, samples
-        self.initial: Kept | None = kept
+        self.initial: ClientRecord | None = kept
         """None where it is not known, and the client's own is taken."""
         self.finished: list[ClientResult] = []
         """The client at the end of each phase so far."""
@@ -305,7 +307,7 @@ class SingleClient(Executor):
 # -- sums ----------------------------------------------------------------------------------------------------------
 
 
-def no_sums(program: Program, algorithm: Algorithm, p: int, kept: Kept, shape: ClientResult) -> ClientSums:
+def no_sums(program: Program, algorithm: Algorithm, p: int, kept: ClientRecord, shape: ClientResult) -> ClientSums:
     """Sums over no client yet; ``shape`` of what one client of phase ``p`` brings, ``kept`` of what it starts from."""
     last = p == len(algorithm.phases) - 1
     if last:

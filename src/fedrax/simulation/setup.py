@@ -34,7 +34,7 @@ from fedrax.simulation.placement.memory_budget import MemoryBudget
 from fedrax.simulation.placement.planner import Planner, rows_on_a_device
 from fedrax.simulation.placement.streaming import choose
 from fedrax.simulation.results.events import RunInfo
-from fedrax.simulation.round import Kept, Program
+from fedrax.simulation.round import ClientRecord, Program
 from fedrax.simulation.settings import Script, Settings
 from fedrax.simulation.traffic import TracedRound, trace_round
 from fedrax.simulation.validate import ValidatedRun, check_processes, check_target, validate
@@ -61,7 +61,7 @@ class Setup:
     """Starting parameters."""
     statistics: Tree
     """Starting statistics of the model; an empty tuple where it has none."""
-    initial: Kept
+    initial: ClientRecord
     """What a client keeps before it takes part."""
     samples: Batch
     planner: Planner
@@ -88,7 +88,7 @@ class Setup:
         return jax.process_count() == 1
 
     def evaluate(
-        self, algorithm: Algorithm, carry: Carry, initial: Kept, evaluators: Mapping[str, Evaluator]
+        self, algorithm: Algorithm, carry: Carry, initial: ClientRecord, evaluators: Mapping[str, Evaluator]
     ) -> EvaluationMetrics:
         """The metrics of a state: of the parameters, on each data set, and of personal models.
 
@@ -147,7 +147,7 @@ def prepare(
     account.check_server(algorithm, start, federation.num_clients, mesh.devices.size)
     program = _side_by_side(program, settings, planner, account, traced) if plan == "vmap" else program
     start, statistics = run.draw_start()  # until here shapes were enough
-    initial = run_cached(partial(Kept.at_first, algorithm), start, statistics)
+    initial = run_cached(partial(ClientRecord.at_first, algorithm), start, statistics)
     kept_in, directory = directory, directory if jax.process_index() == 0 else None  # the first process writes
     joining = _joining(planner, batch_splits(traced.program), initial) if plan == "scan" and not streamed else 0
     engine = ENGINES[plan](program._replace(joining=joining), mesh, None if streamed else samples)
@@ -235,7 +235,7 @@ def _planner(run: ValidatedRun, federation: Federation, settings: Settings, devi
     )
 
 
-def _joining(planner: Planner, cuts: Sequence[BatchSplit], initial: Kept) -> int:
+def _joining(planner: Planner, cuts: Sequence[BatchSplit], initial: ClientRecord) -> int:
     """How many devices work together on some clients; tables stay on one device, and processes wait for nobody."""
     alone = holds_tables(initial) or jax.process_count() > 1
     return 0 if alone else planner.join(device_speedup(cuts, planner.devices))

@@ -12,9 +12,9 @@ from fedrax import tree
 from fedrax.config.user_errors import explained, noted, refuse
 from fedrax.contract.algorithm import Algorithm, Info
 from fedrax.contract.checks import checked_init, checked_message, checked_round
-from fedrax.contract.client_data import Place
+from fedrax.contract.client_data import ClientAssignment
 from fedrax.errors import FedraxError, warn
-from fedrax.simulation.round import ClientSums, Kept, PhaseResult, Program, Rounds, SingleClient, run_round
+from fedrax.simulation.round import ClientRecord, ClientSums, PhaseResult, Program, Rounds, SingleClient, run_round
 from fedrax.tree import Tree
 from fedrax.xla import dependent_leaves, output_sources, peak_bytes, phase_scope, read_scope
 
@@ -88,9 +88,9 @@ def trace_round(
     algorithm: Algorithm,
     params: Tree,
     statistics: Tree,
-    kept: Kept,
+    kept: ClientRecord,
     samples: Tree,
-    place: Place,
+    place: ClientAssignment,
     broken: list[FedraxError],
 ) -> TracedRound:
     """A round of one client by its shapes.
@@ -100,7 +100,7 @@ def trace_round(
     """
 
     def one_round(
-        params: Tree, statistics: Tree, kept: Kept, samples: Tree, place: Place = place
+        params: Tree, statistics: Tree, kept: ClientRecord, samples: Tree, place: ClientAssignment = place
     ) -> tuple[Tree, Tree, Tree]:
         here = Rounds(jnp.int32(0), jnp.float32(1), jnp.int32(1), jax.tree.map(jnp.asarray, place))
         executor = ShapeTracer(program, algorithm, here, jax.random.key(0), kept, samples, broken=broken)

@@ -31,7 +31,7 @@ from fedrax.errors import FedraxError, unknown
 from fedrax.models import Model
 from fedrax.participation.cohort_sampler import CohortSampler
 from fedrax.prng.keys import INITIALIZATION, purpose_key
-from fedrax.simulation.round import Kept
+from fedrax.simulation.round import ClientRecord
 from fedrax.simulation.settings import Script, Settings, cohort_sampler
 from fedrax.tree import Tree
 
@@ -47,7 +47,7 @@ class ValidatedRun(NamedTuple):
     """The shapes of the model's running statistics; an empty tuple where it has none."""
     cast_note: str
     """Which parameters are held in a longer type than the model's, for the description of the run; may be empty."""
-    initial: Kept
+    initial: ClientRecord
     """The shapes of what a client keeps before it takes part."""
     broken: list[FedraxError]
     """What is wrong with the method's initial client state; tracing a round finds the rest."""
@@ -187,12 +187,14 @@ def start_and_statistics(
     return lambda: parted(start.values()), params, statistics, widened
 
 
-def initial_client_state(algorithm: Algorithm, params: Tree, statistics: Tree) -> tuple[Kept, list[FedraxError]]:
+def initial_client_state(
+    algorithm: Algorithm, params: Tree, statistics: Tree
+) -> tuple[ClientRecord, list[FedraxError]]:
     """(the shapes of what clients keep before they take part, empty where that fails; the failure)."""
     broken: list[FedraxError] = []
-    initial = Kept((), ())
+    initial = ClientRecord((), ())
     with noted(algorithm, broken):
-        initial = jax.eval_shape(partial(Kept.at_first, algorithm), params, statistics)
+        initial = jax.eval_shape(partial(ClientRecord.at_first, algorithm), params, statistics)
     return initial, broken
 
 

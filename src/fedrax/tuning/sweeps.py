@@ -39,7 +39,7 @@ from fedrax.simulation.process import arithmetic
 from fedrax.simulation.results.events import Event, Sink, events_of
 from fedrax.simulation.results.progress import ProgressLine, ProgressSink, compose_line, progress_is_visible
 from fedrax.simulation.results.result import NO_CLIENTS, PersonalMetrics, Result
-from fedrax.simulation.round import Kept, Rounds
+from fedrax.simulation.round import ClientRecord, Rounds
 from fedrax.simulation.run import LONGEST_BLOCK, simulate
 from fedrax.simulation.settings import Settings, SettingsOptions
 from fedrax.simulation.setup import ENGINES, Setup, make_evaluators, prepare
@@ -261,12 +261,12 @@ class _VectorizedRuns:
         where = f"{devices} device{'s' * (devices > 1)}"
         self.plan = f"vectorized: {self.count} x {len(setups)} runs in one program on {where}"
 
-    def _fresh(self) -> tuple[Carry, Kept]:
+    def _fresh(self) -> tuple[Carry, ClientRecord]:
         """(state before the first round, initial client state) of every lane."""
         rows = max(setup.planner.capacity for setup in self.setups)
 
-        def start(algorithm: Algorithm, params: Tree, statistics: Tree) -> tuple[Carry, Kept]:
-            initial = Kept.at_first(algorithm, params, statistics)
+        def start(algorithm: Algorithm, params: Tree, statistics: Tree) -> tuple[Carry, ClientRecord]:
+            initial = ClientRecord.at_first(algorithm, params, statistics)
             store = jax.tree.map(lambda a: jnp.broadcast_to(a, (rows, *jnp.shape(a))), initial)
             return Carry(algorithm.init(params, self.setups[0].info.num_clients), statistics, store), initial
 

@@ -13,11 +13,11 @@ import numpy as np
 from jax import Array
 
 from fedrax.contract.algorithm import Algorithm, Info
-from fedrax.contract.assignment import Layout, Place
+from fedrax.contract.assignment import ClientAssignment, Layout
 from fedrax.contract.task import Batch, Task
 from fedrax.errors import FedraxError
 from fedrax.prng.keys import AUDIT, purpose_key
-from fedrax.simulation.round import Kept, PhaseResult, Program, Rounds, SingleClient, run_round, serve
+from fedrax.simulation.round import ClientRecord, PhaseResult, Program, Rounds, SingleClient, run_round, serve
 from fedrax.tree import Tree
 from fedrax.xla import CodeFingerprint, OperandFormat
 
@@ -134,8 +134,8 @@ def _program(known: _Known, code: CodeFingerprint) -> Callable[..., Array]:
         layout = Layout(rows, rows - 1, 1) if known.some else Layout(rows, rows, rows)
         program = Program(known.task, layout, 1, 0, precision=known.precision, expected=1.0, code=code)
         zero = jnp.zeros(1, jnp.int32)
-        places = Place(zero, zero, zero, size[None], jnp.ones(1))
-        server, kept = algorithm.init(params, 1), (Kept.at_first(algorithm, params, ()),) * 2
+        places = ClientAssignment(zero, zero, zero, size[None], jnp.ones(1))
+        server, kept = algorithm.init(params, 1), (ClientRecord.at_first(algorithm, params, ()),) * 2
         for r in range(known.rounds):
             there = jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, r), _DRAW)) < rate
             choose = partial(jax.tree.map, lambda a, b: a if always else jnp.where(there, a, b))  # noqa: B023

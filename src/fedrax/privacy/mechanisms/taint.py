@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fedrax.contract.client_data import Carried, ClientData
+from fedrax.contract.client_data import ClientData, TrainState
 from fedrax.tree import Tree
 from fedrax.xla import dependent_leaves
 
@@ -18,7 +18,7 @@ def uncovered(
     """
 
     def sent(secret: Any, state: Any) -> dict[str, Tree]:
-        kept = Carried(data.carried.statistics, data.carried.optimizer)
+        kept = TrainState(data.carried.statistics, data.carried.optimizer)
         output = client(message, state, cover(data._in_terms_of(*secret).with_carried(kept)))
         return {"upload": output.upload, "each": output.each, "total": output.total, "state": output.state}
 

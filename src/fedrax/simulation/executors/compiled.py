@@ -51,13 +51,13 @@ class Carry(NamedTuple):
     statistics: Tree
     """Of the model, averaged over clients; an empty tuple where it has none."""
     store: Tree
-    """A :class:`Kept` a row."""
+    """A :class:`ClientRecord` a row."""
 
 
 class OnDevice(Executor):
     """One round on one device of the mesh; collectives over ``axis`` join the devices.
 
-    Along ``vectors_axis``, the same or None, they share the Vectors of the server's state.
+    Along ``vectors_axis``, the same or None, they share the ServerVectors of the server's state.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ def compiled_block(program: Program, mesh: Mesh, form: Any) -> Callable:
 
 
 def share_vectors(mesh: Mesh) -> bool:
-    """Whether the devices share the Vectors of a server's state.
+    """Whether the devices share the ServerVectors of a server's state.
 
     Not over several processes: one of them writes the checkpoints, and must not need the others for it.
     """
@@ -228,7 +228,7 @@ def share_vectors(mesh: Mesh) -> bool:
 
 
 def server_specs(server: Any, mesh: Mesh) -> Any:
-    """How a server's state lies on a mesh: every device has all of it, or of its Vectors a share."""
+    """How a server's state lies on a mesh: every device has all of it, or of its ServerVectors a share."""
     return map_vectors(lambda _: P(None, CLIENT_AXIS) if share_vectors(mesh) else P(), server, lambda _: P())
 
 
@@ -319,7 +319,7 @@ class Engine:
         )
 
     def whole_server(self, carry: Carry) -> Any:
-        """The server's state with Vectors that the devices share fetched to the host."""
+        """The server's state with vectors that the devices share fetched to the host."""
         return fetched(carry.server) if share_vectors(self.mesh) else carry.server
 
     def new_store(self, client: Tree, capacity: int) -> Tree:

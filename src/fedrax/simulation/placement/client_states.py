@@ -1,7 +1,7 @@
 """What clients keep between rounds, wherever it lies: a store of rows on the devices, or files of rows on disk.
 
 One vocabulary for all forms. A client that takes part has a **row**, on its **home** device; ``owners`` says whose
-each row is, over all devices one after another. Rows hold a :class:`fedrax.simulation.round.Kept`.
+each row is, over all devices one after another. Rows hold a :class:`fedrax.simulation.round.ClientRecord`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedrax.simulation.placement.row_file import RowFile
-from fedrax.simulation.round import Kept
+from fedrax.simulation.round import ClientRecord
 from fedrax.tree import Tree
 from fedrax.xla import CLIENT_AXIS
 
@@ -40,7 +40,7 @@ class Shards:
             yield from (rows[first : first + step] for first in range(0, len(rows), step))
 
 
-def rehoused(saved: Tree, saved_owners: np.ndarray, owners: np.ndarray, initial: Kept, mesh: Mesh) -> Tree:
+def rehoused(saved: Tree, saved_owners: np.ndarray, owners: np.ndarray, initial: ClientRecord, mesh: Mesh) -> Tree:
     """Saved rows (leaves in pieces) where this run keeps them: more rounds or other devices give clients other rows.
 
     Each device's rows leave the host's memory before those of the next one are copied to their device.
@@ -79,7 +79,7 @@ def moves(saved_owners: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray, np.
     return old, new
 
 
-def rows_of(store: Tree, homes: dict[int, int], initial: Kept, clients: np.ndarray) -> Kept:
+def rows_of(store: Tree, homes: dict[int, int], initial: ClientRecord, clients: np.ndarray) -> ClientRecord:
     """What ``clients`` [n] keep, on the host: leaves [n, ...]; the initial where one never took part."""
     there = np.array([client in homes for client in clients.tolist()], bool)
     rows = np.array([homes[client] for client in clients[there].tolist()], int)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from fedrax.contract.client_data import Place
+from fedrax.contract.client_data import ClientAssignment
 from fedrax.participation.cohort_sampler import CohortSampler
 from fedrax.simulation.executors.data_parallel import clients_to_share
 from fedrax.simulation.round import Rounds
@@ -201,7 +201,7 @@ class Planner:
         s, dims = self.sampler, (length, self.devices, self.places)
         room: Any = lambda value, dtype=np.int32: np.full(dims, value, dtype)  # noqa: E731
         given = {n: np.zeros((*dims, *a.shape[2:]), np.int32) for n, a in self.given.items()}
-        places = Place(
+        places = ClientAssignment(
             client=room(s.num_clients),
             slot=room(self.capacity),
             offset=room(0),
