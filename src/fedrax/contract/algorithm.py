@@ -41,25 +41,35 @@ Info = dict[str, Array]
 
 
 class ClientOutput(NamedTuple):
-    """What one client hands back at the end of a phase.
+    """What one client returns at the end of a phase.
 
-    ``upload``, ``total`` and ``each`` are what travels, and count as bytes sent. ``upload`` is averaged over the
-    cohort with the aggregation weights, once ``receive`` has decoded it: in float32 at least, whatever it traveled
-    in. ``total`` is summed as it is, for masked or counted numbers: integers exactly, modulo 2^32, and floats in
-    float32 at least. ``each`` reaches the server one per client (stacked), for methods whose server remembers
-    clients. ``state`` stays on the client. ``info`` is for people: averaged over the cohort, except ``gradients``
-    (evaluations of one sample's gradient), which is summed.
+    ``upload``, ``each`` and ``total`` are sent to the server and count as bytes up.
+
+    Example:
+        >>> output = fedrax.ClientOutput(upload={"w": jnp.ones(2)}, info={"loss": jnp.float32(0.5)})
+        >>> output.state
+        ()
     """
 
     upload: Tree
+    """Averaged over the cohort with the aggregation weights after ``receive``, in float32 at least."""
     state: Tree = ()
+    """The client's next state; it is not sent."""
     info: Info = {}  # noqa: RUF012 - never mutated
+    """Metrics, averaged over the cohort; ``gradients`` (evaluations of one sample's gradient) are summed."""
     each: Tree = ()
+    """Sent to the server and stacked there, one entry per client."""
     total: Tree = ()
+    """Summed over the cohort: integers exactly modulo 2^32, floats in float32 at least."""
 
 
 class Cohort(NamedTuple):
-    """What the server sees of a phase: the S clients that took part."""
+    """The uploads of a phase as the server sees them: aggregated over the S clients of the cohort.
+
+    Example:
+        >>> fedrax.Cohort._fields[:3]
+        ('mean', 'each', 'total')
+    """
 
     mean: Tree
     """sum_i p_i receive(upload_i), with weights p_i that sum to one over the cohort; float32 at least. In a round that
@@ -94,7 +104,14 @@ class Cohort(NamedTuple):
         return self.clients < self.num_clients
 
     def key(self, name: str) -> Array:
-        """The server's random key for the purpose ``name`` in this phase; different in every wrapper."""
+        """The server's random key for one purpose in this phase; different in every wrapper.
+
+        Args:
+            name: the purpose; any text.
+
+        Returns:
+            A JAX random key.
+        """
         return self.keys(name)
 
 
@@ -104,22 +121,35 @@ def unchanged(upload: Tree) -> Tree:
 
 
 class Phase(NamedTuple):
-    """One exchange between the server and the cohort; see the module's text."""
+    """One exchange between the server and the cohort; the fields are the functions of :class:`Algorithm`.
+
+    Example:
+        >>> [phase.stacked for phase in fedrax.FedAvg().phases]
+        [False]
+    """
 
     broadcast: Callable[[Any], Tree]
+    """server state -> message."""
     client: Callable[[Any, Any, ClientData], ClientOutput]
+    """(message, client state, data) -> output."""
     server: Callable[[Any, Cohort], tuple[Any, Info]]
+    """(server state, cohort) -> (server state, info)."""
     receive: Callable[[Tree], Tree] = unchanged
+    """upload -> what is averaged."""
     stacked: bool = False
     """Whether the server sees the uploads one by one, as ``cohort.uploads``, beside their mean."""
 
 
 @hyperparameters
 class Algorithm(ABC):
-    """Base of all algorithms: the defaults of the contract.
+    """Base class of all algorithms: the defaults of the contract.
 
-    A class of this package is a base or an algorithm that is final: what users run is not changed by overriding. What
-    several share is a base (:class:`fedrax.Averaging`) or a function.
+    Subclasses define ``init``, ``client`` and ``server``, and ``init_client`` where clients have a state. Concrete
+    algorithms are final: shared code belongs into a base (:class:`fedrax.Averaging`) or a function.
+
+    Example:
+        >>> fedrax.FedAvg().init({"w": jnp.zeros(2)}, num_clients=10).params["w"].shape
+        (2,)
     """
 
     traits: ClassVar[Traits] = Traits()
@@ -134,49 +164,127 @@ class Algorithm(ABC):
 
     @abstractmethod
     def init(self, params: Tree, num_clients: int) -> Any:
-        """The server's state before the first round: a NamedTuple with the field ``params``, see :meth:`params`."""
+        """Create the server state before the first round.
+
+        Args:
+            params: pytree of the global parameters.
+            num_clients: N, the number of clients of the federation.
+
+        Returns:
+            A NamedTuple with a field ``params``, unless ``params`` and ``with_params`` are overridden.
+        """
 
     def init_client(self, params: Tree) -> Tree:
-        """The state of a client that has not yet taken part; ``params`` are the initial ones."""
+        """Create the state of a client that has not participated yet.
+
+        Args:
+            params: the initial global parameters.
+
+        Returns:
+            A pytree of arrays; () for none.
+        """
         return ()
 
     def broadcast(self, server: Any) -> Tree:
-        """What the server sends to each client."""
+        """Compute the message that the server sends to every client of the cohort.
+
+        Args:
+            server: the server state.
+
+        Returns:
+            A pytree of arrays; by default the global parameters.
+        """
         return self.params(server)
 
     def client(self, message: Any, state: Any, data: ClientData) -> ClientOutput:
-        """One client's work."""
+        """Run one client's local work.
+
+        Args:
+            message: the broadcast message.
+            state: the client state.
+            data: the client's data in this round.
+
+        Returns:
+            The upload, the next client state and metrics.
+        """
         raise FedraxError(f"{type(self).__name__} must define client")
 
     def receive(self, upload: Tree) -> Tree:
-        """What is averaged of an upload, on the server, before the next one arrives."""
+        """Decode an upload on the server, before aggregation.
+
+        Args:
+            upload: the upload of one client.
+
+        Returns:
+            A pytree of arrays, which is averaged over the cohort.
+        """
         return upload
 
     def server(self, server: Any, cohort: Cohort) -> tuple[Any, Info]:
-        """The server's next state from the cohort's uploads."""
+        """Update the server state from the aggregated uploads.
+
+        Args:
+            server: the server state.
+            cohort: the aggregated uploads of the round.
+
+        Returns:
+            The next server state and the info of the round.
+        """
         raise FedraxError(f"{type(self).__name__} must define server")
 
     # -- what others may ask -----------------------------------------------------------------------------------
 
     @property
     def local_steps(self) -> LocalSGD | None:
-        """The rule of the clients' local steps, where there is one: by it devices are balanced and scripts checked."""
+        """The settings of the clients' local steps, or None. They are used for load balancing and for checks."""
         return getattr(self, "local", None)
 
     def params(self, server: Any) -> Tree:
-        """The global parameters in a server state."""
+        """Read the global parameters from a server state.
+
+        Args:
+            server: the server state.
+
+        Returns:
+            The global parameters.
+        """
         return server.params
 
     def with_params(self, server: Any, params: Tree) -> Any:
-        """The server state with other global parameters."""
+        """Replace the global parameters in a server state.
+
+        Args:
+            server: the server state.
+            params: pytree of the global parameters.
+
+        Returns:
+            The new server state.
+        """
         return server._replace(params=params)
 
     def personal(self, params: Tree, state: Any) -> Tree | None:
-        """The parameters of a client's own model, from the global ones and its state; None: there is no such model."""
+        """Compute the parameters of a client's personal model.
+
+        Args:
+            params: pytree of the global parameters.
+            state: the client state.
+
+        Returns:
+            The personal parameters; None where the method has no personal models.
+        """
         return None
 
     def map_control_variates(self, function: Callable[..., Tree], state: Any, *others: Any) -> Any:
-        """``state``, the server's or a client's, with ``function`` of its control variates and those of ``others``."""
+        """Apply a function to the control variates of a state.
+
+        Args:
+            function: (control variate, those of ``others``...) -> new control variate.
+            state: a server state or a client state.
+            others: further states with the same fields.
+
+        Returns:
+            The state with the new control variates.
+        """
         names = [name for name in self.traits.control_variates if name in getattr(state, "_fields", ())]
         if not names:
             return state
@@ -184,14 +292,24 @@ class Algorithm(ABC):
         return state._replace(**made)
 
     def releases(self) -> tuple[Release, ...]:
-        """What one round lets out of a client's data, as :mod:`fedrax.privacy` counts it; floats must be numbers here.
+        """List what one round releases about a client's data, for the accountant of :mod:`fedrax.privacy`.
 
-        An empty tuple: nothing is protected. Mechanisms say what they do, and wrappers around them forward it.
+        Float hyperparameters must be concrete numbers here.
+
+        Returns:
+            The releases of one round; () where nothing is protected.
         """
         return ()
 
     def init_local(self, params: Tree) -> Tree:
-        """What the local steps carry from round to round on a client that has not taken part, beside its state."""
+        """Create what local training keeps between rounds on a client, besides its client state.
+
+        Args:
+            params: pytree of the global parameters.
+
+        Returns:
+            The state of the local optimizer where it is carried over rounds; otherwise ().
+        """
         local = self.local_steps
         return () if local is None else local.init_carried(params)
 

@@ -1,4 +1,4 @@
-"""One client's place in a round: what is known of its data, where they lie, and what its local steps carry on."""
+"""The assignment of a client to a round: identity, location of its data and state, and given local work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedrax.tree import Tree
 
 @dataclass(frozen=True)
 class Layout:
-    """What is known of the clients' sizes when the program is compiled."""
+    """Static bounds on the clients' sizes, known at compile time."""
 
     largest: int
     smallest: int
@@ -31,10 +31,10 @@ class Layout:
 
 
 class ClientAssignment(NamedTuple):
-    """One client's part in a round: who it is, where its data and state lie, and what is given of its work.
+    """The assignment of one client to a round: its identity, the location of its data and state, and scripted work.
 
-    Arrays without further axes here; a simulation stacks them over rounds, devices and clients. A script's fields
-    are None where nothing is given.
+    Scalars here; a simulation stacks them over rounds, devices and clients. Fields of a script are None where the
+    script does not set them.
     """
 
     client: Any
@@ -64,7 +64,7 @@ class ClientAssignment(NamedTuple):
 
 
 class TrainState:
-    """What the local steps carry on besides the parameters; one object for all copies of one client's data."""
+    """Mutable state of local training besides the parameters, shared by all copies of one client's data."""
 
     def __init__(self, statistics: Tree = (), optimizer: Tree = ()):
         """statistics: a model's running statistics. optimizer: the state of a local optimizer that outlives rounds."""

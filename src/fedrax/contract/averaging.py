@@ -22,13 +22,20 @@ class Server(NamedTuple):
 
 @hyperparameters
 class Averaging(Algorithm):
-    """A base: x <- x + eta_g sum_i p_i Delta_i, where a subclass's ``client`` says how Delta_i comes about.
+    """Base of FedAvg and its relatives: x <- x + eta_g sum_i p_i Delta_i.
 
-    The server's optimizer takes the mean update as the step to make (FedAvgM, FedAdam and FedYogi are such).
+    Subclasses define ``client``, which uploads Delta_i. The server optimizer takes the mean update as a negative
+    gradient (FedAvgM, FedAdam, FedYogi).
+
+    Example:
+        >>> isinstance(fedrax.FedAvg(), fedrax.Averaging)
+        True
     """
 
     local: LocalSGD = LocalSGD()
+    """Local training."""
     server_optimizer: ServerOptimizer = SGD()
+    """The server optimizer, applied to the mean update."""
 
     def init(self, params: Tree, num_clients: int) -> Server:
         """Server state before the first round."""

@@ -29,7 +29,7 @@ ResultRule = Callable[[Tree], Tree]
 
 
 class CountedSteps:
-    """Local steps that a mechanism counts on: those of ``local``, taken once, and not where turns cannot be counted."""
+    """The local steps that a mechanism assumes: those of ``local``, run once and outside of transformed functions."""
 
     def __init__(self, who: str, local: Any) -> None:
         self.who, self.local = who, local
@@ -42,7 +42,7 @@ class CountedSteps:
 
 
 class TrainingHooks:
-    """Client data as a wrapper hands them to the method inside, with rules for the local work."""
+    """The hooks by which wrappers change the local training of the method inside."""
 
     _keys: NamedKeys
     _shared_keys: NamedKeys
@@ -56,7 +56,7 @@ class TrainingHooks:
     result_rules: tuple[ResultRule, ...] = ()
 
     def inside(self) -> Self:
-        """As the method inside a wrapper sees it: with random streams of its own."""
+        """The data for the method inside a wrapper, with different random keys."""
         return self._with(_keys=self._keys.inside(), _shared_keys=self._shared_keys.inside())
 
     def with_loss(self, rule: LossRule) -> Self:
@@ -112,17 +112,14 @@ class TrainingHooks:
         return self._with(result_rules=(*self.result_rules, rule))
 
     def with_counted_gradients(self, who: str, local: Any) -> Self:
-        """With one gradient in each of the local steps of ``local`` and no others, so that ``who`` knows how many there
-        are, and of what.
+        """Allow exactly one gradient per local step of ``local``, as the mechanism ``who`` assumes.
 
-        FedraxError where the method asks for more.
+        Raises FedraxError where the method takes further gradients.
         """
         return self._with(_counted=CountedSteps(who, local))
 
     def with_withheld_gradients(self, batch: Tree) -> Self:
-        """With ``batch`` for the samples of local steps, and their end unchanged: what then depends on samples does so
-        in other ways.
-        """
+        """Use the fixed ``batch`` in all local steps, without result rules: detects any other use of samples."""
         return self._with(_withheld=True, _batch_rule=lambda step: (batch, None), result_rules=())
 
     def check_counted(self, local: Any) -> None:

@@ -41,11 +41,25 @@ class Step:
             self._samples, self._weights = data.batch(index, local.batch_size, local.order)
 
     def gradient(self, params: Tree) -> tuple[Array, Tree]:
-        """Loss and raw gradient of this step's batch at ``params``."""
+        """Compute loss and gradient of this step's mini-batch.
+
+        Args:
+            params: pytree of the global parameters.
+
+        Returns:
+            The loss and the raw gradient.
+        """
         return self.gradient_and_statistics(params)[:2]
 
     def gradient_and_statistics(self, params: Tree) -> tuple[Array, Tree, Tree]:
-        """The same, and the model's running statistics after this batch."""
+        """Compute loss and gradient, and the model's running statistics after this mini-batch.
+
+        Args:
+            params: pytree of the global parameters.
+
+        Returns:
+            The loss, the raw gradient and the running statistics.
+        """
         local, data = self._local, self._data
         if self._asked:
             data.refuse_uncounted("a second gradient in a step")
@@ -63,7 +77,14 @@ class Step:
         return *found, ()
 
     def key(self, name: str) -> Array:
-        """A random key for the purpose ``name``, different in every step, round and client."""
+        """A random key for one purpose, different in every step, round and client.
+
+        Args:
+            name: the purpose; any text.
+
+        Returns:
+            A JAX random key.
+        """
         return jax.random.fold_in(self._data.key(name), self.index)
 
     @property
@@ -93,7 +114,12 @@ def pull(strength: Any, center: Tree) -> Term:
 
 
 class LocalResult(NamedTuple):
-    """What the local steps led to."""
+    """The result of local training.
+
+    Example:
+        >>> fedrax.contract.LocalResult._fields
+        ('params', 'steps', 'memory', 'mean_gradient', 'info')
+    """
 
     params: Tree
     """x_i after the last step."""
@@ -140,10 +166,16 @@ def _repeated(body: Callable, times: Array | int, carry: tuple, unroll: bool) ->
 
 @hyperparameters
 class LocalSGD:
-    """Local stochastic gradient descent and its options. Give ``steps`` or ``epochs``, not both."""
+    """Local stochastic gradient descent and its options. Set ``steps`` or ``epochs``, not both.
+
+    Example:
+        >>> local = fedrax.LocalSGD(lr=0.1, steps=5, batch_size=32)
+        >>> float(local.step_size(round=0))
+        0.1
+    """
 
     lr: Positive = 0.1
-    """Step size eta."""
+    """Learning rate eta."""
     steps: PositiveInt | None = None
     """T, local steps a round."""
     epochs: PositiveInt | None = None
@@ -189,7 +221,7 @@ class LocalSGD:
             )
         if self.blocks is not None and self.batch_size != LocalSGD.batch_size:
             warn(
-                f"a step sees one of local.blocks = {self.blocks}, and local.batch_size counts for nothing",
+                f"a step sees one of local.blocks = {self.blocks}, and local.batch_size is ignored",
             )
         if self.optimizer is not None and (self.momentum is not None or self.clip is not None):
             raise FedraxError(
@@ -206,7 +238,11 @@ class LocalSGD:
             )
 
     def check_sizes(self, sizes: np.ndarray) -> None:
-        """Refuse more blocks than any client has samples, and warn of samples that no round comes to; ``sizes`` [N]."""
+        """Refuse more blocks than any client has samples, and warn of samples that are never used.
+
+        Args:
+            sizes: int [N], the clients' numbers of samples.
+        """
         largest = int(sizes.max())
         if self.blocks is not None and (self.blocks > largest or self.blocks * largest > np.iinfo(np.int32).max):
             raise FedraxError(
@@ -223,11 +259,25 @@ class LocalSGD:
                 )
 
     def step_size(self, round: Array) -> Array | float:
-        """eta in this round."""
+        """The local learning rate eta in a round.
+
+        Args:
+            round: the number of the round, from 0.
+
+        Returns:
+            The learning rate times the schedule's factor.
+        """
         return self.lr * self.schedule(round)
 
     def num_steps(self, data: ClientData) -> Array | int:
-        """T_i: a Python int where every client takes the same number of steps."""
+        """The number of local steps T_i.
+
+        Args:
+            data: the client's data in this round.
+
+        Returns:
+            A Python int where all clients take the same number of steps, otherwise int32.
+        """
         if data.place.steps is not None:
             return data.place.steps
         if data.work is not None and (self.steps or self.epochs or 1) == 1:
@@ -244,14 +294,29 @@ class LocalSGD:
         return epochs * per_epoch
 
     def most_steps(self, data: ClientData) -> int | None:
-        """The most steps that any client of the federation takes in a round; None where a script gives them."""
+        """The largest number of local steps of any client in a round.
+
+        Args:
+            data: the client's data in this round.
+
+        Returns:
+            The number; None where a script sets the steps.
+        """
         if data.place.steps is not None:
             return None
         per_epoch = 1 if self.batch_size == "full" else -(-data.layout.largest // self.batch_size)
         return self.steps if self.steps is not None else (self.epochs or 1) * per_epoch
 
     def samples(self, data: ClientData, steps: Array | int) -> Array:
-        """Samples that ``steps`` local steps take gradients of (their mean over draws of uneven blocks)."""
+        """Count the samples whose gradients ``steps`` local steps evaluate (in expectation for uneven blocks).
+
+        Args:
+            data: the client's data in this round.
+            steps: int32; the number of local steps.
+
+        Returns:
+            The count, as a float.
+        """
         given = data.given_rows
         if given is not None:
             used = jnp.arange(len(given)) < steps
@@ -283,7 +348,7 @@ class LocalSGD:
         for option in ("steps", "epochs"):
             if getattr(self, option) not in (None, 1):
                 idle = f"local.{option} = {getattr(self, option)}"
-                warn(f"{name} takes one step a round, and {idle} counts for nothing")
+                warn(f"{name} takes one step a round, and {idle} is ignored")
 
     @property
     def steps_are_gradients(self) -> bool:
@@ -292,16 +357,39 @@ class LocalSGD:
         return all(option is None for option in between)
 
     def init_carried(self, params: Tree) -> Tree:
-        """What a client carries from round to round besides its state: the optimizer's state, where asked for."""
+        """Create the optimizer state that a client carries between rounds.
+
+        Args:
+            params: pytree of the global parameters.
+
+        Returns:
+            The optimizer's state with ``carry``; otherwise ().
+        """
         return self.optimizer.init(params) if self.optimizer is not None and self.carry else ()
 
     def decayed(self, gradient: Tree, params: Tree) -> Tree:
-        """The gradient with weight decay added."""
+        """Add weight decay to a gradient.
+
+        Args:
+            gradient: the gradient.
+            params: pytree of the global parameters.
+
+        Returns:
+            gradient + weight_decay * params.
+        """
         return gradient if self.weight_decay is None else tree.add_scaled(gradient, self.weight_decay, params)
 
     def move(self, x: Tree, direction: Tree, lr: Array | float, round: Array) -> tuple[Tree, dict[str, Array]]:
-        """prox_{eta Psi}(x - eta d), the direction shortened to ``clip`` where asked for; then also the info
-        ``clipped``, 1 where it was longer and 0 elsewhere.
+        """Compute prox_{eta Psi}(x - eta d), with the step clipped to ``clip``.
+
+        Args:
+            x: the local parameters.
+            direction: d.
+            lr: eta, the learning rate of this round.
+            round: the number of the round, from 0.
+
+        Returns:
+            The new parameters, and the info ``clipped`` (1 where the step was clipped) if ``clip`` is set.
         """
         step, info = lr, {}
         if self.clip is not None:
@@ -321,11 +409,18 @@ class LocalSGD:
         mean_gradient: bool = False,
         term: Term | None = None,
     ) -> LocalResult:
-        """Take the local steps from ``params``.
+        """Run the local steps of one round from ``params``.
 
-        direction: see :data:`Direction`; it receives the gradient after decay and momentum. memory: a pytree
-        the direction carries from step to step. mean_gradient: also return the mean of the raw gradients.
-        term: adds the gradient of a term of the local loss, before momentum; see :data:`Term`.
+        Args:
+            data: the client's data in this round.
+            params: the parameters to start from.
+            direction: see `Direction`; it receives the gradient after weight decay and momentum.
+            memory: a pytree that the direction carries from step to step.
+            mean_gradient: whether to return the mean of the raw gradients.
+            term: adds the gradient of a term of the local loss, before momentum; see `Term`.
+
+        Returns:
+            The local parameters after the last step, and metrics.
         """
         data = _client_data(data)._begun()
         data.check_counted(self)
@@ -374,7 +469,15 @@ class LocalSGD:
         )
 
     def one_gradient(self, data: ClientData, params: Tree) -> tuple[Array, Tree]:
-        """Loss and raw gradient of the first batch, of which running statistics are made: a round's only step."""
+        """Loss and raw gradient of the first mini-batch, which also updates the running statistics.
+
+        Args:
+            data: the client's data in this round.
+            params: pytree of the global parameters.
+
+        Returns:
+            The loss and the gradient.
+        """
         loss, gradient, data.carried.statistics = Step(self, data, 0).gradient_and_statistics(params)
         return loss, gradient
 

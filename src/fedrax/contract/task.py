@@ -132,8 +132,9 @@ class Task:
 
     @property
     def evaluation_loss(self) -> Callable[[Params, Batch], Array]:
-        """(parameters, batch) -> losses [B] in evaluation mode; of a task that does not know its outputs, those of
-        `loss` with a fixed key.
+        """(parameters, batch) -> losses [B] in evaluation mode.
+
+        A task without `outputs` falls back to `loss` with a fixed key.
         """
         if self.outputs is None or self.loss_of_outputs is None:
             return lambda params, batch: self.loss(params, batch, jax.random.key(0))

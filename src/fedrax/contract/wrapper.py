@@ -23,10 +23,17 @@ if TYPE_CHECKING:
 
 
 class Wrapped(NamedTuple):
-    """A state of the method inside and the wrapper's own."""
+    """The state of the inner method together with the wrapper's own state.
+
+    Example:
+        >>> fedrax.contract.Wrapped(inner=(), own=jnp.int32(0)).inner
+        ()
+    """
 
     inner: Any
+    """The state of the inner method."""
     own: Any
+    """The wrapper's own state."""
 
 
 def model_in(sent: Any, like: Tree) -> Tree | None:
@@ -40,17 +47,23 @@ def model_in(sent: Any, like: Tree) -> Tree | None:
 
 @hyperparameters
 class Wrapper(Algorithm):
-    """A method around ``inner``, which does everything as ``inner`` does unless it says otherwise.
+    """Base of methods around another method ``inner``: it forwards the whole contract, so that wrappers nest.
 
-    Override the methods ``around_...`` to change what a phase does, ``init_own`` and ``init_client_own`` where the
-    wrapper keeps something of its own, on the server or on a client. States are those of ``inner`` as long as the
-    wrapper keeps nothing, and :class:`Wrapped` where it does; the methods ``around_...`` are given ``inner``'s
-    functions and states, and what the wrapper keeps apart from them. To reach the local loss, gradients and steps
-    hand ``inner`` a changed ``data``: see ``with_loss``, ``with_gradients`` and ``with_directions`` of
-    :class:`fedrax.ClientData`.
+    Override the methods ``around_...`` to change a phase, ``init_own`` and ``init_client_own`` to add a state of the
+    wrapper at the server or at the clients. Without such a state, states are those of ``inner``; with one, they are
+    :class:`Wrapped`. To change the local loss, gradients or steps, pass ``inner`` a modified ``data``: see
+    ``with_loss``, ``with_gradients`` and ``with_directions`` of :class:`fedrax.ClientData`.
+
+    Example:
+        >>> class Halved(fedrax.Wrapper):
+        ...     def around_receive(self, receive, upload):
+        ...         return fedrax.tree.scale(0.5, receive(upload))
+        >>> Halved(fedrax.FedAvg()).local_steps.lr
+        0.1
     """
 
     inner: Algorithm
+    """The inner method."""
 
     own_traits: ClassVar[Traits] = Traits()
     """What the wrapper requires and declares in addition to ``inner``. Where it depends on fields, define it as a
@@ -79,30 +92,85 @@ class Wrapper(Algorithm):
     def around_client(
         self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
     ) -> tuple[ClientOutput, Tree]:
-        """One client's work: (output with ``inner``'s state, the wrapper's own state); ``last``: of the last phase."""
+        """Run one client's work, by default that of ``inner``.
+
+        Args:
+            client: the inner method's client function (message, state, data).
+            message: the broadcast message.
+            state: ``inner``'s client state.
+            own: the wrapper's own state.
+            data: the client's data in this round.
+            last: whether this is the last phase of the round.
+
+        Returns:
+            The output with ``inner``'s client state, and the wrapper's own state.
+        """
         return client(message, state, data), own
 
     def around_server(
         self, server: Callable, state: Any, own: Tree, cohort: Cohort, last: bool
     ) -> tuple[Any, Tree, Info]:
-        """The server's part: (``inner``'s next state, the wrapper's own, info)."""
+        """Update the server state, by default as ``inner`` does.
+
+        Args:
+            server: the inner method's server function (state, cohort).
+            state: ``inner``'s server state.
+            own: the wrapper's own state.
+            cohort: the aggregated uploads of the round.
+            last: whether this is the last phase of the round.
+
+        Returns:
+            ``inner``'s next state, the wrapper's own state and the info.
+        """
         state, info = server(state, cohort)
         return state, own, info
 
     def around_broadcast(self, broadcast: Callable, state: Any, own: Tree) -> Tree:
-        """What the server sends."""
+        """Compute the broadcast message, by default that of ``inner``.
+
+        Args:
+            broadcast: the inner method's broadcast function.
+            state: ``inner``'s server state.
+            own: the wrapper's own state.
+
+        Returns:
+            The message.
+        """
         return broadcast(state)
 
     def around_receive(self, receive: Callable, upload: Tree) -> Tree:
-        """What is averaged of an upload."""
+        """Decode an upload at the server, by default as ``inner`` does.
+
+        Args:
+            receive: the inner method's receive function.
+            upload: the upload of one client.
+
+        Returns:
+            What is averaged over the cohort.
+        """
         return receive(upload)
 
     def init_own(self, params: Tree, num_clients: int) -> Tree:
-        """What the wrapper keeps on the server; nothing by default."""
+        """Create the wrapper's own server state; by default there is none.
+
+        Args:
+            params: pytree of the global parameters.
+            num_clients: N, the number of clients of the federation.
+
+        Returns:
+            A pytree of arrays; () for none.
+        """
         return ()
 
     def init_client_own(self, params: Tree) -> Tree:
-        """What the wrapper keeps on each client; nothing by default."""
+        """Create the wrapper's own client state; by default there is none.
+
+        Args:
+            params: pytree of the global parameters.
+
+        Returns:
+            A pytree of arrays; () for none.
+        """
         return ()
 
     # -- the contract, forwarded -------------------------------------------------------------------------------
