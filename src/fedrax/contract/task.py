@@ -39,6 +39,7 @@ class OfOutputs:
     """(outputs [B, ...], y [B, ...]) -> values [B]."""
 
     def __call__(self, parameters: Params, batch: Batch) -> Array:
+        """The values [B]."""
         return self.value(self.outputs(parameters, batch.x), batch.y)
 
 
@@ -49,6 +50,7 @@ class OfModel:
     function: Callable[[Variables, Batch, Array], tuple[Array, Any]]
 
     def __call__(self, variables: Variables, batch: Batch, key: Array) -> tuple[Array, Any]:
+        """The losses [B] and the new statistics."""
         return self.function(variables, batch, key)
 
 
@@ -59,6 +61,7 @@ class LossesAlone:
     function: Callable[[Variables, Batch, Array], tuple[Array, Any]]
 
     def __call__(self, variables: Variables, batch: Batch, key: Array) -> Array:
+        """The losses [B]."""
         return self.function(variables, batch, key)[0]
 
 
@@ -253,7 +256,7 @@ def regression(model: Model, preprocess: Preprocess | None = None, truth: Any = 
 
 
 def objective(model: Model, preprocess: Preprocess | None = None, truth: Any = None) -> Task:
-    """The model's one output a sample is the loss itself ([B] or [B, 1]); labels count for nothing."""
+    """The model's one output a sample is the loss itself ([B] or [B, 1]); labels are ignored."""
 
     def value(output: Array, y: Array) -> Array:
         if output.shape not in ((len(y),), (len(y), 1)):
