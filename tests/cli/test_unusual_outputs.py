@@ -54,7 +54,7 @@ SMALL = "--data digits --partition shards --partition.clients 8 --model logistic
         f"partition {SMALL}",
         f"partition {SMALL} --json",
         f"privacy {SMALL} --algorithm clientdp --run.rounds 2 --run.cohort-size 2",
-        f"diagnose {SMALL} --tune never --run.rounds 1 --run.cohort-size 2",
+        f"diagnose {SMALL} --comparison None --tune never --run.rounds 1 --run.cohort-size 2",
     ],
 )
 def test_what_was_found_is_printed_where_its_picture_cannot_be(

@@ -1,7 +1,15 @@
-"""A task and its partition measured: what the methods' assumptions are about, and which of them hold."""
+"""Heterogeneity of a task and its partition: gradient dissimilarity, drift, noise, curvature, and trials of methods."""
 
-from fedrax.analysis.diagnosis import Diagnosis, Point, diagnose
+from fedrax.analysis.diagnosis import Diagnosis, DiagnosisPoint, diagnose
 from fedrax.analysis.dissimilarity import gradient_dissimilarity
-from fedrax.analysis.trials import Trials, Tried, try_methods
+from fedrax.analysis.method_trials import MethodTrial, MethodTrials, try_methods
 
-__all__ = ["Diagnosis", "Point", "Trials", "Tried", "diagnose", "gradient_dissimilarity", "try_methods"]
+__all__ = [
+    "Diagnosis",
+    "DiagnosisPoint",
+    "MethodTrial",
+    "MethodTrials",
+    "diagnose",
+    "gradient_dissimilarity",
+    "try_methods",
+]

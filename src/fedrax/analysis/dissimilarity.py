@@ -1,10 +1,10 @@
-"""What the clients' gradients say at one point: how far apart they are, how noisy, and where local steps lead."""
+"""Dissimilarity and noise of client gradients, and the drift of local updates, at given parameters."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,18 +24,15 @@ from fedrax.tree import Tree
 from fedrax.xla import CodeFingerprint, optimize
 
 AT_ONCE = 32
-"""Samples whose single gradients are taken side by side: their memory is so many times that of the parameters."""
+"""Per-sample gradients computed in one vmap: their memory is this many times that of the parameters."""
 
 MIXING = (
-    "a model with running statistics mixes the samples of a batch: its clients have no gradients of their own that"
-    " could be compared"
+    "a model with running statistics mixes the samples of a mini-batch: a client has no gradient of its own to measure"
 )
 
 
-class Gradients(NamedTuple):
-    """Of N clients with losses f_i and weights p_i at one point x; f = sum_i p_i f_i, and means over clients are by
-    these weights.
-    """
+class ClientGradients(NamedTuple):
+    """Gradients of N clients with losses f_i and weights p_i at x; f = sum_i p_i f_i, means over clients use p_i."""
 
     loss: Array
     """f(x)."""
@@ -43,61 +40,66 @@ class Gradients(NamedTuple):
     """|grad f|."""
     norms: Array
     """|grad f_i|, [N]."""
-    apart: Array
-    """The root mean square over clients of |grad f_i - grad f|."""
+    spread: Array
+    """sqrt(mean_i |grad f_i - grad f|^2)."""
 
 
-class Drift(NamedTuple):
-    """Of the updates Delta_i that N clients make by their local steps from one point, over the draws of batches.
+class UpdateDrift(NamedTuple):
+    """Drift of the updates Delta_i that N clients compute by local steps from x, in expectation over mini-batches.
 
-    Estimates from two walks of each client with other draws, whose noise has no product in the mean.
+    Estimates from two local trainings of each client with independent mini-batches: the product of their noises is
+    zero in expectation.
     """
 
     steps: Array
-    """Their mean number of local steps, by the clients' weights."""
+    """mean_i T_i, the local steps."""
     mean: Array
-    """|mean_i E Delta_i|, by the same."""
-    apart: Array
-    """The root mean square over clients of |E Delta_i - mean_j E Delta_j|, by the same."""
+    """|mean_i E Delta_i|."""
+    spread: Array
+    """sqrt(mean_i |E Delta_i - mean_j E Delta_j|^2)."""
 
 
-class Spread(NamedTuple):
-    """Of some trees, without differences of large numbers (Chan, Golub and LeVeque 1983)."""
+class RunningVariance(NamedTuple):
+    """Weighted mean and variance of a stream of pytrees, by the stable updates of Chan, Golub and LeVeque (1983)."""
 
     count: Array
-    """Their number, or the sum of their weights."""
+    """The sum of the weights."""
     mean: Tree
+    """The weighted mean."""
     squares: Array
-    """The sum of their squared distances from the mean."""
+    """The weighted sum of squared distances from the mean."""
 
     @classmethod
-    def none(cls, like: Tree) -> Spread:
-        """Of no tree."""
+    def none(cls, like: Tree) -> RunningVariance:
+        """Of an empty stream."""
         return cls(jnp.zeros(()), tree.zeros_like(like), jnp.zeros(()))
 
     @classmethod
-    def of_rows(cls, rows: Tree, inside: Array) -> Spread:
-        """Of those rows [n, ...] for which ``inside`` is true."""
-        count = jnp.sum(inside).astype(float)
-        over = lambda a: inside.reshape(-1, *(1,) * (a.ndim - 1))  # noqa: E731
-        mean = jax.tree.map(lambda a: jnp.where(over(a), a, 0).sum(0) / jnp.maximum(count, 1), rows)
-        left = jax.tree.map(lambda a, m: jnp.where(over(a), a - m, 0), rows, mean)
+    def of_rows(cls, rows: Tree, valid: Array) -> RunningVariance:
+        """Of the rows [n, ...] where ``valid`` [n] is true."""
+        count = jnp.sum(valid).astype(float)
+
+        def mask(a: Array) -> Array:
+            return valid.reshape(-1, *(1,) * (a.ndim - 1))
+
+        mean = jax.tree.map(lambda a: jnp.where(mask(a), a, 0).sum(0) / jnp.maximum(count, 1), rows)
+        left = jax.tree.map(lambda a, m: jnp.where(mask(a), a - m, 0), rows, mean)
         return cls(count, mean, tree.dot(left, left))
 
-    def joined(self, other: Spread) -> Spread:
-        """Of all of both."""
+    def joined(self, other: RunningVariance) -> RunningVariance:
+        """Of both streams together."""
         count, between = self.count + other.count, tree.sub(other.mean, self.mean)
         share = other.count / _or_one(count)
         squares = self.squares + other.squares + self.count * share * tree.dot(between, between)
-        return Spread(count, tree.add_scaled(self.mean, share, between), squares)
+        return RunningVariance(count, tree.add_scaled(self.mean, share, between), squares)
 
-    def with_one(self, one: Tree, weight: Array) -> Spread:
-        """With one more."""
-        return self.joined(Spread(weight, one, jnp.zeros(())))
+    def with_one(self, one: Tree, weight: Array) -> RunningVariance:
+        """With one more pytree."""
+        return self.joined(RunningVariance(weight, one, jnp.zeros(())))
 
     @property
-    def apart(self) -> Array:
-        """The root mean square of their distances from the mean."""
+    def deviation(self) -> Array:
+        """The root mean square distance from the mean."""
         return jnp.sqrt(self.squares / _or_one(self.count))
 
 
@@ -105,13 +107,18 @@ def _or_one(count: Array) -> Array:
     return jnp.where(count > 0, count, 1)
 
 
-class Clients:
-    """The clients of a federation as algorithms see them, outside of any run: one after another, in one program.
+class ClientProbe:
+    """Measures gradients, their variance and local updates of all clients at given parameters, outside of a run.
 
-    Gradients are those of the loss in evaluation mode, so that dropout does not count as what sets clients apart; local
-    steps are those of training.
+    Gradients are those of the loss in evaluation mode, so that dropout adds no dissimilarity; local steps train as in a
+    run.
 
-    weights: N p_i, [N], by default ones. reduction: whether f_i is the mean or the sum of the losses of its samples.
+    Args:
+        task: The task.
+        federation: The clients.
+        seed: Seed of mini-batches.
+        weights: N p_i, [N], by default ones.
+        reduction: Whether f_i is the mean or the sum of the losses of its samples.
     """
 
     def __init__(
@@ -127,37 +134,37 @@ class Clients:
         self.federation, self.loss = federation, task.evaluation_loss
         self.reduction: Reduction = reduction
         self.weights = jnp.asarray(np.ones(federation.num_clients) if weights is None else weights, float)
-        still = dataclasses.replace(task, loss=lambda params, batch, key: self.loss(params, batch))
-        self.still, self.training = (
+        without_dropout = dataclasses.replace(task, loss=lambda params, batch, key: self.loss(params, batch))
+        self.evaluating, self.training = (
             Program(of, Layout.of(federation.sizes), federation.num_clients, chunk=0, code=CodeFingerprint(of))
-            for of in (still, task)
+            for of in (without_dropout, task)
         )
         self.samples = Batch(*map(jnp.asarray, federation.train))
         self.key = purpose_key(seed, DIAGNOSIS)
         self._measure = jax.jit(self._gradients)
-        self._walk = jax.jit(self._drift)
-        self._scatter = jax.jit(self._noise)
+        self._train = jax.jit(self._drift)
+        self._variances = jax.jit(self._noise)
 
-    def gradients(self, params: Tree) -> Gradients:
-        """One pass over the data."""
+    def gradients(self, params: Tree) -> ClientGradients:
+        """Gradients of all clients: one pass over the data."""
         return jax.device_get(self._measure(self.samples, params))
 
-    def drift(self, params: Tree, local: LocalSGD, round: int) -> Drift:
-        """One round's local steps of every client, those of ``local`` with an optimizer that starts anew, twice."""
+    def drift(self, params: Tree, local: LocalSGD, round: int) -> UpdateDrift:
+        """Updates of all clients by the local steps of ``round``, with a fresh local optimizer; two trainings each."""
         local = dataclasses.replace(local, carry=False)
-        return jax.device_get(self._walk(self.samples, params, local, jnp.int32(round)))
+        return jax.device_get(self._train(self.samples, params, local, jnp.int32(round)))
 
     def variances(self, params: Tree, rows: np.ndarray) -> np.ndarray:
         """sigma_i^2 = E |grad f_ij - grad f_i|^2 over the samples j of client i, [N].
 
-        rows: int [N, m], rows of ``train`` to look at, m of each client, -1 where it has fewer. With all rows it is
-        exact, with fewer, of which there are to be two, an estimate without bias.
+        rows: int [N, m], rows of ``train``, -1 where a client has fewer than m. Exact with all rows, unbiased with at
+        least two of them.
         """
-        found = np.asarray(self._scatter(self.samples, params, jnp.asarray(rows), self.federation.sizes))
+        found = np.asarray(self._variances(self.samples, params, jnp.asarray(rows), self.federation.sizes))
         return found * self.federation.sizes.astype(float) ** 2 if self.reduction == "sum" else found
 
     def _each(self, program: Program, samples: Tree, round: Array, measure: Callable, start: Tree, draws: int) -> Tree:
-        """``measure(total, i, *data)`` over all clients i, whose data differ in their random keys alone."""
+        """Fold ``measure(total, i, *data)`` over the clients i; ``data`` are ``draws`` copies with independent keys."""
         n = program.num_clients
         numbers = jnp.arange(n, dtype=jnp.int32)
         offsets, sizes = (a.astype(np.int32) for a in (self.federation.offsets[:-1], self.federation.sizes))
@@ -173,48 +180,49 @@ class Clients:
 
         return jax.lax.fori_loop(0, n, body, start)
 
-    def _gradients(self, samples: Tree, params: Tree) -> Gradients:
-        n = self.still.num_clients
+    def _gradients(self, samples: Tree, params: Tree) -> ClientGradients:
+        n = self.evaluating.num_clients
 
         def add(total: tuple, i: Array, data: ClientData) -> tuple:
             loss, gradient = data.full_gradient(params, self.reduction)
             weight, norms = self.weights[i], total[2].at[i].set(tree.norm(gradient))
             return total[0] + weight * loss, total[1].with_one(gradient, weight), norms
 
-        start = (jnp.zeros(()), Spread.none(params), jnp.zeros(n))
-        loss, all_, norms = self._each(self.still, samples, jnp.int32(0), add, start, draws=1)
-        return Gradients(loss / n, tree.norm(all_.mean), norms, all_.apart)
+        start = (jnp.zeros(()), RunningVariance.none(params), jnp.zeros(n))
+        loss, all_, norms = self._each(self.evaluating, samples, jnp.int32(0), add, start, draws=1)
+        return ClientGradients(loss / n, tree.norm(all_.mean), norms, all_.deviation)
 
-    def _drift(self, samples: Tree, params: Tree, local: LocalSGD, round: Array) -> Drift:
+    def _drift(self, samples: Tree, params: Tree, local: LocalSGD, round: Array) -> UpdateDrift:
         n = self.training.num_clients
 
         def add(total: tuple, i: Array, *data: ClientData) -> tuple:
             one, other = (tree.sub(local.run(each, params).params, params) for each in data)
-            half = lambda a: tree.scale(0.5, a)  # noqa: E731
             steps = jnp.asarray(local.num_steps(data[0]), float)
-            sums, differences = half(tree.add(one, other)), half(tree.sub(one, other))
+            sums, differences = tree.scale(0.5, tree.add(one, other)), tree.scale(0.5, tree.sub(one, other))
             weight = self.weights[i]
             return total[0] + weight * steps, total[1].with_one(sums, weight), total[2].with_one(differences, weight)
 
-        none = Spread.none(params)
+        none = RunningVariance.none(params)
         steps, sums, differences = self._each(self.training, samples, round, add, (jnp.zeros(()), none, none), draws=2)
-        # <a, b> = |(a + b) / 2|^2 - |(a - b) / 2|^2, of means and of what is left of them
+        # <a, b> = |(a + b) / 2|^2 - |(a - b) / 2|^2, for the means and for the deviations from them
         mean = tree.dot(sums.mean, sums.mean) - tree.dot(differences.mean, differences.mean)
-        apart = sums.squares - differences.squares
-        return Drift(steps / n, jnp.sqrt(jnp.maximum(mean, 0)), jnp.sqrt(jnp.maximum(apart / n, 0)))
+        spread = sums.squares - differences.squares
+        return UpdateDrift(steps / n, jnp.sqrt(jnp.maximum(mean, 0)), jnp.sqrt(jnp.maximum(spread / n, 0)))
 
     def _noise(self, samples: Batch, params: Tree, rows: Array, sizes: Array) -> Array:
-        one = lambda params, sample: jax.grad(self._loss)(params, jax.tree.map(lambda a: a[None], sample))  # noqa: E731
+        def one(params: Tree, sample: Batch) -> Tree:
+            return jax.grad(self._loss)(params, jax.tree.map(lambda a: a[None], sample))
+
         single = optimize(jax.vmap(one, (None, 0)))
 
         def of_client(own: Array) -> Array:
             parts = jnp.pad(own, (0, -len(own) % AT_ONCE), constant_values=-1).reshape(-1, AT_ONCE)
 
-            def add(total: Spread, part: Array) -> tuple[Spread, None]:
+            def add(total: RunningVariance, part: Array) -> tuple[RunningVariance, None]:
                 each = single(params, jax.tree.map(lambda a: a[jnp.maximum(part, 0)], samples))
-                return total.joined(Spread.of_rows(each, part >= 0)), None
+                return total.joined(RunningVariance.of_rows(each, part >= 0)), None
 
-            return jax.lax.scan(add, Spread.none(params), parts)[0].squares
+            return jax.lax.scan(add, RunningVariance.none(params), parts)[0].squares
 
         seen = jnp.sum(rows >= 0, axis=1)
         return jax.lax.map(of_client, rows) / jnp.maximum(seen - 1, 1) * (sizes - 1) / sizes
@@ -224,14 +232,31 @@ class Clients:
 
 
 def gradient_dissimilarity(task: Task, federation: Federation, params: Tree | None = None, seed: int = 0) -> float:
-    """mean_i |grad f_i|^2 / |grad f|^2 with f = mean_i f_i over the N clients, f_i the mean loss of client i.
+    """B^2 = mean_i |grad f_i|^2 / |grad f|^2 with f = mean_i f_i over the N clients, f_i the mean loss of client i.
 
     1 when all gradients agree; the B^2 of (G, B)-bounded dissimilarity with G = 0 (SCAFFOLD, A1; FedProx,
-    Definition 3). ``params``: where; by default the initial parameters of a run with this seed. In evaluation mode:
-    without dropout. One pass over the data. Infinite where the mean gradient is zero.
+    Definition 3). Computed in evaluation mode, without dropout, in one pass over the data.
+
+    Args:
+        task: The task.
+        federation: The clients and their data.
+        params: Where to measure; by default the initial parameters of a run with this seed.
+        seed: Seed of the initial parameters.
+
+    Returns:
+        B^2, infinite where the mean gradient is zero.
+
+    Example:
+        >>> same = fedrax.Federation.from_arrays(np.eye(4, dtype=np.float32), np.array([0, 1, 0, 1]), np.zeros(4, int))
+        >>> task = fedrax.classification(fedrax.models.Logistic().build((4,), 2))
+        >>> round(fedrax.analysis.gradient_dissimilarity(task, same), 3)  # one client
+        1.0
     """
     start = starting_parameters(task, purpose_key(seed, INITIALIZATION), params)
-    wide = lambda a: jnp.asarray(a, jnp.promote_types(jnp.asarray(a).dtype, jnp.float32))  # noqa: E731
-    start = jax.tree.map(wide, start)  # sums in a short format overflow
-    found = Clients(task, federation, seed).gradients(start)
+
+    def at_least_float32(a: Any) -> Array:
+        return jnp.asarray(a, jnp.promote_types(jnp.asarray(a).dtype, jnp.float32))
+
+    start = jax.tree.map(at_least_float32, start)  # sums of float16 overflow
+    found = ClientProbe(task, federation, seed).gradients(start)
     return float(np.mean(found.norms**2) / found.mean**2) if found.mean > 0 else float("inf")

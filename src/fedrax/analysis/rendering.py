@@ -1,4 +1,4 @@
-"""A diagnosis as tables, sentences and a picture."""
+"""A diagnosis as a table, sentences and a figure."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from rich import box
 from rich.table import Table
 
 from fedrax.analysis.diagnosis import Diagnosis
+from fedrax.analysis.method_trials import GridPoint, MethodTrials
 from fedrax.report.curves import PALETTE
 
 RANGE = 3.0
-"""How many times the largest mean gradient must be the smallest one before a fit says what goes with it."""
+"""Ratio of the largest to the smallest mean gradient from which on a fit over gradients is meaningful."""
 STEADY = 0.1
-"""The share of the largest curvature below which its growth with the gradient is none."""
+"""Share of the largest curvature below which its growth with the gradient is not reported."""
 CLOSE = 0.1
-"""How far the mean gradient of clients by chance may be from that of all, in its own length, without a word."""
+"""Relative error of the subsampled mean gradient above which it is reported."""
 LITTLE = 0.3
-"""Below it a ratio to the mean gradient, or to the mean update, counts as small."""
+"""Ratio to the mean gradient, or to the mean update, below which it is called small."""
 
 
 def points_table(made: Diagnosis) -> Table:
-    """What was measured at each point of the run."""
+    """The measurements, a row for each round."""
     heads = (
         "round",
         "loss",
         "|grad f|",
         "max |grad f_i|",
         "B",
-        "apart",
+        "spread",
         "noise",
         "|Hess f|",
         "steps",
@@ -43,9 +44,9 @@ def points_table(made: Diagnosis) -> Table:
         row = (
             p.loss,
             p.gradient,
-            p.largest,
+            p.largest_gradient,
             p.dissimilarity,
-            p.apart,
+            p.gradient_spread,
             p.noise,
             p.curvature,
             p.steps,
@@ -57,34 +58,34 @@ def points_table(made: Diagnosis) -> Table:
 
 
 def lines(made: Diagnosis) -> list[str]:
-    """What the measurements say of the methods' assumptions, a sentence each."""
-    rounds = ", ".join(map(str, made.left_out))
-    left_out = [f"left out       the mean gradient is zero, but for rounding, after rounds {rounds}"] * bool(rounds)
+    """What the measurements mean for the methods' assumptions, a line each."""
+    rounds = ", ".join(map(str, made.skipped_rounds))
+    skipped = [f"skipped        the mean gradient is zero up to rounding after rounds {rounds}"] * bool(rounds)
     sample = (
-        f"measured       the mean gradient of {made.measured} of {made.clients} clients is about"
-        f" {made.sampling_error:.2g} times itself away from that of all: B, kappa, rho and drift are theirs alone"
+        f"subsampled     the mean gradient of {made.measured} of {made.clients} clients differs by about"
+        f" {made.sampling_error:.2g} times its norm from that of all: B, kappa, rho and drift hold for those clients"
     )
     return [
-        *left_out,
+        *skipped,
         *[sample] * (made.sampling_error > CLOSE),
-        f"dissimilarity  B = {made.dissimilarity:.3g} at most (1: clients agree); single clients' gradients are"
-        f" {made.apart:.2g} times the mean gradient away from it",
+        f"dissimilarity  B = {made.dissimilarity:.3g} at most (1: all gradients agree); the distance of a client's"
+        f" gradient from the mean gradient is {made.gradient_spread:.2g} times its norm",
         f"bound          |grad f_i| <= {made.kappa:.3g} + {made.rho:.3g} |grad f| (EPISODE's kappa and rho"
-        + (")" if _apart(made) else "): the gradients of this run are too much alike to tell one from the other"),
+        + (")" if _varies(made) else "): the gradients of this run differ too little to separate kappa from rho"),
         f"smoothness     |Hess f| is about {made.l0:.3g} + {made.l1:.3g} |grad f| (L0 and L1): {_smooth(made)}",
         f"drift          {_drift(made)}",
-        f"cohorts        the mean of {made.cohort} of {made.clients} clients is {made.cohort_noise:.2g} times the mean"
-        f" gradient away from that of all: "
+        f"cohorts        the mean gradient of {made.cohort} of {made.clients} clients differs by"
+        f" {made.cohort_noise:.2g} times its norm from that of all: "
         + _verdict(
             made.cohort_noise,
-            "who takes part matters little",
-            "larger cohorts and memories of absent clients reduce it (MIFA, GradMA, LoSAC, SCAFFOLD)",
+            "client sampling matters little",
+            "larger cohorts, or methods with client or server memory (MIFA, GradMA, LoSAC, SCAFFOLD), reduce it",
         ),
-        f"noise          a local batch's gradient is {made.noise:.2g} times the mean gradient off: "
+        f"noise          a mini-batch gradient has an error of {made.noise:.2g} times the mean gradient: "
         + _verdict(
             made.noise,
-            "batches are as good as whole data",
-            "larger batches, more steps of a smaller size, or averaging over more clients reduce it",
+            "mini-batches are nearly as good as full batches",
+            "larger mini-batches, a smaller learning rate with more steps, or larger cohorts reduce it",
         ),
     ]
 
@@ -92,33 +93,33 @@ def lines(made: Diagnosis) -> list[str]:
 def _drift(made: Diagnosis) -> str:
     if not math.isfinite(made.drift):
         return (
-            "the mean update is lost in the noise of batches, so that nobody can say how far clients' updates are from"
-            " it; larger batches would tell"
+            "the mean update is below the noise of mini-batches, so that the distance of clients' updates from it is"
+            " unknown; measure with larger mini-batches"
         )
-    return f"clients' updates are {made.drift:.2g} times the mean update away from it: " + _verdict(
+    return f"the distance of a client's update from the mean update is {made.drift:.2g} times its norm: " + _verdict(
         made.drift,
-        "local steps agree, and corrections of drift have little to correct",
-        "corrections of drift have something to correct (SCAFFOLD, LoSAC, MimeSVRG, FedDyn, EPISODE)",
+        "there is little drift to correct",
+        "there is drift that SCAFFOLD, LoSAC, MimeSVRG, FedDyn or EPISODE can correct",
     )
 
 
-def _apart(made: Diagnosis) -> bool:
-    """Whether mean gradients differ enough to say what goes with them."""
+def _varies(made: Diagnosis) -> bool:
+    """Whether mean gradients vary enough along the run for a fit over them."""
     gradients = [point.gradient for point in made.points]
     return max(gradients) >= RANGE * min(gradients)
 
 
 def _smooth(made: Diagnosis) -> str:
-    if not _apart(made):
-        return "the gradients of this run are too much alike to say how curvature goes with them"
+    if not _varies(made):
+        return "the gradients of this run vary too little to relate curvature to them"
     if made.growth > 0.5:
-        return "curvature grows with the gradient, which is what clipping is for (CELGC, EPISODE)"
+        return "curvature grows with the gradient, the case for clipping (CELGC, EPISODE)"
     if made.growth > STEADY:
         return (
-            f"{made.growth:.0%} of the largest curvature comes with the gradient: a fixed step size serves"
-            " where it is small enough for that"
+            f"{made.growth:.0%} of the largest curvature grows with the gradient: a fixed learning rate works"
+            " if it is small enough for the largest gradients"
         )
-    return "curvature does not grow with the gradient: a fixed step size serves, and nothing asks for clipping"
+    return "curvature does not grow with the gradient: a fixed learning rate works without clipping"
 
 
 def _verdict(ratio: float, little: str, much: str) -> str:
@@ -126,21 +127,21 @@ def _verdict(ratio: float, little: str, much: str) -> str:
 
 
 def draw(made: Diagnosis) -> Figure:
-    """Gradients and their spread along the run, and curvature against the gradient."""
+    """Gradients and their spread along the run; curvature against the gradient."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     along, bent = figure.subplots(1, 2)
     rounds = [point.round for point in made.points]
     for i, (label, values) in enumerate(
         (
             ("mean gradient", [p.gradient for p in made.points]),
-            ("largest of a client", [p.largest for p in made.points]),
+            ("largest of a client", [p.largest_gradient for p in made.points]),
             ("bound by κ and ρ", [made.kappa + made.rho * p.gradient for p in made.points]),
-            ("clients from the mean", [p.apart for p in made.points]),
+            ("clients from the mean", [p.gradient_spread for p in made.points]),
             ("single samples from their client", [p.noise for p in made.points]),
         )
     ):
         dashed = "--" if label.startswith("bound") else "-"
-        label += " (zero)" * (not any(values))  # a logarithm has no place for it
+        label += " (zero)" * (not any(values))  # a logarithmic axis cannot show it
         along.plot(rounds, values, dashed, marker="o", markersize=4, color=PALETTE[i], label=label)
     along.set(xlabel="communication rounds", ylabel="length of gradients", yscale="log")
     along.set_xscale("symlog", linthresh=1)
@@ -159,3 +160,28 @@ def draw(made: Diagnosis) -> Figure:
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def trial_lines(trials: MethodTrials) -> list[str]:
+    """The scores of the methods tried, and the methods that were rejected."""
+    unit, places = (100, 1) if trials.metric == "accuracy" else (1, 4)
+    scores = [
+        f"{trial.method} {unit * trial.score:.{places}f} ± {unit * trial.spread:.{places}f} ({_words(trial.point)})"
+        for trial in trials.tried
+    ]
+    metric, deviation = "accuracy in %" if trials.metric == "accuracy" else "loss", "± over seeds"
+    if trials.metric == "accuracy":
+        best = trials.tried[0].score
+        sampling = 100 * math.sqrt(best * (1 - best) / trials.rows)
+        deviation += f"; the standard error from the choice of rows is about {sampling:.1f}"
+    at_end = [trial.method for trial in trials.tried if trial.at_end]
+    ends = f"; best at an end of the learning rates: {', '.join(at_end)}" if at_end else ""
+    return [
+        f"trials         {trials.rounds} rounds of each method at its best learning rate, {metric} on"
+        f" {trials.rows} held-out rows ({deviation}): {', '.join(scores)}{ends}",
+        *(f"rejected       {reason}" for reason in trials.rejected),
+    ]
+
+
+def _words(point: GridPoint) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in point.items())

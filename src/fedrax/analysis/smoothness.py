@@ -1,4 +1,4 @@
-"""How curved the mean loss is: the spectral norm of its Hessian, by Lanczos's method on products with vectors."""
+"""Spectral norm of the Hessian of the mean loss, by the Lanczos method on Hessian-vector products."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from fedrax.tree import Tree
 from fedrax.xla import optimize
 
 ITERATIONS = 20
-"""Of Lanczos's method. Its estimate only grows with them."""
+"""Lanczos iterations. The estimate is a lower bound that grows with them."""
 AT_ONCE = 128
-"""Samples in one product with the Hessian."""
+"""Samples in one Hessian-vector product."""
 
 
 def curvature(
     task: Task, federation: Federation, most: int, seed: int = 0, shares: np.ndarray | None = None
 ) -> Callable[[Tree], float]:
-    """parameters -> |Hess f| with f = sum_i shares_i f_i over the N clients, f_i the mean loss of client i.
+    """Function from parameters to |Hess f|, f = sum_i shares_i f_i over the N clients, f_i the mean loss of client i.
 
-    shares: [N], by default 1/N. Of all samples, or where there are more than ``most`` of as many: a client drawn by its
-    share, then one of its samples.
+    shares: [N], by default 1/N. Uses all samples, or ``most`` of them where there are more: each is drawn by sampling a
+    client by its share, then one of its samples uniformly.
     """
     if shares is None:
         shares = np.full(federation.num_clients, 1 / federation.num_clients)
@@ -43,13 +43,17 @@ def curvature(
     def tridiagonal(samples: Batch, weights: Array, params: Tree) -> tuple[Array, Array]:
         def product(v: Tree) -> Tree:
             def add(total: Tree, part: tuple[Batch, Array]) -> tuple[Tree, None]:
-                loss = lambda p: jnp.vdot(part[1], task.evaluation_loss(p, part[0]))  # noqa: E731
+                def loss(p: Tree) -> Array:
+                    return jnp.vdot(part[1], task.evaluation_loss(p, part[0]))
+
                 image = optimize(lambda p, v: jax.jvp(jax.grad(loss), (p,), (v,))[1])
                 return tree.add(total, image(params, v)), None
 
             return jax.lax.scan(add, tree.zeros_like(params), (samples, weights))[0]
 
-        def again(carry: tuple[Tree, Tree, Array], _: None) -> tuple[tuple[Tree, Tree, Array], tuple[Array, Array]]:
+        def lanczos_step(
+            carry: tuple[Tree, Tree, Array], _: None
+        ) -> tuple[tuple[Tree, Tree, Array], tuple[Array, Array]]:
             before, v, beta = carry
             image = tree.add_scaled(product(v), -beta, before)
             alpha = tree.dot(image, v)
@@ -62,10 +66,10 @@ def curvature(
         drawn = [jax.random.normal(key, a.shape, a.dtype) for key, a in zip(keys, leaves, strict=True)]
         start = jax.tree.unflatten(structure, drawn)
         start = tree.scale(1 / tree.norm(start), start)
-        return jax.lax.scan(again, (tree.zeros_like(params), start, jnp.zeros(())), None, ITERATIONS)[1]
+        return jax.lax.scan(lanczos_step, (tree.zeros_like(params), start, jnp.zeros(())), None, ITERATIONS)[1]
 
     def norm(params: Tree) -> float:
-        """The largest of the absolute eigenvalues on the space that the products span."""
+        """The largest absolute eigenvalue on the Krylov space."""
         alpha, beta = (np.asarray(a, float) for a in tridiagonal(samples, jnp.asarray(weights), params))
         if not np.isfinite([alpha, beta]).all():
             return float("nan")
@@ -78,7 +82,7 @@ def curvature(
 def _sample(
     federation: Federation, shares: np.ndarray, most: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows and the weights of their losses in f."""
+    """Rows of ``train``, and the weights of their losses in f."""
     sizes, n = federation.sizes, federation.num_clients
     if sizes.sum() <= most:
         return np.arange(sizes.sum()), np.repeat(shares / sizes, sizes)

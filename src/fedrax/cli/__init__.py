@@ -30,7 +30,7 @@ COMMANDS = {
     "report": "one page of HTML about runs: curves, table, partition, settings; it loads nothing",
     "doctor": "what a run's directory holds, what is damaged, what can be saved",
     "partition": "divide a data set among clients, count and draw it, measure its heterogeneity",
-    "diagnose": "how clients, batches and curvature of a task bear on the methods' assumptions",
+    "diagnose": "measure client heterogeneity, gradient noise and curvature; write a comparison to run",
     "privacy": "what a private experiment spends, without training; the noise or the rounds for an epsilon",
     "audit": "attack a private experiment: a lower bound on its epsilon beside the claimed one",
     "profile": "where a round's time goes, and what bounds it",
@@ -52,8 +52,10 @@ commands:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0; 1 where a method of a comparison diverged, an audit refuted a claim or
-    a directory is damaged; 2 for input that cannot be used; 128 + the signal that stopped it, 130 after Ctrl-C.
+    """Run a command and return its exit status.
+
+    0: success. 1: a method of a comparison diverged, an audit refuted a claim, or a directory is damaged. 2: invalid
+    input. 130: Ctrl-C. 128 + n: stopped by signal n.
     """
     _open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal of few letters shows the others by their numbers

@@ -121,8 +121,10 @@ def take_choices(table: Table, args: list[str], reader: serialization.Reader) ->
 
 
 def _of_one_method(table: Table, args: list[str], parts: tuple[str, ...]) -> Table:
-    """The table of a comparison whose [algorithm] names no method, since it holds what several share: with the name
-    that ``args`` give, where that one has all of its keys; without it, where no algorithm is asked for.
+    """Complete the table of a comparison whose [algorithm] holds settings shared by methods, without a name.
+
+    The name is taken from ``args`` if that algorithm has all of the keys. A command without an algorithm drops the
+    table.
     """
     shared = table.get("algorithm", {})
     if not isinstance(shared, Mapping) or "name" in shared:

@@ -1,14 +1,15 @@
-"""``fedrax diagnose``: a task and its partition measured."""
+"""``fedrax diagnose``: measure a task and its partition, try methods, write the comparison to run."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+import tomlkit
 
 from fedrax.algorithms.fedavg import FedAvg
 from fedrax.cli import tell
@@ -20,21 +21,23 @@ from fedrax.contract.local_training import LocalSGD
 from fedrax.errors import FedraxError
 from fedrax.escaping import plain
 from fedrax.experiments import experiment
+from fedrax.files import write_text
 from fedrax.participation import Asynchronous, Poisson, Turns, Uniform
 from fedrax.report.comparison_table import wide_console
 from fedrax.simulation import use_all_cores
 
 if TYPE_CHECKING:
-    from fedrax.analysis import Diagnosis
+    from fedrax.analysis import Diagnosis, MethodTrials
 
-DESCRIPTION = """A task and its partition measured: `fedrax diagnose [FILE.toml] [flags]`.
+DESCRIPTION = """Measure a task and its partition: `fedrax diagnose [FILE.toml] [flags]`.
 
-Along the rounds of a run of FedAvg with the experiment's local steps, at rounds 0, 1, 2, 4, 8 ... and the last: how far
-clients' gradients and updates are apart, how noisy batches are, how curvature goes with the gradient; and the constants
-of the methods' assumptions that fit. Of more than 256 clients as many are drawn. Then, where that takes little or with
---tune always, a few methods are trained for the experiment's rounds, each at step sizes of its own, and compared on
-rows that clients hold out. It ends with what to try first, and how often such advice was right. Flags are those of
-`fedrax run`."""
+Measures along a run of FedAvg with the experiment's local steps, at rounds 0, 1, 2, 4, 8 ... and the last: the
+dissimilarity of client gradients, the drift of client updates, the noise of mini-batches, the curvature, and the
+constants of the methods' assumptions that fit. Of more than 256 clients, 256 are sampled. Then, where it takes little
+time (always with --tune always), trains FedAvg, SCAFFOLD, FedDyn and GradMA for the experiment's rounds, each over a
+grid of learning rates, and ranks them on rows that clients hold out. Writes the file of a comparison of these methods,
+to run with `fedrax compare`: no measurement replaces it. Flags are those of `fedrax run`."""
+HEADER = "Written by fedrax diagnose. Run it with: fedrax compare"
 
 
 @dataclass
@@ -42,99 +45,148 @@ class DiagnoseOptions:
     """Options of ``fedrax diagnose``."""
 
     data_dir: Path | None = None
-    """Where data files lie; by default $FEDRAX_DATA."""
+    """Directory of data files; by default $FEDRAX_DATA."""
     picture: Path | None = Path("diagnosis")
-    """Where the picture goes, as .png and .svg; None for no picture."""
+    """Where to save the figure, as .png and .svg; None for no figure."""
+    comparison: Path | None = Path("diagnosis.toml")
+    """Where to write the file of a comparison; None for no file."""
     tune: Literal["auto", "always", "never"] = "auto"
-    """Whether methods are tried, each at step sizes of its own; by default where that takes a minute or two."""
+    """Whether to try methods, each over its grid; by default where that takes a minute or two."""
     json: bool = False
     """Print JSON."""
 
 
 def main(args: list[str]) -> int:
-    """Parse, measure, print, draw."""
+    """Parse, measure, try, print, draw, write."""
     parsed = parse_experiment(DiagnoseOptions, args, "fedrax diagnose", DESCRIPTION, comparisons=True)
     spec, options = parsed.experiment, parsed.options
     use_all_cores()
     algorithm, task, federation = experiment.build(spec, options.data_dir)
-    from fedrax.analysis import advice, diagnose, rendering, trials
+    from fedrax.analysis import diagnose, method_trials, rendering
 
     def progress(text: str, last: bool) -> None:
         if not options.json and sys.stderr.isatty():
             print(f"\r\x1b[K{text}", end="\n" if last else "", file=sys.stderr, flush=True)
 
-    def measured(done: int, of: int) -> None:
-        progress(f"{done} of {of} points measured", done == of)
+    def measured(done: int, total: int) -> None:
+        progress(f"{done} of {total} points measured", done == total)
 
-    def tried(method: str, done: int, of: int) -> None:
-        progress(f"{done} of {of} methods tried" + f", {method} at step sizes of its own" * (done < of), done == of)
+    def tried(method: str, done: int, total: int) -> None:
+        progress(f"{done} of {total} methods tried" + f", now {method}" * (done < total), done == total)
 
-    aside = set_aside(spec, algorithm)
-    local, names = algorithm.local_steps, advice.shortlist()
-    made, found, unmeasured, left_out, failed = None, None, None, None, None
+    ignored = not_measured(spec, algorithm)
+    local, names = algorithm.local_steps, method_trials.DEFAULT_METHODS
+    made, trials, unmeasured, untried, failed = None, None, None, None, None
     try:
         made = diagnose(task, federation, spec.run, local, progress=measured)
-    except FedraxError as error:  # the methods tried have step sizes of their own
+    except FedraxError as error:  # methods can be tried all the same: they have learning rates of their own
         unmeasured = error
-    work = 0.0 if options.tune == "never" else trials.operations(task, federation, spec.run, local or LocalSGD(), names)
-    if options.tune == "always" or (options.tune == "auto" and work <= trials.LITTLE):
+    work = 0.0
+    if options.tune != "never":
+        work = method_trials.operations(task, federation, spec.run, local or LocalSGD(), names)
+    if options.tune == "always" or (options.tune == "auto" and work <= method_trials.QUICK):
         try:
-            found = trials.try_methods(task, federation, spec.run, local, methods=names, progress=tried)
+            trials = method_trials.try_methods(task, federation, spec.run, local, methods=names, progress=tried)
         except FedraxError as error:
-            left_out, failed = str(error), error if options.tune == "always" else None
+            untried, failed = str(error), error if options.tune == "always" else None
     else:
         cost = f", about {work:.0e} operations" if work else ""
-        left_out = f"{', '.join(names)}: with --tune always each is trained here{cost}"
-    if unmeasured is not None and found is None and task.loss_and_statistics is None:
+        untried = f"{', '.join(names)}: --tune always trains each of them{cost}"
+    if unmeasured is not None and trials is None and task.loss_and_statistics is None:
         raise unmeasured
     if made is None and failed is not None:
         raise failed
     pictures, not_drawn = ((), None) if made is None else save(partial(rendering.draw, made), options.picture)
+    memory = method_trials.server_memory(task, federation, spec.run)
+    written = write_comparison(spec, local or LocalSGD(), trials, memory, options.comparison)
     if options.json:
-        first = [dataclasses.asdict(one) for one in advice.advise(made, found)]
-        reasons = {"not_measured": unmeasured and str(unmeasured), "not_tried": left_out, "set_aside": aside}
-        shown = {"advice": first, "trials": found and found.to_dict(), "pictures": [str(path) for path in pictures]}
-        print(json.dumps((made.to_dict() if made else {}) | shown | reasons))
+        reasons = {"not_measured": unmeasured and str(unmeasured), "not_tried": untried, "ignored": ignored}
+        files = {"pictures": [str(path) for path in pictures], "comparison": written and str(options.comparison)}
+        found = {"trials": trials and trials.to_dict()} | files
+        print(json.dumps((made.to_dict() if made else {}) | found | reasons))
     else:
         for note in [*not_of_one_run(parsed.left_out, spec), *federation.notes]:
             tell(plain(note))
-        told = rendering.lines(made) if made is not None else [f"not measured   {unmeasured}"]
-        told += [*advice.lines(made, found, left_out), *(f"set aside      {text}" for text in aside)]
-        _print(federation.name, made, [*told, *(f"picture: {path}" for path in pictures)])
-    if (error := failed or not_drawn) is not None:  # once what was found is printed
+        lines = rendering.lines(made) if made is not None else [f"not measured   {unmeasured}"]
+        lines += [] if trials is None else rendering.trial_lines(trials)
+        lines += [f"not tried      {untried}"] * (untried is not None)
+        if federation.num_clients == 1:
+            lines.append("one client     there is no drift to correct")
+        lines += [f"ignored        {text}" for text in ignored]
+        lines += [f"picture        {path}" for path in pictures]
+        if written:
+            lines.append(f"comparison     to compare these methods: fedrax compare {options.comparison}")
+        elif options.comparison is not None:
+            lines.append(f"comparison     {options.comparison} exists and is kept: name another with --comparison")
+        _print(federation.name, made, lines)
+    if (error := failed or not_drawn) is not None:  # after what was measured has been printed
         raise error
     return 0
 
 
-def _print(name: str, made: Diagnosis | None, told: list[str]) -> None:
-    """The table of what was measured, if anything was, and what it says."""
+def write_comparison(
+    spec: experiment.Experiment, local: LocalSGD, trials: MethodTrials | None, memory: int, path: Path | None
+) -> bool:
+    """Write the file of a comparison of the default methods, each with the grid of its trials.
+
+    After trials the learning rates are the best one and its neighbors, and the methods come best first.
+
+    Returns:
+        Whether the file was written: an existing one is kept.
+    """
+    if path is None or path.exists():
+        return False
+    from fedrax.analysis import method_trials
+
+    rates = method_trials.LEARNING_RATES
+    best = {} if trials is None else {trial.method: trial.point for trial in trials.tried}
+    table: dict[str, Any] = experiment.to_table(replace(spec, algorithm=FedAvg(), validation=0.0))
+    table = {key: value for key, value in table.items() if key not in ("algorithm", "validation")}
+    table["run"] = {key: value for key, value in table["run"].items() if key != "seed"}
+    seeds = [spec.run.seed + k for k in range(method_trials.SEEDS)]
+    table |= {"seeds": seeds, "search": {"validation": method_trials.VALIDATION}, "compare": []}
+    for name in best or method_trials.DEFAULT_METHODS:
+        grid = method_trials.METHODS[name]
+        at = rates.index(best[name]["local.lr"]) if name in best else None
+        nearby = rates if at is None else rates[max(at - 1, 0) : at + 2]
+        axes: dict[str, Any] = {"algorithm.local.lr": list(nearby)}
+        if grid.second:
+            axes[f"algorithm.{grid.second}"] = list(grid.values)
+        algorithm = grid.at(best.get(name, grid.points()[0]), local, memory)
+        entry = experiment.to_table(replace(spec, algorithm=algorithm))["algorithm"]
+        table["compare"].append({"label": name, "grid": axes, **entry})
+    scalars = {key: value for key, value in table.items() if not isinstance(value, dict) and key != "compare"}
+    write_text(path, f"# {HEADER} {path}\n" + tomlkit.dumps(scalars | table))
+    return True
+
+
+def _print(name: str, made: Diagnosis | None, lines: list[str]) -> None:
+    """Print the table of measurements, if there are any, and the lines below it."""
     from fedrax.analysis import rendering
 
     console = wide_console()
     if made is not None:
-        rounds = max([made.points[-1].round, *made.left_out])
+        rounds = max([made.points[-1].round, *made.skipped_rounds])
         about = f"{made.measured} of {made.clients} clients, {rounds} round{'s' * (rounds != 1)} of FedAvg"
         console.print(f"{plain(name)}: {about}", highlight=False, markup=False)
         console.print(rendering.points_table(made))
-    for line in told:
+    for line in lines:
         console.print(line, highlight=False, markup=False)
 
 
-def set_aside(spec: experiment.Experiment, algorithm: Algorithm) -> list[str]:
-    """What the experiment says, and neither the measurements nor the methods tried have of it."""
+def not_measured(spec: experiment.Experiment, algorithm: Algorithm) -> list[str]:
+    """Parts of the experiment that neither the measurements nor the trials take into account."""
     found = []
     if type(algorithm) is not FedAvg:
-        private = ", its privacy among it" if algorithm.releases() else ""
-        taken = "local steps alone are taken: whatever else it does is not here"
+        private = ", including its privacy" if algorithm.releases() else ""
         if algorithm.local_steps is None:
-            taken = "nothing is taken, for it has no local steps: measured and tried are those of FedAvg by default"
-        found.append(f"of {spec.method_name} {taken}{private}")
+            found.append(f"{spec.method_name} has no local steps: FedAvg's default ones are measured and tried")
+        else:
+            found.append(f"everything of {spec.method_name} but its local steps{private}")
     if isinstance(spec.run.participation, Asynchronous):
-        found.append(
-            "clients that work at their own pace: here each round waits for its cohort, and the methods named do, too"
-        )
+        found.append("asynchronous participation: here each round waits for its cohort")
     elif not isinstance(spec.run.participation, Uniform | Turns | Poisson):
-        found.append("who takes part: measured are all clients alike, and cohorts drawn uniformly from them")
+        found.append("participation: all clients are measured, and trials sample cohorts as the run does")
     if spec.run.stragglers:
-        found.append("stragglers: the drift that was measured is that of whole local work")
+        found.append("stragglers: the drift is that of complete local work")
     return found

@@ -51,7 +51,7 @@ class Quantized(Wrapper):
         """``inner``'s upload, quantized."""
         output = client(message, state, data)
         leaves, structure = jax.tree.flatten(output.upload)
-        keys = jax.random.split(data.key("quantize"), max(len(leaves), 1))
+        keys = jax.random.split(data.key("quantise"), max(len(leaves), 1))
         chances = _chances(keys, {i: leaf.shape for i, leaf in enumerate(leaves) if _is_real(leaf)})
         quantities = [self._quantized(u, chances[i]) if i in chances else u for i, u in enumerate(leaves)]
         return output._replace(upload=structure.unflatten(quantities)), own
