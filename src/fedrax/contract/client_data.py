@@ -44,12 +44,30 @@ def is_wide(samples: Tree) -> bool:
 
 
 class ClientData(TrainingHooks):
-    """One client's data and circumstances in one round; read by algorithms.
+    """One client's data in one round, as algorithms see it.
 
-    size: samples of this client n_i (int32). round: the round's number from 0 (int32). work: the share of the local
-    work a straggler does, in (0, 1], or None where nobody straggles. num_clients: N. cohort_size: S (float),
-    the one that was asked for where rounds may have more clients or fewer. unroll: lay out loops of known length step
-    by step. precision: the operands of the gradient's matrix products.
+    Args:
+        task: the task.
+        layout: static bounds on the clients' sizes.
+        samples: pytree of the samples of all clients.
+        place: the client's assignment; ``size`` (n_i, int32) and ``work`` (a straggler's share of the local work in
+            (0, 1], or None) are also attributes of the data.
+        key: the client's random key in this round.
+        round: int32; the number of the round, from 0.
+        num_clients: N, the number of clients of the federation.
+        cohort_size: S, as a float; the expected size where it varies.
+        shared_key: the random key that all clients of the round share.
+        phase: the number of the phase in the round.
+        carried: the mutable state of local training.
+        unroll: whether to unroll loops of static length.
+        precision: the operand format of the gradient's matrix products.
+
+    Example:
+        >>> task = fedrax.regression(fedrax.models.Linear().build((2,), 1))
+        >>> facts = {"round": 0, "num_clients": 1, "cohort_size": 1}
+        >>> data = fedrax.ClientData.alone(task, np.ones((3, 2)), np.ones(3), jax.random.key(0), **facts)
+        >>> int(data.size)
+        3
     """
 
     def __init__(
@@ -83,7 +101,21 @@ class ClientData(TrainingHooks):
     def alone(
         cls, task: Any, x: Any, y: Any, key: Array, *, round: int, num_clients: int, cohort_size: int, phase: int = 0
     ) -> Self:
-        """For a process that has its own client's samples and no others. x: [n, ...]; y: [n, ...]."""
+        """Create the data of a single client, outside of a simulation.
+
+        Args:
+            task: the task.
+            x: inputs [n, ...].
+            y: labels [n, ...].
+            key: a JAX random key.
+            round: the number of the round, from 0.
+            num_clients: N, the number of clients of the federation.
+            cohort_size: S, the (expected) size of the cohort.
+            phase: the number of the phase.
+
+        Returns:
+            The client's data.
+        """
         samples = Batch(jnp.asarray(x), jnp.asarray(y))
         rows, zero = len(samples.y), jnp.int32(0)
         place = ClientAssignment(zero, zero, zero, jnp.int32(rows), jnp.ones(()))
@@ -108,11 +140,22 @@ class ClientData(TrainingHooks):
         return (self._shared_keys if shared else self._keys)(name)
 
     def dropout_key(self, index: Array | int) -> Array:
-        """The key that the loss of local step ``index`` is given. Internal."""
+        """The random key of the loss in one local step. Internal.
+
+        Args:
+            index: the number of the local step, from 0.
+
+        Returns:
+            A JAX random key.
+        """
         return jax.random.fold_in(self._keys.base, index)
 
     def resampled(self) -> Self:
-        """The same client with other random keys and batches: for a batch besides those of the local steps."""
+        """The same client with independent random keys: for a mini-batch besides those of the local steps.
+
+        Returns:
+            The client's data.
+        """
         self.refuse_uncounted("a batch besides those of its local steps")
         keys = self._keys.resampled()
         return self._with(_keys=keys, _words=jax.random.key_data(keys.base), _resampled=True)
@@ -131,7 +174,14 @@ class ClientData(TrainingHooks):
         return self._with(_stepping=True)
 
     def with_steps(self, steps: Array) -> Self:
-        """With T_i, int32, whatever ``local`` says, unless a script gives it; a straggler does its share."""
+        """Set the number of local steps T_i. A script's number has priority; a straggler does its share.
+
+        Args:
+            steps: int32; the number of local steps.
+
+        Returns:
+            The changed data.
+        """
         self.refuse_uncounted("another number of local steps")
         if self.place.steps is not None:
             return self
@@ -139,13 +189,27 @@ class ClientData(TrainingHooks):
         return self._with(place=self.place._replace(steps=steps))
 
     def with_carried(self, carried: TrainState) -> Self:
-        """With statistics and local optimizer of the caller's own, who looks after them."""
+        """Replace the running statistics and the state of the local optimizer.
+
+        Args:
+            carried: the mutable state of local training.
+
+        Returns:
+            The changed data.
+        """
         return self._with(carried=carried)
 
     def with_samples(self, samples: Tree, size: Array) -> Self:
-        """With other samples of all clients, of which this one has the first ``size`` in its place, at least one.
+        """Replace the samples: the client then has the first ``size`` rows from its offset on, at least one.
 
-        ``with_samples(data.samples, size)`` leaves out the last ones of its own.
+        ``with_samples(data.samples, size)`` drops the client's last samples.
+
+        Args:
+            samples: pytree of the samples of all clients.
+            size: int32; the number of samples to use.
+
+        Returns:
+            The changed data.
         """
         self.refuse_uncounted("other samples")
         unknown = Layout(self.layout.largest, 0, 1)  # no client's size is known any more
@@ -157,7 +221,14 @@ class ClientData(TrainingHooks):
         return self._with(samples=samples, size=size, place=place, _counted=None)  # a trace is none of the turns
 
     def variables(self, params: Tree) -> Tree:
-        """What the task's functions take: the parameters, with the running statistics where the model has some."""
+        """Combine the parameters with the running statistics, where the model has some.
+
+        Args:
+            params: pytree of the global parameters.
+
+        Returns:
+            The input of the task's functions.
+        """
         return with_statistics(params, self.carried.statistics)
 
     @property
@@ -175,12 +246,19 @@ class ClientData(TrainingHooks):
 
     @xla.scope(xla.GATHER)
     def batch(self, step: Array | int, batch_size: int, order: Order) -> tuple[Tree, Array | None]:
-        """The samples of local step ``step`` and their weights: (leaves [B, ...], None or float [B]).
+        """Gather the mini-batch of a local step.
 
-        ``shuffle`` walks the data in a new random order in every epoch, ``stored`` as stored; the last batch
-        of an epoch is shorter where B does not divide the size. ``replacement`` draws each sample anew. Rows that
-        do not count hold this client's samples too, those at the beginning of the epoch: networks and losses that
-        look at whole batches see them.
+        ``shuffle`` permutes the data anew in every epoch, ``stored`` keeps their order, ``replacement`` draws with
+        replacement. The last mini-batch of an epoch is padded, where B does not divide the size, with other samples
+        of this client.
+
+        Args:
+            step: the number of the local step, from 0.
+            batch_size: B, the samples of a batch.
+            order: the order of the samples; see `LocalSGD.order`.
+
+        Returns:
+            The samples, leaves [B, ...], and bool [B], False for padding; None without padding.
         """
         if not self._stepping:
             self.refuse_uncounted("a batch beside them")
@@ -208,7 +286,14 @@ class ClientData(TrainingHooks):
         return self.gather(positions), None if whole else inside
 
     def batches(self, batch_size: int) -> Array | int:
-        """Batches in an epoch: ceil(n_i / B); a Python int where all clients are of one size."""
+        """The number of mini-batches in an epoch, ceil(n_i / B).
+
+        Args:
+            batch_size: B, the samples of a batch.
+
+        Returns:
+            A Python int where all clients have the same size, otherwise int32.
+        """
         size = min(batch_size, self.layout.largest)
         if self.layout.equal:
             return -(-self.layout.largest // size)
@@ -216,7 +301,15 @@ class ClientData(TrainingHooks):
 
     @xla.scope(xla.GATHER)
     def block_index(self, step: Array | int, num_blocks: int) -> Array:
-        """The block of step ``step``, drawn uniformly from {0, ..., M - 1} unless the experiment fixes it."""
+        """Draw the block of a step uniformly from {0, ..., M - 1}, unless a script sets it.
+
+        Args:
+            step: the number of the local step, from 0.
+            num_blocks: M, the number of blocks.
+
+        Returns:
+            int32; the block.
+        """
         if self._resampled and self.place.fresh is not None:
             return self.place.fresh
         if self.place.blocks is not None and not self._resampled:
@@ -224,7 +317,15 @@ class ClientData(TrainingHooks):
         return uniform_index(self._words, step, num_blocks, stream=2)
 
     def block_rows(self, block: Array | int, num_blocks: int) -> tuple[Array, Array | int]:
-        """(first row, rows) of block j of M: the client's rows floor(j n_i / M) to floor((j + 1) n_i / M)."""
+        """The rows of block j of M: floor(j n_i / M) to floor((j + 1) n_i / M).
+
+        Args:
+            block: j, the number of the block.
+            num_blocks: M, the number of blocks.
+
+        Returns:
+            The first row and the number of rows.
+        """
         if self.layout.divisor % num_blocks == 0 and self.layout.equal:
             rows = self.layout.largest // num_blocks
             return jnp.asarray(block * rows, jnp.int32), rows
@@ -234,7 +335,14 @@ class ClientData(TrainingHooks):
     # -- gradients ---------------------------------------------------------------------------------------------
 
     def losses(self, recorded: list | None = None) -> Callable:
-        """The local loss, (params, batch, key) -> [B]; new running statistics, if any, are put into ``recorded``."""
+        """Build the local loss, with the changes that wrappers make.
+
+        Args:
+            recorded: list to which new running statistics are appended; None: they are not computed.
+
+        Returns:
+            (params, batch, key) -> losses [B].
+        """
 
         def own(params: Tree, batch: Tree, key: Array) -> Array:
             if recorded is None or not self.carried.statistics:
@@ -252,9 +360,17 @@ class ClientData(TrainingHooks):
     def loss_and_gradient(
         self, params: Tree, samples: Tree, weights: Array | None, key: Array, reduction: Reduction
     ) -> tuple[Array, Tree, Tree]:
-        """A batch's estimate of the client's loss (mean or sum over its samples) and its gradient at ``params``.
+        """Estimate the client's loss and gradient on a mini-batch.
 
-        And the model's running statistics after this batch.
+        Args:
+            params: pytree of the global parameters.
+            samples: pytree of samples, leaves [B, ...].
+            weights: bool [B], False for padding rows, or None.
+            key: a JAX random key.
+            reduction: whether the client's loss is the mean or the sum over its samples.
+
+        Returns:
+            The loss, the gradient and the running statistics after this mini-batch.
         """
         scale = self.size if reduction == "sum" else 1
         if not self._stepping:
@@ -321,9 +437,17 @@ class ClientData(TrainingHooks):
 
     @xla.scope(xla.GRADIENT)
     def range_gradient(self, params: Tree, start: Array | int, rows: Array | int, at_most: int, key: Array) -> tuple:
-        """Summed loss and its gradient over the client's rows ``start`` to ``start + rows``, in passes.
+        """Sum losses and gradients over consecutive rows, in several passes where there are many.
 
-        ``rows`` is a Python int where known; ``at_most`` bounds it.
+        Args:
+            params: pytree of the global parameters.
+            start: the first row, counted from the client's first.
+            rows: the number of rows; a Python int where it is static.
+            at_most: a static upper bound of ``rows``.
+            key: a JAX random key.
+
+        Returns:
+            The summed loss and the summed gradient.
         """
         self.refuse_uncounted("gradients of all of a client's data, or of a block")
         losses, of_batch = self.losses(), self._of_batch()
@@ -351,7 +475,15 @@ class ClientData(TrainingHooks):
         return jax.lax.fori_loop(0, (rows + chunk - 1) // chunk, one_pass, zero)
 
     def full_gradient(self, params: Tree, reduction: Reduction = "mean") -> tuple[Array, Tree]:
-        """Loss and gradient over all of the client's data."""
+        """Compute loss and gradient over all of the client's samples.
+
+        Args:
+            params: pytree of the global parameters.
+            reduction: whether the client's loss is the mean or the sum over its samples.
+
+        Returns:
+            The loss and the gradient.
+        """
         rows = self.layout.largest if self.layout.equal else self.size
         total = self.range_gradient(params, 0, rows, self.layout.largest, self._keys.base)
         return total if reduction == "sum" else self._mean(total)
@@ -359,7 +491,18 @@ class ClientData(TrainingHooks):
     def block_gradient(
         self, params: Tree, block: Array, num_blocks: int, key: Array, reduction: Reduction
     ) -> tuple[Array, Tree]:
-        """Block j's estimate M f_ij of the client's loss f_i = sum_j f_ij, and its gradient M grad f_ij."""
+        """Estimate the client's loss f_i = sum_j f_ij and its gradient by block j: M f_ij and M grad f_ij.
+
+        Args:
+            params: pytree of the global parameters.
+            block: j, the number of the block.
+            num_blocks: M, the number of blocks.
+            key: a JAX random key.
+            reduction: whether the client's loss is the mean or the sum over its samples.
+
+        Returns:
+            The loss and the gradient.
+        """
         start, rows = self.block_rows(block, num_blocks)
         total = self.range_gradient(params, start, rows, -(-self.layout.largest // num_blocks), key)
         estimate = tree.scale(num_blocks, total)
@@ -379,13 +522,21 @@ class ClientData(TrainingHooks):
 
     @xla.scope(xla.GATHER)
     def gather(self, positions: Array) -> Tree:
-        """The client's samples at ``positions``, counted from its first."""
+        """Gather samples of the client.
+
+        Args:
+            positions: int32 [B], counted from the client's first sample.
+
+        Returns:
+            The samples, leaves [B, ...].
+        """
         return jax.tree.map(lambda a: a.at[self.place.offset + positions].get(mode="clip"), self.samples)
 
     def all_samples(self) -> tuple[Tree, Array]:
-        """(the client's samples [n, ...], which of these rows count: bool [n]); n is the largest client's.
+        """Gather all samples of the client, padded to the size n of the largest client.
 
-        Rows that do not count repeat the client's last.
+        Returns:
+            The samples, leaves [n, ...], and bool [n], False for padding.
         """
         rows = jnp.arange(self.layout.largest)
         return self.gather(jnp.minimum(rows, self.size - 1)), rows < self.size

@@ -145,11 +145,20 @@ class Task:
 
 
 def rescale(mean: float | Sequence[float] = 0.0, std: float | Sequence[float] = 1.0) -> Preprocess:
-    """Images of bytes to floats: x / 255, then (x - mean) / std for each channel. Floats pass unchanged.
+    """Convert images of bytes to floats: x / 255, then (x - mean) / std for each channel. Floats pass unchanged.
 
-    mean and std are one number, or one for each channel (the last axis of x). It is meant to run inside
-    the compiled step, so that the data set can stay in bytes on the device. `Federation.preprocess` makes the one
-    that a data set of images asks for.
+    It runs inside the compiled step, so that the data set can stay in bytes on the device.
+
+    Args:
+        mean: one number, or one for each channel (the last axis).
+        std: likewise; positive.
+
+    Returns:
+        The function from stored samples to inputs of the model.
+
+    Example:
+        >>> fedrax.contract.rescale(0.5, 0.5)(jnp.full((1, 1), 255, jnp.uint8)).item()
+        1.0
     """
     mean, std = tuple(np.ravel(v).tolist() for v in (mean, std))
     if not all(s > 0 for s in std):
@@ -168,12 +177,22 @@ def rescale(mean: float | Sequence[float] = 0.0, std: float | Sequence[float] = 
 
 
 def classification(model: Model, preprocess: Preprocess | None = None, padding: int | None = None) -> Task:
-    """Cross entropy of the model's logits [B, ..., classes] against integer labels [B, ...]; metric: accuracy.
+    """Create a task with cross entropy of logits [B, ..., classes] and integer labels [B, ...]; metric: accuracy.
 
-    Where a sample has labels at several positions (tokens, pixels), its loss and its accuracy are the means over
-    them. Positions labeled ``padding`` are left out; a sample without any other counts 0. ``preprocess`` maps
-    what the data set stores to what the model reads, see `scale`; without it integers reach the model as integers.
-    Raises FedraxError where logits and labels do not go together.
+    Loss and accuracy of a sample with several labels (tokens, pixels) are means over its positions.
+
+    Args:
+        model: the model.
+        preprocess: maps the stored samples to the model's inputs; None: as stored.
+        padding: label of positions to ignore; a sample with no other has the loss 0.
+
+    Returns:
+        The task.
+
+    Example:
+        >>> model = fedrax.models.Logistic().build((4,), 3)
+        >>> fedrax.classification(model).name.split('/')[0]
+        'classification'
     """
     if padding is not None and not -(2**31) <= padding < 2**31:
         raise FedraxError(f"the padding label must be a 32-bit integer, not {padding}.")
@@ -238,10 +257,20 @@ def binary_classification(model: Model, preprocess: Preprocess | None = None) ->
 
 
 def regression(model: Model, preprocess: Preprocess | None = None, truth: Any = None) -> Task:
-    """Squared error (output - y)² of one output a target ([B] or [B, 1]; [B, ...]); metric: mse.
+    """Create a task with the squared error (output - y)^2, averaged over the targets of a sample; metric: mse.
 
-    Of several targets a sample, the squared error is the mean over them. ``truth``: what made the data, for models
-    that measure how far their parameters are from it (`TraceRegression`).
+    Args:
+        model: the model.
+        preprocess: maps the stored samples to the model's inputs; None: as stored.
+        truth: what generated the data, for models that measure their distance from it.
+
+    Returns:
+        The task.
+
+    Example:
+        >>> model = fedrax.models.Logistic().build((4,), 1)
+        >>> list(fedrax.regression(model).metrics)
+        ['mse']
     """
 
     def squared_error(output: Array, y: Array) -> Array:
