@@ -24,7 +24,7 @@ demo: .venv/.user
 	$(BIN)/fedrax compare examples/digits.toml
 
 test: .venv/.dev
-	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not exhaustive'
+	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not slow'
 
 test-all: .venv/.dev
 	$(BIN)/python -m pytest -n auto --dist loadfile
@@ -58,7 +58,7 @@ reliability: .venv/.dev
 	$(BIN)/python -m tests.kill --runs 100 --compare
 
 coverage: .venv/.dev
-	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not exhaustive' --cov=fedrax --cov-report=term
+	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not slow' --cov=fedrax --cov-report=term
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

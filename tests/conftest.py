@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from tests.compiler import compile_quickly, write_quickly
-from tests.thinning import leave_few
+from tests.slow import keep_some
 
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_traceback_in_locations_limit", 0)  # nobody looks where in Python an operation came from
@@ -29,7 +29,7 @@ TASKS: dict[Any, Any] = {}
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Before marks decide what is run."""
-    leave_few(items)
+    keep_some(items)
 
 
 @pytest.fixture(scope="module", autouse=True)

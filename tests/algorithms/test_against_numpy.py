@@ -10,7 +10,7 @@ import pytest
 from fedrax.simulation.settings import Settings, cohort_sampler
 from tests.algorithms.problems import Case, assert_same, expected, make_problem, simulate
 from tests.algorithms.table import LOCAL_WORK, METHODS, OPTIONS, SERVER_RULES
-from tests.thinning import thinned
+from tests.slow import slow_cases
 
 MORE = [*LOCAL_WORK, *SERVER_RULES, *OPTIONS]
 ALL = [*METHODS.values(), *MORE]
@@ -54,21 +54,21 @@ def assert_float64(case: Case, **settings: Any) -> None:
         assert result.events[-1]["gradients"] == sum(client.evaluated for client in method.clients)
 
 
-@pytest.mark.few(6)
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.name, marks=pytest.mark.exhaustive if case in OPTIONS else ()) for case in MORE]
+    "case", [pytest.param(case, id=case.name, marks=pytest.mark.slow if case in OPTIONS else ()) for case in MORE]
 )
 def test_every_option_in_float64(case: Case):
     assert_float64(case)
 
 
-@pytest.mark.few(14)
+@pytest.mark.slow(keep=14)
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in FIRST])
 def test_every_method_in_float64(name: str):
     assert_float64(METHODS[name], **AS_USERS_RUN)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["FedAvg", "Scaffold", "Episode"])
 def test_float64_on_the_quadratic(name: str):
     """Another loss, with one leaf of parameters and floating targets."""
@@ -79,14 +79,14 @@ def test_float64_on_the_quadratic(name: str):
 # From here on with the compiler that users have
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.usefixtures("full_compilation")
-@pytest.mark.parametrize("name", thinned(sorted(WHOLE), FIRST))
+@pytest.mark.parametrize("name", slow_cases(sorted(WHOLE), FIRST))
 def test_methods_in_float64_by_the_whole_compiler(name: str):
     assert_float64(METHODS[name], **AS_USERS_RUN)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.usefixtures("full_compilation")
 @pytest.mark.parametrize("case", METHODS.values(), ids=METHODS.keys())
 def test_every_method_in_float32(case: Case):

@@ -15,7 +15,7 @@ import pytest
 import fedrax
 from tests import reference
 from tests.algorithms.problems import NUM_CLIENTS, Problem, make_algorithm, make_problem
-from tests.thinning import thinned
+from tests.slow import slow_cases
 
 SIZES = (9,) * NUM_CLIENTS
 LR, STEPS = 0.1, 4
@@ -81,7 +81,7 @@ def test_the_problem_is_heterogeneous_and_the_steps_are_stable():
     assert np.linalg.norm(biased_point() - optimum()) > 0.01
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("method", "options", "mu"),
     [
@@ -99,7 +99,7 @@ def test_local_steps_without_correction_end_at_the_biased_point(method: str, opt
     assert distance(result, optimum()) > 3e-3
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("method", ["Scaffold", "MimeSVRG", "Episode"])
 def test_momentum_of_an_optimizer_sees_the_correction_and_leaves_no_drift(method: str, nesterov: bool):
@@ -110,7 +110,7 @@ def test_momentum_of_an_optimizer_sees_the_correction_and_leaves_no_drift(method
     assert distance(before, optimum()) > 1e-3
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(
     ("method", "options"),
     [
@@ -146,9 +146,9 @@ def test_scaffnew_ends_at_the_optimum_with_a_part_of_the_clients():
     assert distance(result, optimum()) < 1e-8
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("reading", ["printed", "consistent"])
-@pytest.mark.parametrize("cohort", thinned([4, NUM_CLIENTS]))
+@pytest.mark.parametrize("cohort", slow_cases([4, NUM_CLIENTS]))
 def test_losac_ends_at_the_optimum_with_any_fixed_cohort(reading: str, cohort: int):
     """Three blocks of random order; the printed form takes about M N / S times larger steps."""
     local = {"lr": 0.02 if reading == "consistent" else 0.01, "steps": 5, "blocks": 3}
@@ -156,7 +156,7 @@ def test_losac_ends_at_the_optimum_with_any_fixed_cohort(reading: str, cohort: i
     assert distance(result, optimum()) < 1e-8
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("method", "options"),
     [
@@ -191,7 +191,7 @@ def with_l1(local: dict, weight: float = L1) -> dict:
 BLOCKS = {"lr": 0.02, "steps": 5, "blocks": 3}
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("method", "options", "cohort"),
     [
@@ -284,12 +284,12 @@ def distances(method: str, options: dict, rounds: int) -> np.ndarray:
 NOISY = {"lr": 0.01, "steps": 8, "batch_size": 1}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_episode_finds_the_minimum_of_the_synthetic_pair():
     assert (distances("Episode", {"local": NOISY, "gamma": 0.05}, 30).max(1) < 0.03).all()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_celgc_misses_the_minimum_of_the_synthetic_pair():
     far = distances("FedAvg", {"local": NOISY | {"clip": 0.05}}, 30).mean(1)
     np.testing.assert_allclose(far, [0.01, 0.08, 1.0, 1.9], rtol=0.25)

@@ -17,7 +17,7 @@ KEPT = {"fedcm": "momentum", "feddyn": "dual", "fedlion": "momentum", "mime": "m
 OTHERS = ["episode", "fedadmm", "fedavg", "fedexp", "fednova", "qfedavg", "scaffnew", "scaffold", "signsgd", "upcycled"]
 
 
-@pytest.mark.few(6)
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("name", [*KEPT, *OTHERS])
 def test_nothing_moves(name: str):
     settings = {"cohort_size": 1, "participation": Poisson(), "seed": SEED}

@@ -170,7 +170,7 @@ def test_fedmlb_against_numpy():
     assert distance(result.params, run(FedAvg(LOCAL)).params) > 1e-3
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("server", [SGD(), SGD(0.7, momentum=0.6)], ids=["plain", "momentum"])
 @pytest.mark.parametrize("same", [MOON(LOCAL, mu=0.0), FedMLB(LOCAL, lambda1=0.0, lambda2=0.0)], ids=["MOON", "FedMLB"])
 def test_without_their_terms_they_are_fedavg(same: Any, server: SGD):
@@ -201,7 +201,7 @@ def test_features_that_are_the_samples_are_told():
             method.traits.check_parts(TASK, as_fedrax(start()), samples()[0])
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("local", [{"momentum": 0.5, "weight_decay": 0.1}, {"batch_size": "full"}], ids=str)
 @pytest.mark.parametrize("kind", [MOON, FedMLB])
 def test_terms_reach_every_kind_of_local_step(kind: Any, local: dict):

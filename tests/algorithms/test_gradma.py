@@ -12,7 +12,7 @@ import fedrax
 from fedrax.algorithms.gradma import GradMAS
 from tests import reference, reference_methods
 from tests.algorithms.problems import Case, expected, make_algorithm, make_problem, server_vectors, simulate
-from tests.thinning import thinned
+from tests.slow import slow_cases
 
 LOCAL = {"lr": 0.1, "steps": 2, "batch_size": 3}
 
@@ -33,7 +33,7 @@ SCRIPT = [
 ]
 
 
-@pytest.mark.few(4)
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("rounds", range(1, len(SCRIPT) + 1))
 def test_the_memory_forgets_whom_algorithm_4_says(rounds: int):
     cohorts, kept = [cohort for cohort, _, _ in SCRIPT[:rounds]], SCRIPT[rounds - 1][1]
@@ -66,7 +66,7 @@ def run(algorithm: Any, problem: Any, cohorts: list, dtype: str = "float64") -> 
     )
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("rounds", [1, 3, 6])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_the_server_moves_against_nobody_it_remembers(rounds: int, dtype: str):
@@ -137,9 +137,9 @@ FIRST = [("float64", "GradMA", "leaf")]
 """Whose workers are GradMA-W's; ``test_gradma_compiled`` has vectors."""
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.usefixtures("full_compilation")
-@pytest.mark.parametrize(("dtype", "method", "scope"), thinned(FULL_BATCHES, FIRST))
+@pytest.mark.parametrize(("dtype", "method", "scope"), slow_cases(FULL_BATCHES, FIRST))
 def test_full_batches(dtype: str, method: str, scope: str):
     """A cone between columns at an angle s to opposite is s wide. Their products show s^2: float64 resolves s down
     to 1e-7, where a step along the answer is s eta long; float32 down to 3e-3.

@@ -11,7 +11,7 @@ import pytest
 import fedrax
 from tests import reference, reference_methods
 from tests.algorithms.problems import make_algorithm, make_problem
-from tests.thinning import thinned
+from tests.slow import slow_cases
 
 pytestmark = pytest.mark.usefixtures("full_compilation")
 
@@ -38,16 +38,16 @@ def distance(method: str, kind: str, local: dict, seed: int) -> float:
     return float(np.abs(ours - by_paper.x).max() / max(1, np.abs(by_paper.x).max()))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("method", thinned(["GradMA", "GradMAW"]))
-@pytest.mark.parametrize(("batch_size", "steps"), thinned([(3, 2), (1, 3)]))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", slow_cases(["GradMA", "GradMAW"]))
+@pytest.mark.parametrize(("batch_size", "steps"), slow_cases([(3, 2), (1, 3)]))
 def test_steps_that_turn_back(method: str, batch_size: int, steps: int):
     """Steps so long that batches disagree: both the repeated gradient and the way back from x are active."""
     local = {"lr": 0.3, "steps": steps, "batch_size": batch_size}
     assert max(distance(method, "quadratic", local, seed) for seed in range(SEEDS)) < 1e-11
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["softmax", "quadratic"])
 def test_the_second_step_of_full_batches(kind: str):
     """All three columns are on one line: two are equal, and the third is opposite."""

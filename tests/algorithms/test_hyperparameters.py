@@ -40,7 +40,7 @@ def counting_task() -> tuple[fedrax.Task, list[int]]:
     return dataclasses.replace(task, loss=loss), traces
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow(keep=3)
 def cosine(**options: Any) -> OptaxSchedule:
     return OptaxSchedule.of(optax.cosine_decay_schedule, **{"init_value": 0.7, "decay_steps": 50, **options})
 

@@ -18,7 +18,7 @@ from tests.algorithms.problems import (
     state_of,
     vectors,
 )
-from tests.thinning import thinned
+from tests.slow import slow_cases
 
 LOCAL = {"lr": 0.1, "epochs": 2, "batch_size": 3}
 FULL = {"lr": 0.1, "steps": 4, "batch_size": "full"}
@@ -42,7 +42,7 @@ def fedavg() -> np.ndarray:
     return run("FedAvg", {"local": LOCAL})
 
 
-@pytest.mark.few(5)
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize(
     ("method", "options"),
     [
@@ -162,8 +162,8 @@ WEIGHED = [(name, weights) for name in NOVA for weights in ("uniform", "samples"
 TURNS = {(name, ("uniform", "samples")[i % 2]) for i, name in enumerate(NOVA)}
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize(("name", "weights"), thinned(WEIGHED, TURNS))
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize(("name", "weights"), slow_cases(WEIGHED, TURNS))
 def test_fednova_with_equal_steps_is_plain_averaging(name: str, weights: str):
     """T_i = T: what each update is divided by is what the mean is multiplied with."""
     local, options, same = NOVA[name]
@@ -194,7 +194,7 @@ def test_gradma_without_server_memory_or_momentum_is_gradma_on_the_workers():
     close(run("GradMA", {"local": LOCAL, "memory": 0, "beta1": 0.0}), run("GradMAW", {"local": LOCAL}))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_one_local_step_leaves_gradmas_workers_nothing_to_correct():
     """x_0 = x_{-1} = x: the gradient agrees with itself."""
     one = {"local": {"lr": 0.3, "steps": 1, "batch_size": 4}}
@@ -217,7 +217,7 @@ def test_a_clipped_step_of_celgc_is_gamma_long():
 ONE_STEP = {"lr": 0.3, "steps": 1, "batch_size": "full"}
 
 
-@pytest.mark.few(4)
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize(
     ("method", "options"),
     [
@@ -254,7 +254,7 @@ def test_scaffnew_that_always_meets_is_gradient_descent():
     close(run("Scaffnew", always), run("FedAvg", {"local": ONE_STEP}))
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("method", "options"),
     [
@@ -288,7 +288,7 @@ def _states(case: Case) -> tuple[dict, list[dict]]:
     return vectors(problem, result.server), [vectors(problem, result.client_state(i)) for i in range(NUM_CLIENTS)]
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("rounds", [1, 2, 4])
 @pytest.mark.parametrize(
     ("method", "options"),
@@ -307,7 +307,7 @@ def test_scaffolds_control_is_the_mean_over_all_clients(method: str, options: di
     close(server["control"], mean)
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("rounds", [1, 2, 4])
 @pytest.mark.parametrize(
     ("method", "options"),
@@ -332,7 +332,7 @@ def test_extrapolating_the_servers_control_alone_breaks_the_mean():
     assert np.abs(server["control"] - np.mean([c["control"] for c in clients], axis=0)).max() > 1e-3
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("rounds", [1, 4])
 def test_mifas_server_steps_on_the_mean_of_the_memory(rounds: int):
     server, clients = _states(Case("MIFA", {"local": LOCAL}, rounds=rounds, varying=True))
@@ -349,7 +349,7 @@ def test_fedadmms_server_remembers_absent_clients_too():
     close(clients[6]["model"], make_problem("softmax").x0)
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("rounds", [1, 2, 4])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_losacs_phi_is_the_sum_of_all_delayed_gradients(reduction: str, rounds: int):

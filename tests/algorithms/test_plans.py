@@ -15,7 +15,7 @@ import fedrax
 from fedrax.experiments.method_registry import find_algorithm
 from tests.algorithms.problems import Case, make_problem, simulate, state_of
 from tests.algorithms.table import METHODS
-from tests.thinning import thinned
+from tests.slow import slow_cases
 
 EVERY_PLAN = {
     f"{plan}-{chunk}-on-{devices}": {"plan": plan, "chunk": chunk, "devices": devices}
@@ -52,8 +52,8 @@ TOLD_APART = [
 ]
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize(("name", "plan"), thinned(PAIRS, TOLD_APART))
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize(("name", "plan"), slow_cases(PAIRS, TOLD_APART))
 def test_plan(name: str, plan: str):
     """All state agrees to float64 rounding; events agree to float32, which is what they are recorded in."""
     base, result = one_after_another(name), simulate(two_rounds(name), **EVERY_PLAN[plan])
@@ -68,7 +68,7 @@ def test_plan(name: str, plan: str):
         np.testing.assert_allclose([ours[k] for k in rest], [theirs[k] for k in rest], rtol=2e-6, atol=1e-7)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Scaffold", "MimeSVRG"])
 def test_random_batches_are_the_same_on_every_plan(name: str):
     """Shuffled batches and drawn cohorts come from counters, so who computes them where does not matter."""

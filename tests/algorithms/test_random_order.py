@@ -55,7 +55,7 @@ def test_every_order_of_a_few_is_equally_likely(n: int, orders):
     assert np.abs(counts / expected - 1).max() < 0.05 + 4 / np.sqrt(expected)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("n", [7, 10, 32, 100])
 def test_every_sample_is_equally_likely_in_every_place(n: int, orders):
     drawn = np.asarray(orders(keys(200 * n), 1, n, jnp.arange(n)))

@@ -240,7 +240,7 @@ def test_statistics_are_rejected():
         gradient_dissimilarity(moving, federation)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_command_prints_what_the_function_finds(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     flags = ["--partition", "shards", "--partition.clients", "5", "--model", "logistic", "--run.rounds", "2"]

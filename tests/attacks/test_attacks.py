@@ -28,7 +28,7 @@ from fedrax.attacks.optimizers import LBFGS
 from fedrax.data import load
 from fedrax.models import MLP, Logistic
 from fedrax.simulation import MessageSelection
-from tests.thinning import thinned
+from tests.slow import slow_cases
 
 CLIENTS = 3
 IMAGES, LABELS = load("digits").train
@@ -129,7 +129,7 @@ def test_the_gradient_that_candidates_make_is_by_hand() -> None:
     np.testing.assert_allclose(found if found.shape == (3, 4) else found.T, error.T @ x / 5, atol=1e-6)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_descent_takes_the_paper_s_steps(one_gradient: Any) -> None:
     """x - lr d/dx |g(x) - g|², twice, by a difference quotient of the squared distance along its gradient."""
     start = np.full((1, 8, 8, 1), 0.5)
@@ -162,7 +162,7 @@ def test_where_layers_stay_at_home_no_vector_is_taken_for_a_gradient() -> None:
         np.testing.assert_allclose(mine, theirs, atol=1e-6)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_counts_of_signs_are_left_out_and_the_momentum_beside_them_is_matched() -> None:
     lion = fedrax.algorithms.FedLion(local=LocalSGD(lr=1e-3, steps=2, batch_size="full"))
     sent = recorded(lion)
@@ -192,7 +192,7 @@ def of_losac() -> list[Any]:
     return recorded(LOSAC, rounds=3, samples=2)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_losac_s_increments_sum_up_to_a_gradient(of_losac: list[Any]) -> None:
     """With M = 1 the sum of all Delta phi_i is the client's last gradient: taken one local step before its end."""
     seen = {one.name: one for one in candidate_gradients(LOSAC, of_losac, START)}
@@ -212,7 +212,7 @@ def test_losac_s_increments_sum_up_to_a_gradient(of_losac: list[Any]) -> None:
         assert not np.allclose(other.vector["output"]["bias"], true["output"]["bias"], atol=1e-3)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_client_s_program_gives_losac_s_data_away() -> None:
     """To a server: two local steps, two rounds."""
     server = as_client_program(TASK, LOSAC, START, recorded(LOSAC, rounds=2), CLIENTS, CLIENTS)
@@ -220,7 +220,7 @@ def test_the_client_s_program_gives_losac_s_data_away() -> None:
     assert psnr_of(dlg(200).invert(server, (1, 8, 8, 1), 10)) > 25
 
 
-@pytest.mark.parametrize("invert", thinned([False, True]))
+@pytest.mark.parametrize("invert", slow_cases([False, True]))
 def test_two_rounds_are_enough_for_an_eavesdropper(invert: bool) -> None:
     """Of LoSAC with one local step: after the round that is only gone through, the copied client's memory is right."""
     method = fedrax.LoSAC(local=LocalSGD(lr=0.1, steps=1, blocks=1))
@@ -234,7 +234,7 @@ def test_two_rounds_are_enough_for_an_eavesdropper(invert: bool) -> None:
         assert psnr_of(dlg(300).invert(view, (1, 8, 8, 1), 10)) > 25
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_program_run_on_the_true_data_sends_what_was_sent() -> None:
     """Two phases, states and full batches: the attacker's copy of the client is the client."""
     local = LocalSGD(lr=0.1, steps=2, batch_size="full")

@@ -208,7 +208,7 @@ def test_exponent_of_a_power():
     assert exponent(axis, points) == pytest.approx(0.7)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_processes_are_watched():
     code = f"import time; block = bytearray(120 << 20)\nprint({RESULT_PREFIX!r} + '{{\"value\": 7}}'); time.sleep(1)"
     result = run_quietly([sys.executable, "-c", code], dict(os.environ), max_wait=0, timeout=1800)

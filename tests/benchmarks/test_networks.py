@@ -16,7 +16,7 @@ from benchmarks.sessions import Session
 from tests.benchmarks.test_storage_benchmark import MACHINE
 
 
-@pytest.mark.few(6)
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_have_the_labels_shape(name: str) -> None:
     case, module = CASES[name], network(name)
@@ -27,7 +27,7 @@ def test_outputs_have_the_labels_shape(name: str) -> None:
     assert outputs.shape == (2, *case.labels, case.classes)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_network_is_measured() -> None:
     measured = measure_here("mnist_cnn")
     assert measured["parameters"] == 824_458  # 320 + 18,496 + 803,072 + 2,570

@@ -108,7 +108,7 @@ def test_attention_is_pytorchs_formula():
     np.testing.assert_allclose(ours, expected, atol=1e-6)
 
 
-@pytest.mark.few(5)
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_multiply_adds_are_those_of_the_models(name):
     """Products and convolutions of one sample's forward pass, counted in the traced program."""

@@ -45,7 +45,7 @@ def measured(case: Case, tmp_path) -> list[dict]:
     return [{"case": case.name, "place": place} | measure_here(case, place, str(path)) for place in case.places]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_samples_end_the_same_in_every_place(tmp_path):
     runs = measured(replace(SAMPLES, **SMALL), tmp_path)
     assert disagreements(Session(tmp_path / "a.jsonl", {}, runs)) == []

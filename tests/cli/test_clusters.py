@@ -79,7 +79,7 @@ def kill_busy(address: str, workers: dict[str, subprocess.Popen], lost: list[str
         workers["first"].kill()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_killed_workers_run_is_taken_up_by_another(
     dask: tuple[str, dict[str, subprocess.Popen]],
     here: ComparisonResult,
@@ -98,7 +98,7 @@ def test_a_killed_workers_run_is_taken_up_by_another(
     assert numbers(tmp_path / "there") == numbers(here.directory)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("address", "says"),
     [

@@ -98,7 +98,7 @@ def test_names_inside_names(fedrax: Callable[..., Outcome], tiny: Path, tmp_path
     assert spec.algorithm.inner.local.prox.weight == 0.01  # type: ignore[attr-defined]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_own_algorithm_model_and_data(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "import jax, numpy as np\n"
@@ -174,7 +174,7 @@ def test_a_relative_path_is_read_once(
     assert str(tmp_path / "trace.csv") in written[0]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_compare_goes_on_from_another_directory(
     fedrax: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,7 +236,7 @@ def test_compare(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
     assert "| **" in (tmp_path / "c" / "table.md").read_text()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_compare_goes_on(fedrax: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second call simulates what is missing only: here a third seed."""
     from fedrax.experiments import jobs
@@ -259,7 +259,7 @@ def test_compare_goes_on(fedrax: Callable[..., Outcome], tmp_path: Path, monkeyp
     assert all(path.stat().st_mtime_ns == then for path, then in first.items())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_compare_survives_divergence(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
     """Whose two methods are one program."""
     diverging = '[[compare]]\nlabel = "far"\nlocal = { lr = 1e38 }\n'
@@ -319,7 +319,7 @@ def test_partition(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
     assert 1 < measures[0] < 2 < measures[1]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_profile_prints_and_keeps_nothing(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
     outcome = fedrax("profile", tiny, "--rounds", 2)
     assert outcome.status == 0 and outcome.err == ""
@@ -328,7 +328,7 @@ def test_profile_prints_and_keeps_nothing(fedrax: Callable[..., Outcome], tiny: 
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.toml"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_profile_as_json_and_in_a_directory(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
     tiny.write_text(tiny.read_text() + '[[compare]]\nname = "fedavg"\n')
     flags = ("--algorithm", "episode", "--rounds", 2, "--json", "--out", "kept", "--trace", "raw")

@@ -24,7 +24,7 @@ OWN = (
 )
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_own_methods_appear_by_their_names(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     flags = ("--algorithms", "own.py:Mine", "--run.rounds", 2, "--seeds", 0, "--out", "c")
@@ -102,7 +102,7 @@ def test_a_file_may_begin_with_a_mark_of_its_encoding(fedrax: Callable[..., Outc
     assert fedrax("run", tiny, "--run.rounds", 1, "--quiet") == Outcome(0, "", "")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_tasks_and_tables_from_flags(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
     """A table with texts and missing values, two classes and one logit; what was done to the columns is said."""
     rows = [
@@ -173,7 +173,7 @@ def test_methods_may_be_names_alone(tmp_path: Path) -> None:
     assert compared.methods[1].algorithm.local.steps == 2
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_clients_own_results_are_in_the_table_and_the_curves(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
     """Of personal models, of fine-tuned ones, and of the worst clients; the better end of each is marked."""
     lazy = 'label = "lazy"\ninner = { local = { lr = 1e-6 } }\n'

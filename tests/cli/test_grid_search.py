@@ -62,7 +62,7 @@ def quick(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_each_method_at_its_own_best(fedrax: Callable[..., Outcome], file: Path, tmp_path: Path) -> None:
     """The search is what simulations by hand on the held-out rows give, the table what runs on all rows give."""
     outcome = fedrax("compare", file, "--out", "c")
@@ -98,7 +98,7 @@ def test_each_method_at_its_own_best(fedrax: Callable[..., Outcome], file: Path,
     assert sorted(row["label"] for row in shown["methods"]) == ["LoSAC", "fedavg"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_broken_off_grid_keeps_what_is_finished(
     fedrax: Callable[..., Outcome], quick: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +133,7 @@ def test_a_broken_off_grid_keeps_what_is_finished(
     assert lost[0]["value"] is None and choice["best"]["algorithm.local.lr"] < 1e30
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_flags_that_all_methods_take(fedrax: Callable[..., Outcome], quick: Path, tmp_path: Path) -> None:
     flags = ("--grid", "algorithm.local.weight-decay=none,0.5", "--algorithm.local.lr", "0.2", "--run.rounds", 1)
     assert fedrax("compare", quick, *flags, "--seeds", 0, "--out", "c", "--quiet").status == 0
@@ -201,7 +201,7 @@ def test_after_a_wider_grid_each_method_is_shown_once(
     assert (method.label, method.settings, len(method.runs)) == ("mine", "local.lr 0.1", 1)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_search_on_data_that_has_changed_is_refused(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
     """Before anything is run, although the trials, several in one program, left no checkpoint."""
     data = ["a,b,label", *(f"{i % 7},{i % 5},{i % 2}" for i in range(60))]
@@ -231,7 +231,7 @@ def model(input_shape, num_outputs):
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_search_with_a_program_that_has_changed_is_refused(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
     (tmp_path / "s.toml").write_text(
         "seeds = [0]\ngrid = { algorithm.local.lr = [0.01, 0.1] }\n"
@@ -254,7 +254,7 @@ def test_a_search_with_a_program_that_has_changed_is_refused(fedrax: Callable[..
     )
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_several_in_one_program_that_are_cut_short_go_on(
     fedrax: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

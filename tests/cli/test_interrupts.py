@@ -13,10 +13,10 @@ import pytest
 from fedrax import cli
 from fedrax.cli import list_command
 from tests.cli.conftest import Outcome
-from tests.thinning import thinned
+from tests.slow import slow_cases
 
 
-@pytest.mark.parametrize("lost", thinned([1, 0]))
+@pytest.mark.parametrize("lost", slow_cases([1, 0]))
 def test_an_interrupt_that_a_callback_swallows_comes_again(
     lost: int, fedrax: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -171,7 +171,7 @@ local = { lr = 0.1, steps = 2 }
 """
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("changed", ["data", "program", "version"])
 def test_finished_runs_of_something_else_are_not_taken(
     changed: str, tmp_path: Path, fedrax: Any, monkeypatch: pytest.MonkeyPatch
@@ -202,7 +202,7 @@ def test_finished_runs_of_something_else_are_not_taken(
     assert events.read_bytes() == before
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_run_that_was_cut_short_before_its_last_checkpoint_is_run_again(tmp_path: Path, fedrax: Any):
     (tmp_path / "d.csv").write_text("a,b,label\n" + TABLE)
     (tmp_path / "c.toml").write_text(COMPARED)

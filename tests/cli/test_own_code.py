@@ -97,7 +97,7 @@ def algorithms(read: Any) -> list[Any]:
     return [spec.algorithm for candidates in read.candidates.values() for _, spec in candidates]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_user_s_code_and_nobody_else_s(
     tmp_path: Path, proof: Path, fedrax: Any, monkeypatch: pytest.MonkeyPatch
 ):

@@ -155,7 +155,7 @@ def test_no_script_of_a_name_runs(tmp_path: Path, fedrax: Any):
     assert 'data-ready="yes"' in found and "data-broken" not in found
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_runs_that_go_on_failed_or_have_not_begun_are_shown(tmp_path: Path, fedrax: Any, tiny: Path):
     assert fedrax("run", tiny, "--out", "r/0", "--quiet").status == 0
     shutil.copytree(tmp_path / "r/0", tmp_path / "r/1")

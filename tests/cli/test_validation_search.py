@@ -33,7 +33,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_search_and_the_same_again(
     fedrax: Callable[..., Outcome], file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +159,7 @@ def test_without_optuna(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not (tmp_path / "c").exists()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_another_search_of_the_same_name_goes_elsewhere(
     fedrax: Callable[..., Outcome], file: Path, tmp_path: Path
 ) -> None:

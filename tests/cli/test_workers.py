@@ -39,7 +39,7 @@ def pool() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(2, mp_context=get_context("spawn"), initializer=as_here)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_killed_workers_run_is_taken_up(here: ComparisonResult, tmp_path: Path) -> None:
     """One of two processes is killed in its first run; the numbers are those of the same runs here."""
     (tmp_path / "t.toml").write_text(SEARCHED)

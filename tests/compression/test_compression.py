@@ -20,7 +20,7 @@ from fedrax.contract.client_data import ClientData
 from fedrax.personalization import Ditto
 from fedrax.simulation import Script
 from tests.simulation.problems import LOCAL, MODEL_BYTES, TASK, assert_close, assert_identical, run, travels
-from tests.thinning import thinned
+from tests.slow import slow_cases
 
 FEDAVG = FedAvg(local=LOCAL)
 LEAVES, NUMBERS = 2, MODEL_BYTES // 4
@@ -108,8 +108,8 @@ ON = [(plan, wrap) for wrap in WRAPPED for plan in ("scan", "vmap", "loop", "deb
 TOLD_APART = [("vmap", "alone"), ("debug", "alone"), ("scan", "inside"), ("loop", "inside")]
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize(("plan", "wrap"), thinned(ON, TOLD_APART))
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize(("plan", "wrap"), slow_cases(ON, TOLD_APART))
 def test_what_was_sent_and_what_is_left_make_up_all_updates(plan: str, wrap: str):
     _, everything = sums(NonNegativeInt())
     result, sent = sums(WRAPPED[wrap](NonNegativeInt(), 0.2), plan=plan)
@@ -132,7 +132,7 @@ def test_the_largest_are_sent():
     )
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_with_all_numbers_it_is_the_method_inside():
     for method in (FEDAVG, Episode(local=LOCAL, gamma=0.1)):
         whole, sparse = run(method), run(TopK(method, fraction=1.0))
@@ -234,7 +234,7 @@ FOUR_BITS, BOTH = COMPRESSED
 CASES = [(FOUR_BITS, "vmap"), (BOTH, "loop"), (FOUR_BITS, "debug"), (BOTH, "vmap")]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("name", "plan"), CASES)
 def test_plans_agree(name: str, plan: str):
     options = {"rounds": 2, "cohort_size": 2, "devices": 1}

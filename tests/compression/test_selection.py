@@ -14,7 +14,7 @@ def expected(values: np.ndarray, k: int) -> np.ndarray:
     return np.sort(np.argsort(-np.abs(values.astype(float)), kind="stable")[:k])
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
 def test_as_a_stable_sort_finds_them(dtype: str) -> None:
     """Vectors of distinct numbers, with many equal ones, of all zeros, and with the smallest and largest there are."""

@@ -23,7 +23,7 @@ from fedrax.models import Logistic
 from fedrax.simulation import Event, Result, RunInfo, Script, read_events
 from fedrax.simulation.settings import cohort_sampler
 from tests.examples import example
-from tests.thinning import thinned
+from tests.slow import slow_cases
 
 SIZES = (3, 7, 4, 12, 6, 5)
 ROUNDS, COHORT = 3, 2
@@ -126,7 +126,7 @@ def test_is_a_pytree_with_its_numbers_as_leaves(kind: type[Algorithm]):
     np.testing.assert_allclose(jax.tree.leaves(doubled), [2 * leaf for leaf in leaves])
 
 
-@pytest.mark.few(8)
+@pytest.mark.slow(keep=8)
 @EVERY
 def test_training_moves_and_is_counted(kind: type[Algorithm]):
     result = reference(kind)
@@ -139,8 +139,8 @@ def test_training_moves_and_is_counted(kind: type[Algorithm]):
     assert last["gradients"] > 0
 
 
-@pytest.mark.few(6)
-@pytest.mark.parametrize(("kind", "plan"), thinned(ON_PLANS, len(algorithms())))
+@pytest.mark.slow(keep=6)
+@pytest.mark.parametrize(("kind", "plan"), slow_cases(ON_PLANS, len(algorithms())))
 def test_plans_agree(kind: type[Algorithm], plan: str):
     rounds = 1 if plan == "debug" else ROUNDS  # operation by operation a round takes long
     one = run(example(kind), rounds=rounds) if plan == "debug" else reference(kind)
@@ -151,7 +151,7 @@ def test_plans_agree(kind: type[Algorithm], plan: str):
     assert [event["gradients"] for event in other.events] == [event["gradients"] for event in one.events]
 
 
-@pytest.mark.few(9)
+@pytest.mark.slow(keep=9)
 @EVERY
 def test_order_of_the_cohort_does_not_matter(kind: type[Algorithm]):
     sampler = cohort_sampler(Settings(cohort_size=COHORT), FEDERATION.sizes)
@@ -159,9 +159,9 @@ def test_order_of_the_cohort_does_not_matter(kind: type[Algorithm]):
     assert_close(run(example(kind), script=backwards).server, reference(kind).server)
 
 
-@pytest.mark.few(12)
+@pytest.mark.slow(keep=12)
 @EVERY
-@pytest.mark.parametrize("dtype", thinned(["float32", "float64"]))
+@pytest.mark.parametrize("dtype", slow_cases(["float32", "float64"]))
 def test_states_keep_their_shapes_and_precision(kind: type[Algorithm], dtype: str):
     algorithm = example(kind)
     result = reference(kind) if dtype == "float32" else in_float64(kind)
@@ -173,7 +173,7 @@ def test_states_keep_their_shapes_and_precision(kind: type[Algorithm], dtype: st
             assert kinds(result.client_state(client)) == kinds(algorithm.init_client(params))
 
 
-@pytest.mark.few(9)
+@pytest.mark.slow(keep=9)
 @EVERY
 def test_resumed_run_equals_the_uninterrupted_one(kind: type[Algorithm], tmp_path: Path):
     algorithm, whole = example(kind), reference(kind)

@@ -20,7 +20,7 @@ from fedrax.contract.checks import checked_server
 from fedrax.data import load
 from fedrax.models import MLP, Logistic
 from tests.simulation.problems import TASK, make_federation, run
-from tests.thinning import thinned
+from tests.slow import slow_cases
 
 FEDERATION = make_federation(test_rows=0)
 
@@ -313,7 +313,7 @@ def test_a_model_that_an_empty_round_takes_away_is_found_out(server: Callable):
         check_algorithm(mine)
 
 
-@pytest.mark.parametrize("kind", thinned([FedAvg, fedrax.Episode, fedrax.Upcycled, fedrax.compression.TopK]))
+@pytest.mark.parametrize("kind", slow_cases([FedAvg, fedrax.Episode, fedrax.Upcycled, fedrax.compression.TopK]))
 def test_methods_that_keep_the_rules_pass(kind: type[fedrax.Algorithm]):
     check_algorithm(kind)
 

@@ -18,7 +18,7 @@ from fedrax.contract.wrapper import Wrapper
 from fedrax.experiments.method_registry import algorithms
 from fedrax.simulation.setup import prepare
 from tests.contract.test_every_algorithm import FEDERATION, SIZES, TASK, assert_close, example, run
-from tests.thinning import thinned
+from tests.slow import slow_cases
 
 LOCAL = fedrax.LocalSGD(lr=0.02, steps=2, batch_size=3, momentum=0.5, weight_decay=0.1)
 
@@ -77,7 +77,7 @@ LOSSY = ("efsign", "quantized", "randomk", "topk")
 """Rounding in another order makes another choice here and there: their plans agree in what they send alone."""
 
 
-@pytest.mark.parametrize("name", thinned(PAIRS, FIRST))
+@pytest.mark.parametrize("name", slow_cases(PAIRS, FIRST))
 def test_a_pair_of_wrappers_fits_or_is_refused_in_a_sentence(name: str):
     """Whether it fits shows when the round is traced, before anything is compiled."""
     start = lambda: prepare(PAIRS[name], TASK, FEDERATION, fedrax.Settings(rounds=2, cohort_size=2))  # noqa: E731
@@ -100,8 +100,8 @@ ALIKE = {
 """Choices in whose code another choice of the same method, or of its family, goes as well."""
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("name", thinned(TO_RUN, CHOICES.keys() - ALIKE))
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize("name", slow_cases(TO_RUN, CHOICES.keys() - ALIKE))
 def test_clients_in_turn_and_side_by_side_agree(name: str):
     base, other = run(TO_RUN[name], rounds=2), run(TO_RUN[name], rounds=2, plan="vmap", chunk=2)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((base.params, other.params)))

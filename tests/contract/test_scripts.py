@@ -85,7 +85,7 @@ METHODS = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("plan", ["scan", "vmap"])
 def test_a_scripted_run_is_the_plain_loop(name: str, plan: str):
@@ -110,7 +110,7 @@ def test_the_fresh_batch_alone_may_be_given_where_work_is_in_epochs():
     assert not np.allclose(flat(one[0]), flat(other[0]))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("wrap", [fedrax.algorithms.upcycle, fedrax.compression.TopK], ids=["Upcycled", "TopK"])
 def test_blocks_may_be_given_to_a_method_inside_a_wrapper(wrap: Any):
     local = LocalSGD(lr=0.02, steps=2, blocks=2)

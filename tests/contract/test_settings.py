@@ -24,7 +24,7 @@ from tests.simulation.problems import FEDERATION, LOCAL, SIZES, TASK, assert_clo
 # -- sweeps --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_runs_together_honor_what_runs_in_turn_do():
     """Training data, each client apart, and fine-tuned models are evaluated in both."""
     methods = [Scaffold(local=LocalSGD(lr=lr, steps=2, batch_size=2)) for lr in (0.05, 0.1)]
@@ -90,7 +90,7 @@ def test_clients_of_wrapped_methods_are_spread_by_their_steps(wrap: Any):
 # -- one client alone ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["shuffle", "stored", "replacement"])
 def test_a_client_alone_does_what_it_does_in_the_simulation(order: Any):
     client, seed, rounds = 3, 4, 2
@@ -138,7 +138,7 @@ def normed() -> fedrax.Result:
     return run(WHOLE, **OPTIONS)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("plan", ["vmap", "loop", "debug"])
 def test_statistics_agree_on_every_plan(normed: fedrax.Result, plan: str):
     other = run(WHOLE, **OPTIONS, plan=plan)
@@ -160,7 +160,7 @@ def test_statistics_survive_an_interruption_and_join_sweeps(normed: fedrax.Resul
     assert_identical(run(WHOLE, **OPTIONS), normed)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_statistics_of_one_client_are_those_of_its_steps():
     """Fed by the module's own calls; ClientData.alone with TrainState gives the same."""
     start = NORM.init(jax.random.key(2))

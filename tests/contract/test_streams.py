@@ -81,7 +81,7 @@ def test_every_purpose_client_phase_and_round_has_a_key_of_its_own(keys: tuple):
     assert not drawn & (steps | {tuple(key) for key in server.reshape(-1, 2)})
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("plan", ["vmap", "loop", "debug"])
 def test_plans_draw_the_same_keys(keys: tuple, plan: str):
     for mine, theirs in zip(keys_of(run(Keys(), rounds=ROUNDS, cohort_size=COHORT, plan=plan)), keys, strict=True):

@@ -51,7 +51,7 @@ class Sending(Algorithm):
         return server._replace(params=server.params | {"mean": cohort.mean, "total": total, "half": half}), {}
 
 
-@pytest.mark.few(4)
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("kind", ["int8", "bfloat16", "int4"])
 @pytest.mark.parametrize("plan", [{"plan": "scan", "devices": 2}, {"plan": "vmap", "devices": 1}, {"plan": "loop"}])
 def test_means_are_not_rounded_to_the_type_that_traveled(kind: str, plan: dict):

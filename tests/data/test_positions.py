@@ -38,7 +38,7 @@ def sentences(dtype: str = "int64") -> tuple[np.ndarray, np.ndarray]:
     return tokens[:, :-1].astype(dtype), after
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("dtype", ["int64", "uint8", ">u2"])
 def test_next_tokens_of_padded_sequences(dtype):
     x, y = sentences(dtype)
@@ -71,7 +71,7 @@ def pixelwise() -> Model:
     return Model(init, lambda params, x, key=None: x @ params["weight"] + params["bias"], name="pixelwise")
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("plan", ["scan", "vmap", "loop"])
 def test_a_segmentation(plan):
     x = RNG.integers(0, 256, (48, 5, 4, 3), np.uint8)

@@ -81,10 +81,7 @@ def run_shell(block: Block) -> None:
 @pytest.mark.usefixtures("tasks_once")
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(page, id=page.stem, marks=() if page.stem in FIRST_READ else pytest.mark.exhaustive)
-        for page in PAGES
-    ],
+    [pytest.param(page, id=page.stem, marks=() if page.stem in FIRST_READ else pytest.mark.slow) for page in PAGES],
 )
 def test_blocks_of_page_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -55,7 +55,7 @@ def test_is_short():
     assert len(METHOD.splitlines()) < 60
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_every_contract_test_passes(checkout: Path):
     tests = "tests/contract/test_every_algorithm.py"
     report = run(checkout, "-m", "pytest", tests, "-k", "fedacg", "-q", "-p", "no:cacheprovider")
@@ -64,7 +64,7 @@ def test_every_contract_test_passes(checkout: Path):
     assert passed >= written > 5, report
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_is_on_the_command_line(checkout: Path):
     flags = "--algorithm fedacg --algorithm.beta 0.02 --run.rounds 3 --model logistic"
     commands = ("list algorithms", f"run {flags} --out runs/fedacg", "resume runs/fedacg")

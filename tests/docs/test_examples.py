@@ -20,12 +20,10 @@ LONG = ("own_method", "several_processes", "step_sizes", "client_drift")
 def named(ending: str) -> list:
     """The examples with this ending."""
     found = sorted(EXAMPLES.glob(f"*.{ending}"))
-    return [
-        pytest.param(path, id=path.stem, marks=pytest.mark.exhaustive if path.stem in LONG else ()) for path in found
-    ]
+    return [pytest.param(path, id=path.stem, marks=pytest.mark.slow if path.stem in LONG else ()) for path in found]
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("path", named("py"))
 def test_script_runs_and_says_something(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -59,7 +59,7 @@ BY_THE_ASKED = (ClientDP, FedBuff)
 OTHERS = {name: kind for name, kind in algorithms().items() if kind not in BY_THE_ASKED}
 
 
-@pytest.mark.few(16)
+@pytest.mark.slow(keep=16)
 @pytest.mark.parametrize("kind", OTHERS.values(), ids=OTHERS.keys())
 def test_who_does_not_answer_was_never_asked(kind: type[Algorithm]):
     """One client of each round works, and its answer is lost: nothing of it is left on either side."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.fuzz import arrays, configurations, files, harness, runs
 from tests.fuzz.harness import fuzz
-from tests.thinning import thinned
+from tests.slow import slow_cases
 
 SEED = int(os.environ.get("FEDRAX_FUZZ_SEED", "0"))
 KINDS = {
@@ -21,8 +21,8 @@ KINDS = {
 }
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("seed", thinned([SEED, SEED + 1]), ids=["first", "second"])
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("seed", slow_cases([SEED, SEED + 1]), ids=["first", "second"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_but_sentences(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FEDRAX_CACHE", os.environ.get("FEDRAX_CACHE", ""))  # the cases change it

@@ -98,7 +98,7 @@ def test_networks_have_the_sizes_that_are_known_of_them(model, shape, size):
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == size
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("model", [LeNet5(), ResNet18("group", 4, width=4)])
 def test_blocks_features_and_training_fit_together(model):
     made, x = model.build((16, 16, 3), 4), normal(3, 16, 16, 3)

@@ -53,7 +53,7 @@ def lstm_reference(layer, x):
     return h
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(("batch", "steps", "inputs", "hidden"), [(3, 6, 4, 5), (1, 1, 2, 3)])
 def test_lstm_and_its_gradients(batch, steps, inputs, hidden, dtype):
     layer = init_lstm(jax.random.key(0), inputs, hidden)
@@ -61,7 +61,7 @@ def test_lstm_and_its_gradients(batch, steps, inputs, hidden, dtype):
     assert_same(value_and_vjp(lstm, layer, x), value_and_vjp(lstm_reference, layer, x), dtype)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 def test_lstm_under_vmap_over_weights(dtype):
     stacked = jax.vmap(lambda key: init_lstm(key, 3, 4))(jax.random.split(jax.random.key(0), 3))
     x = normal(1, (3, 2, 5, 3), dtype)
@@ -80,7 +80,7 @@ def test_dropout_keeps_the_mean_and_needs_a_key():
     assert abs(float(dropped.mean()) - 1) < 0.02
 
 
-@pytest.mark.few(4)
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("batch", [1, 12, 40])
 @pytest.mark.parametrize("side_by_side", [False, True])
 def test_output_layer_and_its_gradients(batch, side_by_side, dtype):

@@ -102,7 +102,7 @@ def moved(model: Model, steps: int = 3) -> Variables:
     return variables
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 def test_training_moves_statistics_and_evaluation_reads_them(model: Model):
     start, later = model.init(KEY), moved(model)
     assert isinstance(start, Variables)
@@ -121,7 +121,7 @@ def test_only_evaluation_treats_samples_apart(model: Model):
     assert not jnp.allclose(model.apply(variables, X, KEY)[:2], model.apply(variables, others, KEY)[:2])
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 def test_compiled_and_traced_alike(model: Model):
     variables = moved(model)
     assert_same(jax.jit(model.train)(variables, X, KEY), model.train(variables, X, KEY))
@@ -231,7 +231,7 @@ def test_variables_are_starting_parameters(model: Model):
         starting_parameters(task, KEY, given.params)
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 def test_training_by_the_task_lowers_the_loss(model: Model):
     task, batch = classification(model), Batch(X, jnp.array([0, 1, 2, 0, 1, 2]))
 

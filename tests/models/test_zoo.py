@@ -56,7 +56,7 @@ def size(params):
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_outputs_are_the_last_layer_on_the_features(name):
     model = build(name)
@@ -70,7 +70,7 @@ def test_outputs_are_the_last_layer_on_the_features(name):
     )
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_blocks_one_after_the_other_are_the_model(name):
     model, whole = MODELS[name]().build(INPUTS.get(name, (3, 4)), 4), build(name)
@@ -93,7 +93,7 @@ def test_samples_of_a_batch_do_not_mix(name):
     np.testing.assert_allclose(model.apply(params, x)[0], others_changed[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_float64_stays_float64(name):
     with jax.enable_x64(True):
@@ -111,7 +111,7 @@ def test_float32_stays_float32(name):
     assert {leaf.dtype.name for leaf in [model.apply(params, x), *jax.tree.leaves(params)]} == {"float32"}
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_parameter_is_trained(name):
     model = build(name)
@@ -140,7 +140,7 @@ def test_sizes_are_those_of_the_literature():
     assert size(start(LSTM(), (25, 50))) == 4 * 128 * (50 + 128 + 2) + 1290
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("name", sorted({*NETWORKS} - {"logistic"}))
 def test_start_fills_plus_minus_one_over_root_fan_in(name):
     shapes = {"lstm": (6, 5), "lenet": (16, 16, 3), "cnn": (6, 6, 3)}

@@ -16,7 +16,7 @@ import scipy.optimize
 
 from fedrax.optim.cone import multipliers, project_to_cone
 from tests.reference_gradma import nearest
-from tests.thinning import thinned
+from tests.slow import slow_cases
 
 pytestmark = pytest.mark.usefixtures("full_compilation")
 
@@ -120,7 +120,7 @@ def broken(given: Problems, found: np.ndarray) -> np.ndarray:
 EVERYTHING = [(kind, m) for m in COUNTS for kind in KINDS]
 
 
-@pytest.mark.few(4)
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize(("kind", "m"), EVERYTHING)
 def test_float64_agrees_with_least_squares(kind: str, m: int):
     """And with the conditions of Karush, Kuhn and Tucker, which name the nearest point without any oracle."""
@@ -134,7 +134,7 @@ def test_float64_agrees_with_least_squares(kind: str, m: int):
     np.testing.assert_allclose(complementary, 0, atol=1e-9)
 
 
-@pytest.mark.few(6)
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize(("kind", "m"), [(kind, m) for kind, m in EVERYTHING if kind != "scales"])
 def test_float32_is_as_exact_as_the_products_allow(kind: str, m: int):
     """Products of unit columns are off by eps; solving with them divides that by their smallest eigenvalue.
@@ -169,9 +169,9 @@ def assert_safe(given: Problems, dtype: str) -> None:
     assert (np.linalg.norm(found, axis=1) <= 1.001 * np.linalg.norm(given.p, axis=1)).all()
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("m", "d", "count"), [(10, 8, 1000), (50, 20, 600), (100, 40, 200)])
-@pytest.mark.parametrize("dtype", thinned(["float32", "float64"]))
+@pytest.mark.parametrize("dtype", slow_cases(["float32", "float64"]))
 def test_many_columns_in_a_plane(m: int, d: int, count: int, dtype: str):
     """Columns that span all dimensions but one: the last to come in is independent, or a rounding error."""
     rng = np.random.default_rng([m, d, 3])
@@ -182,8 +182,8 @@ def test_many_columns_in_a_plane(m: int, d: int, count: int, dtype: str):
 NEARLY = [(dtype, m) for dtype in ("float64", "float32") for m in (2, 3, 4, 10, 50)]
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("dtype", "m"), thinned(NEARLY, NEARLY[1::2]))
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize(("dtype", "m"), slow_cases(NEARLY, NEARLY[1::2]))
 def test_nearly_opposite_columns(dtype: str, m: int):
     """Opposite up to 1 ... 1e-16, half of them where float64 just sees that they are not, as full-batch GradMA has them
     from its second step on: the answer jumps from a wedge to a plane where rounding errors decide which it is.
@@ -213,7 +213,7 @@ def test_a_feasible_p_is_left_alone(m: int):
         np.testing.assert_array_equal(found[rows], case.p[rows])
 
 
-@pytest.mark.few(4)
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("m", COUNTS)
 @pytest.mark.parametrize("kind", ["random", "duplicates", "signs"])
 def test_no_feasible_point_is_nearer(kind: str, m: int):
@@ -233,7 +233,7 @@ def test_no_feasible_point_is_nearer(kind: str, m: int):
                 assert not (feasible & nearer).any()
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("m", COUNTS)
 def test_alone_and_among_others(m: int):
     """A problem's answer does not depend on those beside it."""
@@ -254,7 +254,7 @@ def test_the_oracle_satisfies_the_conditions_itself():
             assert scipy.optimize.nnls(units, step / size)[1] < 1e-9
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("parallel", [False, True], ids=["apart", "nearly parallel"])
 def test_the_projection_has_a_derivative(parallel: bool) -> None:
     """Attackers differentiate a worker's program; nearly parallel columns take the pass that refines in a loop."""

@@ -14,7 +14,7 @@ import pytest
 
 from fedrax.optim.cone import multipliers, project_to_cone
 from tests.reference_gradma import nearest
-from tests.thinning import thinned
+from tests.slow import slow_cases
 
 pytestmark = pytest.mark.usefixtures("full_compilation")
 
@@ -104,9 +104,9 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", thinned(["float32", "float64"]))  # the latter in test_cone, many at a time
+@pytest.mark.parametrize("dtype", slow_cases(["float32", "float64"]))  # the latter in test_cone, many at a time
 def test_one_problem_at_a_time(kind: str, dtype: str):
     """Products of unit columns are off by some eps, which the least squared sine divides."""
     columns, p, exact = problems(kind, dtype)
@@ -144,7 +144,7 @@ def nearly_dependent(rng: np.random.Generator, sine: float, sign: int, dtype: st
     return columns.astype(dtype).astype(float), (q - columns[:, :2] @ weights).astype(dtype).astype(float)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_nearly_dependent_columns(dtype: str, sign: int):

@@ -15,7 +15,7 @@ from fedrax.optim import Optax
 from fedrax.privacy import SampleDP
 from fedrax.simulation import Script
 from tests.simulation.problems import FEDERATION, TASK, assert_close, assert_identical, run
-from tests.thinning import thinned
+from tests.slow import slow_cases
 
 ROUNDS, STEPS, ROWS, COHORTS = 3, 2, 3, [[1, 3], [3, 5], [1, 3]]
 BATCHES = np.random.default_rng(2).integers(0, 5, (ROUNDS, 2, STEPS, ROWS))
@@ -51,8 +51,8 @@ def by_hand(carry: bool, rule: Any = ADAMW) -> Any:
     return params
 
 
-@pytest.mark.parametrize("carry", thinned([True, False]), ids=["carried", "reset"])
-@pytest.mark.parametrize("plan", thinned(["vmap", "loop", "debug"]))
+@pytest.mark.parametrize("carry", slow_cases([True, False]), ids=["carried", "reset"])
+@pytest.mark.parametrize("plan", slow_cases(["vmap", "loop", "debug"]))
 def test_local_adamw_is_the_plain_loop(plan: str, carry: bool):
     with jax.enable_x64(True):
         expected = by_hand(carry)
@@ -92,7 +92,7 @@ def test_what_is_carried_outlives_an_interruption(tmp_path):
     assert_identical(run(local(True), **options, directory=tmp_path, resume=True), run(local(True), **options))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("plan", ["scan", "loop", "vmap", "debug"])
 def test_finished_and_traced_optimizers_are_one_server_rule_on_every_plan(plan: str):
     work, options = LocalSGD(lr=0.05, steps=2, batch_size=2), {"rounds": 2, "cohort_size": 2, "devices": 1}

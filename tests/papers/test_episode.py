@@ -52,7 +52,7 @@ def test_impossible_pairs_are_refused() -> None:
         Polynomial().build((4, 2), 1)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_episode_arrives_and_celgc_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(episode, "HETEROGENEITY", (8,))
     command = ["episode", "fig3", "--seeds", "5", "--rounds", "60", "--results", str(tmp_path)]
@@ -65,7 +65,7 @@ def test_episode_arrives_and_celgc_does_not(tmp_path: Path, monkeypatch: pytest.
     assert (tmp_path / "fig3.png").stat().st_size > 10_000
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_similarity_runs_a_file_at_each_similarity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "snli").mkdir()
     for part in ("dev", "test"):

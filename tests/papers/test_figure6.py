@@ -44,7 +44,7 @@ def command(main: Any, what: str, results: Path, monkeypatch: pytest.MonkeyPatch
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")][1:]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.usefixtures("few")
 def test_figure6_shows_every_method_beside_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = command(losac.main, "figure6", tmp_path, monkeypatch)
@@ -54,7 +54,7 @@ def test_figure6_shows_every_method_beside_what_is_printed(tmp_path: Path, monke
     assert (tmp_path / "figure6.png").stat().st_size > 10_000
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.usefixtures("few")
 def test_the_search_counts_what_is_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = command(losac.main, "figure6-search", tmp_path, monkeypatch)
@@ -64,7 +64,7 @@ def test_the_search_counts_what_is_as_printed(tmp_path: Path, monkeypatch: pytes
         assert row[7] == f"{falls + rises} of 2"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.usefixtures("few")
 def test_the_server_has_losac_s_gradient_and_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {
@@ -75,7 +75,7 @@ def test_the_server_has_losac_s_gradient_and_data(tmp_path: Path, monkeypatch: p
     assert rows["LoSAC"][1] < 0.05 and rows["LoSAC"][4] < 0.05
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_lenet_recovers_an_image_and_nothing_of_a_private_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lenet, "load", lambda name, data_dir: load("digits"))
     monkeypatch.setattr(lenet, "STEPS", {"DLG": 2, "iDLG": 120, "inverting gradients": 2})
@@ -87,7 +87,7 @@ def test_lenet_recovers_an_image_and_nothing_of_a_private_one(tmp_path: Path, mo
     assert (tmp_path / "lenet.png").stat().st_size > 10_000
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_methods_shows_what_is_sent_and_runs_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         methods, "METHODS", {"FedSGD": fedrax.algorithms.FedSGD(), "SignSGD": methods.METHODS["SignSGD"]}

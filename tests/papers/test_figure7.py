@@ -35,7 +35,7 @@ def command(what: str, results: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return (results / f"{what}.md").read_text()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_figure7_draws_and_prints_every_rank(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figure7, "RANKS", (2,))
     text = command("figure7", small, monkeypatch)
@@ -46,7 +46,7 @@ def test_figure7_draws_and_prints_every_rank(small: Path, monkeypatch: pytest.Mo
     assert (small / "figure7.png").stat().st_size > 10_000
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_search_changes_one_constant_after_another(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figure7, "VARIED", {"lambda": (50.0,)})
     text = command("figure7-search", small, monkeypatch)

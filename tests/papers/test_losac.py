@@ -28,7 +28,7 @@ def data_dir(tmp_path: Path) -> Path:
     return folder.parent
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_table2_prints_paper_ours_and_gap(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tomlkit.parse((HERE / "table2.toml").read_text()).unwrap()
     table["compare"] = [entry for entry in table["compare"] if "T=2, M=5" in entry["label"]]
@@ -51,7 +51,7 @@ def test_table2_prints_paper_ours_and_gap(data_dir: Path, tmp_path: Path, monkey
     assert all(len(run.events) == 2 for run in runs.values())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_tuned_finds_the_best_step_size(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tomlkit.parse((HERE / "figure2.toml").read_text()).unwrap()
     table["compare"] = [entry for entry in table["compare"] if entry["label"] == "FedAvg"]

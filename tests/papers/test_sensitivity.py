@@ -34,7 +34,7 @@ def command(what: str, data_dir: Path, monkeypatch: pytest.MonkeyPatch, seeds: s
     return (data_dir / "results" / f"{what}.md").read_text()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_figures_share_the_runs_of_a_panel(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = sensitivity.Panel(100, 10, 2, "HAR", ("FedCM",))
     other = sensitivity.Panel(100, 20, 2, "HAR", ("FedCM",))
@@ -50,7 +50,7 @@ def test_figures_share_the_runs_of_a_panel(data_dir: Path, monkeypatch: pytest.M
     assert sensitivity.title(one, [one, other]) == "S = 10"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_table2_of_har_compares_with_hars_printed_rows(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tomlkit.parse((losac.HERE / "table2.toml").read_text()).unwrap()
     table["compare"] = [entry for entry in table["compare"] if entry["label"] == "LoSAC, T=2, M=5"]

@@ -13,7 +13,7 @@ from papers.upcycled import __main__ as upcycled
 from papers.upcycled import figures, grid, private
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_table1_prints_paper_ours_and_what_held_out_rows_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,7 +95,7 @@ def test_the_grids_are_wide_and_hold_the_papers_extrapolations() -> None:
     assert all(point["inner lr"] * point["lambda"] < 2 for point in grid.METHODS["pFedMe"].points)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_figure3_compares_at_the_same_epsilon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,7 +38,7 @@ from fedrax.robust import Attacked
 from fedrax.robust.attacked_clients import Gaussian
 from fedrax.simulation import Script
 from tests.simulation.problems import FEDERATION, assert_identical, run
-from tests.thinning import thinned
+from tests.slow import slow_cases
 from tests.wrappers.own_methods import NormAtHome
 
 ROUNDS, COHORTS, STEPS, ROWS = 3, [[1, 3], [3, 5], [1, 3]], 2, 3
@@ -165,7 +165,7 @@ def test_what_stays_at_home_is_left_alone_on_the_server(method: str):
         assert np.array_equal(old, new) == name.startswith("output/")
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("case", CASES)
 def test_rounds_are_those_of_a_plain_loop(case: str):
     task, patterns, at_home = CASES[case]
@@ -206,7 +206,7 @@ def test_rounds_are_those_of_a_plain_loop(case: str):
     np.testing.assert_allclose(result.events[-1]["train_personal_loss"], np.mean(losses), rtol=1e-4)
 
 
-@pytest.mark.parametrize("plan", thinned(["scan", "vmap", "loop", "debug"]))
+@pytest.mark.parametrize("plan", slow_cases(["scan", "vmap", "loop", "debug"]))
 def test_fedbn_written_out_is_the_same(plan: str):
     """A method of one's own in a few lines, against the wrapper."""
     wrapped = Personalized(FedAvg(local=LOCAL), at_home=("norm/*",), statistics=True)
@@ -218,8 +218,8 @@ def test_fedbn_written_out_is_the_same(plan: str):
         np.testing.assert_allclose(given.events[-1][name], expected.events[-1][name], rtol=1e-5)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("plan", thinned(["vmap", "loop", "debug"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", slow_cases(["vmap", "loop", "debug"]))
 def test_plans_agree(plan: str):
     method = Personalized(FedAvg(local=LOCAL), at_home=("norm/*",), statistics=True)
     one, other = (run(method, task=NORM, **OPTIONS, plan=p) for p in ("scan", plan))
@@ -232,7 +232,7 @@ def test_plans_agree(plan: str):
         np.testing.assert_allclose(other.events[-1][name], one.events[-1][name], rtol=1e-4)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_resume_and_sweeps_find_what_stayed_at_home(tmp_path):
     methods = [
         Personalized(FedAvg(local=LocalSGD(lr=lr, steps=2, batch_size=3)), at_home=("norm/*",), statistics=True)

@@ -82,7 +82,7 @@ def claimed(method: Noisy, rounds: int = 1) -> float:
     return Accountant([halved], DELTA).epsilon(rounds)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_a_sound_mechanism_is_not_accused(rounds: int):
     """And the bound is worth something: seven tenths of mu = 2 sqrt(rounds) / noise are proven."""
@@ -93,7 +93,7 @@ def test_a_sound_mechanism_is_not_accused(rounds: int):
     assert epsilon_of_mu(told.mu, DELTA) < 1.02 * claimed(method, rounds)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("broken", [TooQuiet, LeafLeftOut, SameKeyTwice])
 def test_broken_mechanisms_are_caught(broken: type[Noisy]):
     method = broken(local=LOCAL, noise=2.0)
@@ -152,7 +152,7 @@ def test_all_of_a_hundred_right_guesses():
         one_run_epsilon(10, 2, 3)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_one_run_bounds_hold_as_often_as_they_say():
     """Of randomized response at epsilon 1, guessed as well as can be, at most 5 % of bounds are above 1 (200 runs)."""
     rng, chance = np.random.default_rng(0), 1 / (1 + np.exp(-1))
@@ -184,7 +184,7 @@ def test_the_claim_of_theorem_62_is_refuted_and_ours_is_not():
     assert paper is not None and 5 * paper < proven < 1.02 * accountant.epsilon(1)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("unit", ["client", "sample"])
 def test_canaries_of_one_run(unit: Unit):
     """A claim of a quiet method is refuted by nobody; without noise to speak of most canaries are found."""
@@ -199,7 +199,7 @@ def test_canaries_of_one_run(unit: Unit):
     assert guess_canaries(loud, task, federation, settings, unit=unit, canaries=40).proven < found.proven
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("at", "unit"), [("server", "client"), ("client", "sample")])
 def test_a_watched_client_of_an_experiment(at: str, unit: Unit):
     """Of one sample, whose label turns its update around: the two worlds are as far apart as can be."""
@@ -216,7 +216,7 @@ def test_a_watched_client_of_an_experiment(at: str, unit: Unit):
         watch_a_client(fedrax.FedAvg(), TASK, federation, settings)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_draw_of_a_client_is_audited():
     """What is proven of one that is always there is above what is claimed of one that is drawn in one round of 20."""
     federation = fedrax.Federation.from_arrays(X, np.array([0]), np.zeros(1, int), num_classes=2)

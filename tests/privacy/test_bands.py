@@ -41,7 +41,7 @@ def test_all_diagonals_are_the_square_root_of_prefix_sums():
     np.testing.assert_allclose(band_coefficients(5), root[:, 0])
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("clients", [6, 5])
 def test_the_covariance_of_noise_over_rounds(clients: int):
     """Of the sum, divided by the size asked for: with 5 clients every third cohort has one."""

@@ -39,7 +39,7 @@ from tests.privacy.observed import (
     wild_data,
 )
 from tests.simulation.problems import FEDERATION, LOCAL, SCAFFOLD, TASK, run
-from tests.thinning import thinned
+from tests.slow import slow_cases
 
 C, Z = 0.8, 1.5
 BLOCKS = LocalSGD(lr=0.02, steps=3, blocks=3)
@@ -103,7 +103,7 @@ class TooLittleNoise(ClientDP):
 # -- the bound -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("name", BOUNDED)
 def test_no_data_make_a_client_add_more_than_the_bound(name: str):
     for x in wild_data():
@@ -127,9 +127,9 @@ def test_a_leaf_left_out_is_caught():
 INSIDE = {"fedavg": FedAvg(local=LOCAL), "scaffold": SCAFFOLD}
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
-    ("name", "at"), thinned(product(INSIDE, ("server", "client")), [("fedavg", "client"), ("scaffold", "server")])
+    ("name", "at"), slow_cases(product(INSIDE, ("server", "client")), [("fedavg", "client"), ("scaffold", "server")])
 )
 def test_without_noise_and_with_room_it_is_the_method_inside(name: str, at: Any):
     inner = INSIDE[name]
@@ -180,19 +180,19 @@ def test_noise_at_clients_is_each_ones_own(at_clients: np.ndarray):
     assert_gaussian(at_clients, Z * C)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("options", thinned(OTHER_PLANS, [{"plan": "vmap", "chunk": 2}, {"devices": 1}]), ids=str)
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("options", slow_cases(OTHER_PLANS, [{"plan": "vmap", "chunk": 2}, {"devices": 1}]), ids=str)
 def test_noise_at_clients_is_the_same_on_every_plan_and_number_of_devices(at_clients: np.ndarray, options: dict):
     assert_same_noise(noise_of(local, apart=True, **options), at_clients)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("options", thinned(OTHER_PLANS, [{"plan": "loop"}, {"plan": "debug"}]), ids=str)
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("options", slow_cases(OTHER_PLANS, [{"plan": "loop"}, {"plan": "debug"}]), ids=str)
 def test_noise_at_the_server_is_the_same_on_every_plan_and_number_of_devices(at_server: np.ndarray, options: dict):
     assert_same_noise(noise_of(central, apart=False, **options), at_server)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("broken", [SameKeyTwice, OneKeyForAll, TooLittleNoise])
 def test_broken_noise_is_caught(broken: type[ClientDP]):
     rows = noise_of(lambda inner: broken(inner, clip=Flat(C), noise=Z, at="client"), apart=True)
@@ -206,7 +206,7 @@ def test_a_wrapper_outside_changes_the_stream_and_not_the_scale(at_clients: np.n
     assert_gaussian(other, Z * C)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_grid_of_noise_and_bounds_is_one_program():
     grid = [ClientDP(FedAvg(local=LOCAL), clip=Flat(c), noise=z) for c in (0.1, 1.0) for z in (0.0, 0.5)]
     together = fedrax.sweep(grid, TASK, FEDERATION, rounds=2, cohort_size=3, mode="vectorized")
@@ -266,7 +266,7 @@ def test_clipping_leaf_by_leaf_against_numpy():
     np.testing.assert_allclose(path[0], problem.x0 + total / 7, atol=1e-6)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("at", ["server", "client"])
 def test_the_adaptive_bound_against_numpy(at: Any):
     inner = FedAvg(local=LocalSGD(order="stored", **STEPS))

@@ -152,7 +152,7 @@ def test_resumed_runs_have_the_ledger_of_those_that_went_on(tmp_path: Path):
     assert kept[0][name].tobytes() == kept[1][name].tobytes() and kept[0][name].sum() == 18
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_grid_of_noise_is_one_sweep():
     grid = [Noisy(local=LOCAL, noise=noise) for noise in (1.0, 2.0)]
     options: dict[str, Any] = {"rounds": 2, "cohort_size": 3}

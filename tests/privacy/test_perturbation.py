@@ -20,7 +20,7 @@ from tests import reference
 from tests.algorithms.problems import make_problem
 from tests.privacy.observed import OTHER_PLANS, assert_bounded, assert_gaussian, sent_by, wild_data, zero_task
 from tests.simulation.problems import CLASSES, FEATURES, SIZES, make_federation, run
-from tests.thinning import thinned
+from tests.slow import slow_cases
 
 TAU, SIGMA = 0.7, 1.3
 STEPS = LocalSGD(lr=0.05, steps=3, batch_size=2)
@@ -40,7 +40,7 @@ def params_of(result: fedrax.Result) -> np.ndarray:
 # -- output perturbation -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("inner", [FedAvg(local=STEPS), Scaffold(local=STEPS)], ids=["fedavg", "scaffold"])
 def test_whatever_the_data_the_model_that_goes_up_is_within_the_bound(inner: fedrax.Algorithm):
     method = OutputPerturbation(inner, tau=TAU, sigma=0.0)
@@ -60,8 +60,8 @@ def test_each_client_and_round_has_noise_of_its_own():
     assert_gaussian(x, SIGMA)  # a model without length, and noise
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("plan", thinned(OTHER_PLANS, [OTHER_PLANS[0], OTHER_PLANS[-1]]), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", slow_cases(OTHER_PLANS, [OTHER_PLANS[0], OTHER_PLANS[-1]]), ids=str)
 def test_plans_and_devices_agree(plan: dict):
     method = OutputPerturbation(Scaffold(local=STEPS), tau=TAU, sigma=0.1)
     base, other = run(method, rounds=2), run(method, rounds=2, **plan)
@@ -89,7 +89,7 @@ def test_control_variates_come_from_the_noised_model():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), result.server.control, implied)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_without_noise_and_with_room_it_is_the_method_inside():
     for inner in (FedAvg(local=STEPS), Scaffold(local=STEPS), FedProx(local=STEPS)):
         plain, wrapped = run(inner, rounds=2), run(OutputPerturbation(inner, tau=1e6, sigma=0.0), rounds=2)
@@ -150,7 +150,7 @@ def test_what_is_computed_from_the_exact_data_is_refused_by_name(kind: Any):
     refuse(kind(FedAvg(local=STEPS)), "uniform aggregation weights", weights="samples")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_number_of_samples_does_not_leak_through_epochs():
     """SCAFFOLD divides by T eta, and T epochs are more steps where there are more samples."""
     epochs = Scaffold(local=LocalSGD(lr=0.05, epochs=2, batch_size=2))
@@ -158,7 +158,7 @@ def test_the_number_of_samples_does_not_leak_through_epochs():
     assert run(OutputPerturbation(epochs), make_federation((4, 4, 4, 4)), rounds=1).events
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_two_local_runs_are_refused():
     refuse(
         OutputPerturbation(fedrax.personalization.Ditto(FedAvg(local=STEPS))), "takes local steps 2 times in a round"
@@ -182,7 +182,7 @@ def test_the_linear_terms_have_their_density():
     assert abs(np.corrcoef(lengths, directions[:, 0])[0, 1]) < 4.5 / np.sqrt(4000)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_one_term_is_added_for_the_whole_round_and_another_in_the_next(reduction: Any):
     """With no loss of its own, a client moves by -T eta n."""

@@ -22,7 +22,7 @@ from tests import reference
 from tests.algorithms.problems import make_problem
 from tests.privacy.observed import OTHER_PLANS, assert_gaussian, sent_by, wild_data, zero_task
 from tests.simulation.problems import CLASSES, FEATURES, LOCAL, run
-from tests.thinning import thinned
+from tests.slow import slow_cases
 
 C, Z, B, LR = 0.8, 1.5, 4, 0.5
 WIDE = zero_task(1000)
@@ -65,7 +65,7 @@ class OneKeyForAllSteps(SampleDP):
         return rule
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("rate", [None, 0.3])
 def test_noise_of_every_step_is_independent(rate: float | None):
     noise = moves(private(steps=4, rate=rate), WIDE, (5, 7, 6), rounds=4)
@@ -78,9 +78,9 @@ def test_one_key_for_all_steps_is_caught():
         assert_gaussian(noise, LR * Z * C * 2 / B)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("plan", thinned(OTHER_PLANS, 2), ids=str)
-@pytest.mark.parametrize("rate", thinned([None, 0.4]))
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", slow_cases(OTHER_PLANS, 2), ids=str)
+@pytest.mark.parametrize("rate", slow_cases([None, 0.4]))
 def test_plans_and_devices_agree(rate: float | None, plan: dict):
     algorithm = private(steps=2, rate=rate, microbatch=3)
     base, other = run(algorithm, rounds=2), run(algorithm, rounds=2, **plan)
@@ -107,7 +107,7 @@ def test_a_batch_without_samples_is_noise_alone():
     assert np.isfinite(path).all() and (path == 0).all(1).any()
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("microbatch", [1, 3, 100])
 def test_clipped_gradients_against_numpy(microbatch: int):
     problem, local = make_problem(), {"lr": 0.3, "steps": 4, "batch_size": B}
@@ -127,7 +127,7 @@ def test_clipped_gradients_against_numpy(microbatch: int):
     np.testing.assert_allclose(reference.join(problem.problem, result.params), problem.x0 + total / 7, atol=1e-6)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_without_noise_and_with_room_it_is_the_method_inside():
     """But for the last batch of an epoch: its sum is divided by B, however short it is."""
     local = LocalSGD(lr=0.05, steps=3, batch_size=1)

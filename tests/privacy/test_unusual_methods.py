@@ -236,7 +236,7 @@ class WeakCoins(SampleDP):
         return (dataclasses.replace(one, rate=one.rate / 10),)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 def test_the_draw_of_batches_is_audited():
     """By a sample that is there or not, beside the claim that its coin amplifies."""
     x = np.array([[3.0, -3.0]], np.float32)

@@ -24,7 +24,7 @@ from fedrax.profiling.hlo import Description, ProgramText
 from fedrax.simulation.client_evaluation import PersonalEvaluator
 from fedrax.simulation.executors import choose
 from fedrax.simulation.setup import Setup, prepare
-from tests.thinning import thinned
+from tests.slow import slow_cases
 
 CLASSES, CLIENTS, ROWS = 10, 4, 24
 COHORT, STEPS, BATCH = 3, 4, 6
@@ -86,7 +86,7 @@ def lstm(steps: int, inputs: int, hidden: int) -> int:
 
 @pytest.mark.parametrize(
     ("model", "shape", "flops"),
-    thinned(
+    slow_cases(
         [
             (TwoNN(), (20,), dense(20, 200, first=True) + dense(200, 200) + output(200)),
             (LSTM(hidden=16), (5, 8), lstm(5, 8, 16) + output(16)),
@@ -102,7 +102,7 @@ def test_matrix_products_are_those_counted_by_hand(model: Any, shape: tuple[int,
     assert sum(row.ms for row in made.heaviest) <= made.ms
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_products_are_counted_with_clients_side_by_side_and_on_one_device():
     made = run(plan="vmap", chunk=COHORT, devices=1)
     weighted_sum = 2 * COHORT * (20 * 10 + 10)  # side by side it is a product too
@@ -110,7 +110,7 @@ def test_products_are_counted_with_clients_side_by_side_and_on_one_device():
     assert made.devices == 1 and "wait for other devices" not in {part.name for part in made.parts}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_compilation_is_measured_anew_each_time():
     first = run(devices=1).compile_seconds
     before = jax.config.jax_persistent_cache_min_compile_time_secs  # pyright: ignore
@@ -118,7 +118,7 @@ def test_compilation_is_measured_anew_each_time():
     assert jax.config.jax_persistent_cache_min_compile_time_secs == before  # pyright: ignore
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_phases_are_apart():
     made = run(fedrax.Episode(local=LOCAL))
     gradients = {part.phase: part for part in made.parts if part.name == "gradients"}
@@ -127,7 +127,7 @@ def test_phases_are_apart():
     assert {"gather batches", "local steps", "server", "aggregate", "evaluate", "host"} <= {p.name for p in made.parts}
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("algorithm", "moved"),
     [
@@ -148,7 +148,7 @@ def test_plans_that_are_not_one_program_are_timed_as_a_whole():
     assert rendering.draw(made).axes
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_layers_of_a_network_are_named_and_its_convolutions_in_the_fast_form(monkeypatch: pytest.MonkeyPatch):
     nn = pytest.importorskip("flax.linen")
     texts: list[str] = []
@@ -176,7 +176,7 @@ def test_the_trace_is_kept_where_a_text_says(tmp_path: Path):
     assert list((tmp_path / "kept").glob("**/*.xplane.pb"))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_divergence_is_a_sentence():
     with pytest.raises(FedraxError, match="diverges"):
         run(fedrax.FedAvg(local=fedrax.LocalSGD(lr=1e38, steps=STEPS)), TwoNN())

@@ -34,7 +34,7 @@ from fedrax.robust.attacked_clients import ALittle, Gaussian, LabelFlip, Scaling
 from fedrax.robust.rules import GeometricMedian, Krum, Median, NormBound, TrimmedMean
 from fedrax.simulation import Script
 from tests.simulation.problems import FEDERATION, LOCAL, MODEL_BYTES, TASK, assert_close, run, travels
-from tests.thinning import thinned
+from tests.slow import slow_cases
 from tests.wrappers.own_methods import Masked
 
 FEDAVG = FedAvg(local=LOCAL)
@@ -64,7 +64,7 @@ aggregate = jax.jit(lambda rule, cohort: rule(cohort))
 # -- rules ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(8)
+@pytest.mark.slow(keep=8)
 @pytest.mark.parametrize("size", [1, 2, 5, 6])
 @pytest.mark.parametrize(
     "rule",
@@ -147,7 +147,7 @@ def accuracy(method: Algorithm) -> float:
     return float(result.events[-1]["test_accuracy"])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_fifth_of_flipped_signs_ruins_the_mean_and_no_robust_rule():
     """Flipped and five times as long: 0.8 - 5 * 0.2 < 0, the mean points uphill."""
     inner, attack = FedAvg(local=LocalSGD(lr=0.3, steps=5, batch_size=10)), Scaling(-5.0)
@@ -205,8 +205,8 @@ def one_device() -> Result:
     return run(ATTACKED, **SHORT, devices=1)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("plan", thinned([{"plan": "vmap", "chunk": 2}, {"plan": "loop"}]), ids=["vmap", "loop"])
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", slow_cases([{"plan": "vmap", "chunk": 2}, {"plan": "loop"}]), ids=["vmap", "loop"])
 def test_plans_agree(plan: dict[str, Any], one_device: Result):
     """Decoded uploads, attackers that collude, and two devices with unlike numbers of clients."""
     assert_close(run(ATTACKED, **SHORT, **plan), one_device)
@@ -216,7 +216,7 @@ def test_bytes_are_those_of_the_method_inside():
     assert travels(Attacked(Robust(FEDAVG))) == travels(FEDAVG) == (MODEL_BYTES, MODEL_BYTES)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_grid_of_bounds_runs_together():
     methods = [Attacked(Robust(FEDAVG, NormBound(bound)), Scaling(-3.0), share=0.4) for bound in (0.05, 0.5)]
     options: dict[str, Any] = {"rounds": 2, "cohort_size": 4, "eval_every": 100}
@@ -296,7 +296,7 @@ def test_rules_that_count_heads_refuse_weights():
     run(Robust(FEDAVG, GeometricMedian()), rounds=1, weights="samples")
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "inner", [Scaffold(local=LOCAL), Scaffnew(local=LocalSGD(lr=0.05, batch_size=2))], ids=["Scaffold", "Scaffnew"]
 )

@@ -16,7 +16,7 @@ from fedrax.errors import FedraxError
 from fedrax.models import Logistic
 from fedrax.tree import Tree
 from tests.simulation.problems import LOCAL, MODEL_BYTES, SIZES, TASK, assert_close, make_federation, run, travels
-from tests.thinning import thinned
+from tests.slow import slow_cases
 
 BLOCKS = fedrax.LocalSGD(lr=0.02, steps=2, blocks=2)
 
@@ -113,9 +113,9 @@ TOLD_APART = [
 """Each plan, each number of devices, and chunks that divide a cohort and that do not."""
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
-    "plan", thinned(PLANS, TOLD_APART), ids=["-".join(str(value) for value in plan.values()) for plan in PLANS]
+    "plan", slow_cases(PLANS, TOLD_APART), ids=["-".join(str(value) for value in plan.values()) for plan in PLANS]
 )
 def test_state_across_phases_rounds_and_devices(plan: dict):
     cohorts = [[4, 1], [1, 2, 4], [0], [6, 4, 2, 1, 0], [1, 6]]  # 3, 5 and 7 never take part

@@ -123,7 +123,7 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path):
             run(directory=where)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_run_on_a_disk_that_fills_up(tmp_path: Path):
     """A real limit on file sizes: one sentence, and the run goes on from what was written."""
     code = f"""
@@ -266,7 +266,7 @@ def test_a_finished_run_without_client_states(options: dict, stopped: str, tmp_p
             run(SCAFFOLD, **(options | {"rounds": 5}), resume=True)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
 def test_a_run_begun_in_a_terminal_goes_on_without_one(tmp_path: Path):
     """JAX writes its programs in color where it writes to a terminal; the run is known by the program all the same."""
@@ -318,7 +318,7 @@ print(int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) * 1024
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
 def test_neither_checkpoints_nor_resuming_takes_the_store_many_times(tmp_path: Path):
     """Of 0.5 GB, beside which the process takes about as much itself."""

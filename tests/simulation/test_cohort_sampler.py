@@ -76,7 +76,7 @@ def test_no_poisson_cohort_is_cut():
     assert (sampler.varying, sampler.expected) == (True, 20.0)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("plan", ["vmap", "loop", "debug"])
 def test_rounds_that_nobody_takes_part_in_change_nothing(plan: str):
     options: dict[str, Any] = {"cohort_size": 1, "participation": Poisson(), "rounds": 8, "trajectory": True}
@@ -93,7 +93,7 @@ def test_rounds_that_nobody_takes_part_in_change_nothing(plan: str):
     assert_close(run(SCAFFOLD, **options, plan=plan), base)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("method", [fedrax.algorithms.QFedAvg(local=LOCAL), Robust(fedrax.FedAvg(local=LOCAL))])
 def test_servers_that_divide_by_what_came_stay_where_they_are(method: fedrax.Algorithm):
     result = run(method, cohort_size=1, participation=Poisson(), rounds=8)
@@ -329,7 +329,7 @@ def test_settings_that_a_method_refuses(tmp_path: Path):
     run(printed, participation=trace, cohort_size=1, rounds=2)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_one_client_at_a_time_leaves_a_device_idle():
     for plan in ("scan", "vmap", "loop"):
         options = {"plan": plan, "cohort_size": 1, "rounds": 3}

@@ -98,7 +98,7 @@ print(result.events[-1]["seconds"])
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_devices_wait_for_each_other_as_long_as_it_takes():
     """XLA would end the process after 40 seconds, and complain from 20 on."""

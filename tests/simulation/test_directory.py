@@ -250,7 +250,7 @@ def test_a_signal_in_the_last_round_stops_what_surrounds_the_run(tmp_path: Path)
     assert_identical(run(directory=tmp_path, resume=True), run())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_command_line_ends_with_the_signal_s_status(tmp_path: Path):
     flags = ["--run.rounds", "1000000", "--run.eval-every", "5", "--model", "logistic", "--quiet", "--out", "run"]
     child = subprocess.Popen(

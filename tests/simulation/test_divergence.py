@@ -41,7 +41,7 @@ class Overflowing(fedrax.FedAvg):
         return server._replace(params={"w": server.params["w"] / jnp.where(cohort.round == 2, 0.0, 1.0)}), info
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("method", "plan"), [*product(["Scaffold", "FedAvg", "MimeSVRG"], PLANS), ("GradMA", "scan")])
 def test_the_sick_client_is_named(method: str, plan: str, tmp_path: Path):
     algorithm = getattr(fedrax, method)(local=LOCAL)
@@ -95,7 +95,7 @@ def test_samples_are_searched_in_pieces(monkeypatch: pytest.MonkeyPatch):
     assert most < x.nbytes / 20
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [2, 3])
 def test_a_sick_client_outside_the_cohort_does_no_harm(chunk: int):
     """Places that fill up a chunk must not be filled with whoever comes first."""
@@ -107,7 +107,7 @@ def test_a_sick_client_outside_the_cohort_does_no_harm(chunk: int):
         np.testing.assert_allclose(result.params["output"]["weight"], plain.params["output"]["weight"], rtol=1e-5)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_step_too_long(plan: str):
     with pytest.raises(NonFiniteError, match=r"^FedAvg, round \d+, client \d+: .+ is not finite$"):
@@ -120,7 +120,7 @@ SQUARES = fedrax.Task(
 OVERFLOWS = [("scan", 1), ("scan", 3), ("loop", 1), ("debug", 3), ("loop", 3), ("debug", 1)]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("plan", "size"), OVERFLOWS)
 def test_a_server_that_overflows(plan: str, size: int, tmp_path: Path):
     """Nobody of the cohort is to blame; with one client, one of the two devices has none."""

@@ -100,7 +100,7 @@ def kill_again_and_again(start: Start, method: str, directory: Path) -> int:
     return torn
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_killed_twenty_times(start: Start, tmp_path: Path):
     for method in ("scaffold", "losac"):  # in turn: they fill the cache of compiled programs
         finish(start(method, tmp_path / f"{method}-whole"))
@@ -113,7 +113,7 @@ def test_killed_twenty_times(start: Start, tmp_path: Path):
         assert_same_end(tmp_path / method, tmp_path / f"{method}-whole")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_interrupted_once_and_twice(start: Start, tmp_path: Path):
     """The first Ctrl-C ends the run after the block with a checkpoint, the second one at once."""
     rounds, sleep_at = 150, 5

@@ -24,7 +24,7 @@ from fedrax.robust import Robust
 from fedrax.simulation import MessageSelection, Result, Script
 from fedrax.simulation.executors.data_parallel import clients_to_share
 from fedrax.xla import Limits, Options, use_options
-from tests.thinning import thinned
+from tests.slow import slow_cases
 
 SIZES = (9, 10, 8, 12, 10, 11, 9)
 LOCAL = LocalSGD(lr=0.1, epochs=2, batch_size=8)
@@ -67,8 +67,8 @@ def agree(found: Result, wanted: Result, joined: bool = True) -> None:
         near([ours[name] for name in numbers], [theirs[name] for name in numbers])
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", thinned(algorithms(), KEPT))
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("name", slow_cases(algorithms(), KEPT))
 def test_every_method(name: str):
     kind = algorithms()[name]
     algorithm = ObjectivePerturbation(guarantee="none") if kind is ObjectivePerturbation else kind()
@@ -109,14 +109,14 @@ SETTINGS: dict[str, tuple[Algorithm, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings(name: str):
     algorithm, changes = SETTINGS[name]
     agree(run(algorithm, **changes), run(algorithm, devices=1, **changes))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_what_clients_send_is_recorded():
     record = MessageSelection(clients=range(len(SIZES)))
     found, wanted = (run(EFSign(inner=FedAvg(local=LOCAL)), record=record, devices=d) for d in (2, 1))
@@ -133,7 +133,7 @@ def test_a_resumed_run_is_the_run_bit_for_bit(tmp_path: Path):
     jax.tree.map(np.testing.assert_array_equal, (found.params, found.server), (whole.params, whole.server))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_who_diverged_is_named():
     x, y = np.array(FEDERATION.train[0]), FEDERATION.train[1]
     owner = np.repeat(np.arange(len(SIZES)), SIZES)

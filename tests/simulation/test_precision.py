@@ -14,7 +14,7 @@ from fedrax.contract.task import Batch
 from fedrax.models import LSTM, LeNet, Model, TwoNN
 from fedrax.xla.precision import OperandFormat, with_operand_format
 from tests.simulation.problems import make_federation
-from tests.thinning import thinned
+from tests.slow import slow_cases
 
 SHORT = pytest.mark.parametrize("format", ["tensorfloat32", "bfloat16"])
 RNG = np.random.default_rng(0)
@@ -65,7 +65,7 @@ def test_products_inside_a_loop_are_rounded(format: OperandFormat):
     assert np.abs(exact - expected).max() > 1e-2  # ten times the tolerance: which is a rounding that fell elsewhere
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @SHORT
 def test_a_gradient_stays_near_the_exact_one(format: OperandFormat):
     """Through convolutions with gradients of their own, branches for platforms, and a recurrent cell's loop."""
@@ -110,9 +110,9 @@ def test_accelerators_get_the_formats_themselves(format: OperandFormat, operands
         assert product.params["precision"] == (jax.lax.Precision.HIGH,) * 2
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("plan", thinned(["vmap", "loop", "debug"]))
-@pytest.mark.parametrize("format", thinned(["bfloat16", "tensorfloat32"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", slow_cases(["vmap", "loop", "debug"]))
+@pytest.mark.parametrize("format", slow_cases(["bfloat16", "tensorfloat32"]))
 def test_runs_on_every_plan(format: OperandFormat, plan: str):
     task = classification(TwoNN().build((4,), 3))
     algorithm = FedAvg(local=LocalSGD(lr=0.1, batch_size=4))

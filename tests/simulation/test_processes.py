@@ -66,7 +66,7 @@ def port() -> int:
         return probe.getsockname()[1]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_two_processes_of_two_devices_equal_one_of_four(port: int, tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("first", "second", "alone")]
     children = [start(process, 2, 2, port, files[process]) for process in range(2)]
@@ -107,7 +107,7 @@ except fedrax.FedraxError as error:
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["is killed", "sleeps"])
 def test_when_the_other_process(what: str, port: int, tmp_path: Path) -> None:
     """It is waited for, in silence; or the run ends in a sentence, with its checkpoint kept."""
@@ -175,7 +175,7 @@ def two_of(code: str, port: int, *arguments: Any) -> list[tuple[int, str, str]]:
     return [(child.returncode, *texts) for child, texts in zip(children, said, strict=True)]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_all_go_on_from_one_checkpoint(port: int, tmp_path: Path) -> None:
     first, further = (in_two(tmp_path / "run", port, rounds) for rounds in (4, 8))
     whole = in_two(tmp_path / "whole", port, 8)
@@ -200,13 +200,13 @@ print(json.dumps([result.stopped, len(result.events)]))
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_first_process_s_callback_ends_the_run_of_all(port: int) -> None:
     ends = [json.loads(out.splitlines()[-1]) for _, out, _ in two_of(STOPPED, port)]
     assert ends == [["callback", 4]] * 2
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_run_that_diverges_ends_in_a_sentence_in_all(port: int, tmp_path: Path) -> None:
     for status, _, said in in_two(tmp_path / "run", port, 20, 1e38):
         assert status == 1 and ": a number is not finite" in said and "Traceback" not in said

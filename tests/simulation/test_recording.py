@@ -27,7 +27,7 @@ def scanned() -> fedrax.Result:
     return run(MIME, plan="scan", record=MessageSelection(clients=(4, 1, 6), rounds=(1, 3)), rounds=3)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("options", [{"plan": "vmap"}, {"plan": "loop"}, {"plan": "debug"}, AWAY | {"plan": "scan"}])
 def test_every_plan_notes_the_same(scanned: fedrax.Result, options: dict[str, Any]) -> None:
     other = run(MIME, record=MessageSelection(clients=(1, 4, 6), rounds=(3, 1)), rounds=3, **options)
@@ -61,7 +61,7 @@ def test_the_server_makes_its_step_of_what_was_noted() -> None:
         np.testing.assert_allclose(flat(result.client_state(client).control), control[client], atol=1e-6)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "algorithm",
     [fedrax.compression.Quantized(inner=SCAFFOLD, bits=4), fedrax.compression.TopK(inner=fedrax.FedAvg(local=LOCAL))],

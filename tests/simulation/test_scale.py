@@ -53,7 +53,7 @@ def measure(*clients: int) -> list[dict[str, float]]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
 def test_a_million_clients():
     few, many = measure(1000, 1_000_000)

@@ -61,7 +61,7 @@ def near(found: Any, wanted: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), found, wanted)
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("kind", [FedAvg, Scaffold, Episode, GradMA, MimeSVRG])
 def test_the_numbers_are_those_of_one_device(kind: Any, shared: None) -> None:
     algorithm = kind(local=dataclasses.replace(kind().local, lr=0.05, epochs=2, steps=None, batch_size=7))

@@ -52,7 +52,7 @@ def room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
     return request.param
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_on_two_devices(name: str, room: int):
     away = run(METHODS[name], **AWAY, **OPTIONS)
@@ -60,7 +60,7 @@ def test_every_method_on_two_devices(name: str, room: int):
     assert away.plan.endswith(", samples streamed" + ", client states on disk" * (name not in ("fedavg", "episode")))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("plan", "devices"), [("vmap", 2), ("loop", 2), ("scan", 1), ("vmap", 1), ("loop", 1), ("debug", 1)]
 )
@@ -71,7 +71,7 @@ def test_every_plan(plan: str, devices: int):
     assert away.plan.endswith(", samples streamed, client states on disk")
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("away", [{"samples": "streamed"}, {"states": "spilled"}], ids=["samples", "states"])
 @pytest.mark.parametrize(
     "changes",
@@ -89,7 +89,7 @@ def test_one_of_the_two_and_other_batches(changes: dict, away: dict):
     assert_identical(run(algorithm, **away, **options), run(algorithm, **options))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_samples_of_double_precision(dtype: str):
     """Those on the host are converted where the run's are single, and stay what they are where not."""
@@ -102,7 +102,7 @@ def test_samples_of_double_precision(dtype: str):
     assert_identical(away, resident)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("room", [1 << 30, 24 * 20 * 64, 1], ids=["roomy", "tight", "no room"])
 def test_neither_seeds_nor_rounds_compile_anew(
     room: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -192,7 +192,7 @@ def test_the_next_block_is_made_meanwhile(monkeypatch: pytest.MonkeyPatch):
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("fedrax-samples")]
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("rows", [6, 7, 23, 43])
 @pytest.mark.parametrize("devices", [1, 2])
 def test_evaluation_piece_by_piece(rows: int, devices: int, monkeypatch: pytest.MonkeyPatch):
@@ -341,7 +341,7 @@ def mapped_file(directory: Path, rows: int, features: int) -> None:
     x[:: rows // 100] = np.random.default_rng(0).integers(0, 255, (100, features))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
 def test_states_larger_than_memory(tmp_path: Path):
     """All of 100,000 clients take part, with 12 kB of state each."""
@@ -352,7 +352,7 @@ def test_states_larger_than_memory(tmp_path: Path):
     assert 0 < seen["last"]["train_loss"] < 2
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
 def test_samples_larger_than_memory(tmp_path: Path):
     """Every sample is trained on and evaluated."""

@@ -33,7 +33,7 @@ from tests.simulation.problems import (
     bytes_of,
     run,
 )
-from tests.thinning import thinned
+from tests.slow import slow_cases
 
 DESCRIBED = ("events.jsonl", "environment.json", "clients.json")
 OPTIONS: dict[str, Any] = {"rounds": 7, "eval_every": 3, "stragglers": 0.4, "eval_train": True, "per_client": True}
@@ -48,7 +48,7 @@ def open_files() -> set[str]:
 # -- checkpoints ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("before", "after"), [({}, AWAY), (AWAY, {}), (AWAY, AWAY)])
 def test_a_run_goes_on_elsewhere(before: dict, after: dict, tmp_path: Path):
     """Also where more rounds give clients other rows."""
@@ -126,8 +126,8 @@ SICK = [
 TOLD_APART = {("scan", 1, "scaffold"), ("scan", 3, "fedavg"), ("vmap", 5, "scaffold"), ("loop", 5, "fedavg")}
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("plan", "client", "name"), thinned(SICK, TOLD_APART))
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "client", "name"), slow_cases(SICK, TOLD_APART))
 def test_the_sick_client_is_named(plan: str, client: int, name: str, tmp_path: Path):
     """On whichever device it is."""
     method = METHODS[name]
@@ -164,7 +164,7 @@ class Worn(fedrax.FedAvg):
         return output._replace(state=state + 1, upload=jax.tree.map(lambda u: u + worn, output.upload))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("client", [0, 2, 4, 6])
 def test_a_worn_client_is_named(client: int):
     """The diagnosis starts from the states of the block, which has fewer rows than there are clients."""

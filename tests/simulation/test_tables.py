@@ -14,7 +14,7 @@ from fedrax.contract.table import VectorTable, set_state, state_in
 from fedrax.models import MLP
 from fedrax.simulation.executors.compiled import Engine
 from tests.simulation.problems import CLASSES, FEATURES, assert_close, make_federation, run
-from tests.thinning import thinned
+from tests.slow import slow_cases
 
 CLIENTS, M = 4, 3
 
@@ -90,7 +90,7 @@ class Shifting(fedrax.FedAvg):
 OTHERS = ({"plan": "vmap"}, {"plan": "loop"}, {"plan": "debug"}, {"states": "spilled"})
 
 
-@pytest.mark.parametrize("options", thinned(OTHERS), ids=str)
+@pytest.mark.parametrize("options", slow_cases(OTHERS), ids=str)
 def test_tables_are_values_in_every_plan(options):
     """A table that moves into another's place is copied, and only this client's; rows out of range are the nearest."""
     algorithm = Shifting(local=fedrax.LocalSGD(lr=0.1, steps=2, batch_size=2))
@@ -119,7 +119,7 @@ def test_a_row_is_read_and_written():
     assert changed.rows["a"].dtype == table.rows["a"].dtype
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("algorithm", [fedrax.LoSAC, fedrax.algorithms.FedSaga])
 def test_a_simulation_does_not_copy_tables(algorithm, monkeypatch):
     """A round needs less scratch memory than one client's table, of which it uses few rows."""

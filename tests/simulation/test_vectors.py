@@ -114,7 +114,7 @@ REMEMBERING = (
 )
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("algorithm", REMEMBERING, ids=lambda a: type(a).__name__)
 def test_devices_share_what_a_server_remembers(algorithm, monkeypatch):
     """Each holds its share, not all; results are whole."""
@@ -207,7 +207,7 @@ def test_a_round_accumulates_in_place(kind, monkeypatch):
     assert found and all(changes is not None and len(changes.rows) == 1 for changes in found)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("plan", ["scan", "vmap", "loop", "debug"])
 def test_what_is_not_finite_in_one_share_stops_all_devices(plan, tmp_path):
     """And the state kept for the diagnosis is that before the round."""
@@ -232,7 +232,7 @@ class Telling(Hoarding):
         return tree.add(server.params, server.memory.combine(jnp.full(len(server.memory), 0.1)))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_server_broadcasts_what_it_makes_of_its_vectors():
     one, *others = [
         run(Telling(local=LOCAL), rounds=2, devices=n, plan=p) for n, p in ((1, "scan"), (2, "scan"), (2, "loop"))

@@ -15,7 +15,7 @@ from fedrax.data.partition import Shards
 from fedrax.models import Logistic
 from fedrax.participation import Poisson
 from fedrax.simulation import NonFiniteError
-from tests.thinning import thinned
+from tests.slow import slow_cases
 
 DATA = load("digits")
 FEDERATION = Federation.from_dataset(DATA, Shards(clients=20), seed=0)
@@ -29,7 +29,7 @@ def grid(cls: type, **local: object) -> list:
 
 @pytest.mark.parametrize(
     "algorithms",
-    thinned([grid(fedrax.Scaffold, epochs=1), grid(fedrax.FedAvg, epochs=1), grid(fedrax.LoSAC, steps=3, blocks=3)]),
+    slow_cases([grid(fedrax.Scaffold, epochs=1), grid(fedrax.FedAvg, epochs=1), grid(fedrax.LoSAC, steps=3, blocks=3)]),
     ids=["FedAvg", "Scaffold", "LoSAC"],
 )
 def test_together_equals_in_turn(algorithms: list) -> None:
@@ -52,7 +52,7 @@ def test_together_equals_in_turn(algorithms: list) -> None:
     assert not np.allclose(together[0][0].params["output"]["weight"], together[0][1].params["output"]["weight"])
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("mode", ["vectorized", "sequential"])
 def test_a_diverging_run_leaves_the_others_alone(mode: str) -> None:
     # weight decay times step size beyond 2: the weights grow by 10^8 a step until they overflow
@@ -65,7 +65,7 @@ def test_a_diverging_run_leaves_the_others_alone(mode: str) -> None:
     assert len(lost.events) < 4
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_of_a_diverging_run_the_rounds_before_are_kept() -> None:
     """Together and in turn alike, also where others go on for more blocks of rounds."""
     wild = [fedrax.Scaffold(local=fedrax.LocalSGD(lr=lr, weight_decay=1.0, steps=1)) for lr in (0.1, 1e8)]
@@ -110,7 +110,7 @@ def test_what_cannot_run_together_is_refused() -> None:
         fedrax.sweep(mixed, TASK, FEDERATION, rounds=1, mode="parallel")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("plan", thinned(["loop", "debug"]))
+@pytest.mark.parametrize("plan", slow_cases(["loop", "debug"]))
 def test_a_plan_of_many_calls_means_in_turn(plan: str) -> None:
     methods = grid(fedrax.FedAvg, steps=1)[:2]
     for (result,) in fedrax.sweep(methods, TASK, FEDERATION, rounds=1, cohort_size=2, plan=plan, devices=1):
@@ -181,7 +181,7 @@ VARIED = {
 """For every field of the settings another value than its default."""
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("name", VARIED)
 def test_every_setting_is_honored(name: str) -> None:
     """A sweep is so many runs of ``simulate``, or it says that it cannot be."""

@@ -18,7 +18,7 @@ from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.task import Batch
 from fedrax.simulation import Result, Script
 from tests.simulation.problems import LOCAL, TASK, assert_close, make_federation, run
-from tests.thinning import thinned
+from tests.slow import slow_cases
 from tests.wrappers.own_methods import Counted, Masked, PerSample, Private, Ridge, Shaken, Signs
 
 PLANS = ["vmap", "loop", "debug"]
@@ -55,7 +55,7 @@ def name_of(order: tuple) -> str:
     return "-".join("Private" if wrap is NOISY else wrap.__name__ for wrap in order)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("order", [pytest.param(order) for order in ORDERS], ids=name_of)
 def test_every_order_runs_and_every_plan(order: tuple):
     """Each order on the plan beside scan; every plan has some order."""
@@ -75,8 +75,8 @@ WRAPS = {"Private": partial(Private, **OFF), "Counted": Counted}
 AROUND = [("Private", "Scaffold"), ("Counted", "FedAvg"), ("Private", "FedAvg"), ("Counted", "Scaffold")]
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("wrap", "method"), thinned(AROUND, 2))
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize(("wrap", "method"), slow_cases(AROUND, 2))
 def test_a_wrapper_that_changes_nothing_changes_no_bit(wrap: str, method: str):
     inside = METHODS[method]
     one, other = (short(m, trajectory=True, rounds=3) for m in (inside, WRAPS[wrap](inside)))
@@ -104,7 +104,7 @@ def test_noise_has_its_length_and_updates_are_clipped():
     assert abs(drawn.std() / 0.5 - 1) < 0.1 and abs(drawn.mean()) < 4 * 0.5 / np.sqrt(len(drawn))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_servers_noise_is_that_of_every_plan(plan: str):
     method = Shaken(local=LOCAL)
@@ -115,7 +115,7 @@ def test_the_servers_noise_is_that_of_every_plan(plan: str):
 # -- masks ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("plan", ["scan", "vmap"])
 def test_masks_cancel_exactly_when_everyone_takes_part(plan: str):
     everyone = {"cohort_size": FEDERATION.num_clients, "rounds": 1, "plan": plan}
@@ -132,7 +132,7 @@ def test_without_one_client_the_sum_says_nothing():
 # -- losses, gradients, directions ---------------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("local", [LOCAL, LocalSGD(lr=0.05, steps=2, blocks=2), LocalSGD(lr=0.05, batch_size="full")])
 def test_another_loss_and_other_gradients_on_all_kinds_of_steps(local: LocalSGD):
     """A ridge is weight decay; the sum of clipped gradients of single samples is the gradient where nothing is long."""
@@ -163,8 +163,8 @@ def test_directions_may_be_replaced():
     assert np.abs(np.round(steps)).max() == LOCAL.steps
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("plan", thinned(["vmap", "loop"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", slow_cases(["vmap", "loop"]))
 def test_all_at_once(plan: str):
     method = Ridge(PerSample(Signs(Counted(Scaffold(local=LOCAL))), clip=0.5, sigma=0.1))
     assert_close(short(method, plan=plan, rounds=1), short(method, rounds=1))
@@ -177,7 +177,7 @@ INNER = {"Scaffold": METHODS["Scaffold"], "LoSAC": LoSAC(local=LocalSGD(lr=0.02,
 EXTRAPOLATED = [("Scaffold", "both"), ("LoSAC", "none"), ("Scaffold", "none"), ("LoSAC", "both")]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("method", "extrapolate"), EXTRAPOLATED)
 def test_upcycling_goes_around_and_inside_wrappers_with_states(method: str, extrapolate: Any):
     inner = INNER[method]

@@ -116,7 +116,7 @@ WAYS: dict[str, tuple] = {
 }
 
 
-@pytest.mark.few(6)
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_to_write_attention(way: str):
     function, *others = WAYS[way]
@@ -125,7 +125,7 @@ def test_ways_to_write_attention(way: str):
     agrees(function, *args, rtol=2e-3 if way == "half" else 2e-5, twice=way == "plain")
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("shape", [(1, 17, 1, 4), (1, 16, 3, 4), (2, 7, 5, 3), (5, 31, 1, 2), (4, 19, 4, 9)])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_any_number_of_samples_places_and_heads(shape: tuple, dtype: Any):
@@ -135,7 +135,7 @@ def test_any_number_of_samples_places_and_heads(shape: tuple, dtype: Any):
         agrees(attention(), *args, rtol=2e-5 if dtype is np.float32 else 1e-12)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("spec", ["qd,kd->qk qk,kd->qd", "dq,dk->kq kq,dk->dq", "hqd,hkd->qhk qhk,hkd->hdq"])
 def test_any_order_of_axes(spec: str):
     sizes = {"q": 20, "k": 18, "h": 3, "d": 2}
@@ -148,7 +148,7 @@ def test_any_order_of_axes(spec: str):
     assert is_cut(function, *args) == (first != "dq,dk->kq")  # of which softmax is over the rows
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(
     "function",
     [
@@ -173,7 +173,7 @@ def reversing(a: Array) -> Array:
 reversing.defvjp(lambda a: (a, None), lambda _, g: (-g,))
 
 
-@pytest.mark.few(4)
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize(
     ("function", "cut"),
     [
@@ -233,7 +233,7 @@ def networks() -> dict[str, Any]:
     return {"linen": from_linen(Linen(), jnp.zeros((1, 30, 4))), "equinox": from_equinox(Equinox)}
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["linen", "equinox"])
 def test_networks_of_others(name: str):
     x, y = np.asarray(normal(0, 24, 30, 4)), np.arange(24) % 3

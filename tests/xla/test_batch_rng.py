@@ -77,7 +77,7 @@ def plain(key):
     return low, normal, coins, normal[1] * normal[1], low[2].sum()
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("draw", [linen, of_equinox, of_nnx, plain], ids=lambda draw: draw.__name__)
 def test_what_is_drawn_is_the_same(draw) -> None:
     together = batch_random_draws(draw)
@@ -133,7 +133,7 @@ def test_other_widths_and_few_arrays_are_left_alone() -> None:
         assert_same(jax.jit(batch_random_draws(draw))(KEY), jax.jit(draw)(KEY))
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("name", ["signs", "sparse", "finite", "clamped", "bounds", "geometric", "callbacks"])
 def test_numbers_that_are_chosen_from(name: str) -> None:
     of = jax.random

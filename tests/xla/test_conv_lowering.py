@@ -47,7 +47,7 @@ def random_convolution(rng: random.Random) -> tuple[Callable, dict, dict, tuple[
     return function, images, kernel, tuple(orders)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("seed", range(5))
 def test_random_convolutions_and_their_gradients(seed: int):
     """Twenty of them in one program each time, in turn of either type."""
@@ -68,7 +68,7 @@ def conv(x: Array, w: Array, **options: Any) -> Array:
     return lax.conv_general_dilated(x, w, dimension_numbers=("NHWC", "HWIO", "NHWC"), **options)
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(("size", "step"), [(1, 2), (2, 2), (3, 2), (4, 2), (5, 2), (5, 3), (3, 4), (7, 2)])
 @EACH_TYPE
 def test_strides(size: int, step: int, dtype: Any):
@@ -83,7 +83,7 @@ def test_strides(size: int, step: int, dtype: Any):
     assert all(set(e.params["lhs_dilation"]) <= {1} for e in found)  # which XLA would make zeros of
 
 
-@pytest.mark.few(4)
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize(
     ("kernel", "options"),
     [
@@ -125,7 +125,7 @@ def test_special_convolutions(kernel: tuple, options: dict, dtype: Any):
     assert_same(gradients(partial(conv, **options), 1), draw(rng, (3, 8, 8, 6), dtype), draw(rng, kernel, dtype))
 
 
-@pytest.mark.few(4)
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize(
     ("channels", "kernel", "options"),
     [
@@ -178,7 +178,7 @@ def test_many_groups_share_products(dtype: Any, limits: Callable[..., None]):
     assert {(p["feature_group_count"], p["batch_group_count"]) for p in left} <= {(1, 1)}
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("options", [{}, {"feature_group_count": 3, "window_strides": (2, 1)}])
 @pytest.mark.parametrize("dtype", [np.complex64, np.complex128])
 def test_complex_numbers(options: dict, dtype: Any):
@@ -190,7 +190,7 @@ def test_complex_numbers(options: dict, dtype: Any):
     assert_same(gradients(partial(conv, **options), 1), x.astype(dtype), w.astype(dtype))
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(
     ("groups", "into", "out", "products"), [(8, 4, 4, 2), (8, 2, 3, 1), (6, 3, 8, 2), (4, 6, 5, 2), (3, 17, 18, 3)]
 )
@@ -230,7 +230,7 @@ def test_no_convolution_gives_more_pixels_than_it_reads(size: int):
         assert all(a <= b for a, b in zip(out.aval.shape[1:-1], given.aval.shape[1:-1], strict=True))  # type: ignore[attr-defined]
 
 
-@pytest.mark.few(4)
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize(("groups", "out"), [(1, 4), (6, 6), (6, 24), (3, 6)])
 @pytest.mark.parametrize(
     "options", [dict(), dict(window_strides=(3, 2), padding=((4, 2), (1, 1)), rhs_dilation=(2, 1))]
@@ -242,7 +242,7 @@ def test_images_of_one_row(groups: int, out: int, options: dict, dtype: Any):
     assert_same(one, draw(rng, (3, 1, 7, 6), dtype), draw(rng, (3, 4, 6 // groups, out), dtype))
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(
     ("size", "kernel", "options"),
     [
@@ -276,7 +276,7 @@ def test_padding_of_the_users_own_is_no_kernels():
     assert "rhs_reversal" not in text and "pad=" not in text
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(
     ("size", "kernel", "options"),
     [
@@ -301,7 +301,7 @@ def test_no_kernel_has_more_entries_than_its_images_pixels(size: tuple, kernel: 
         assert np.prod(entries[:-2]) <= np.prod(images[1:-1])
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(("size", "step", "pads"), [(1, 3, (3, 3)), (2, 5, (5, 6)), (2, 4, (0, 6)), (3, 4, (7, 1))])
 def test_images_smaller_than_a_step(size: int, step: int, pads: tuple):
     """Some phases of a kernel's gradient, of fewer channels out than in, meet no pixel."""
@@ -310,7 +310,7 @@ def test_images_smaller_than_a_step(size: int, step: int, pads: tuple):
     assert_same(gradients(partial(conv, window_strides=(step, 1), padding=(pads, (1, 1))), 1), x, w)
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("pads", [((9, 0), (0, 7)), ((0, 9), (2, 2)), ((3, 4), (6, 0)), ((1, 0), (0, 0))])
 def test_padding_of_any_size_on_either_side(pads: Any):
     x, w = (draw(np.random.default_rng(1), shape) for shape in ((2, 6, 5, 20), (3, 3, 20, 20)))
@@ -351,7 +351,7 @@ def small_loss(w: Array, x: Array) -> Array:
     return (jnp.tanh(conv(y, w[:, :, :1], feature_group_count=4)) ** 2).sum()
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @EACH_TYPE
 def test_inside_and_outside_of_transformations(dtype: Any):
     rng = np.random.default_rng(0)

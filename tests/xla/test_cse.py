@@ -174,7 +174,7 @@ def test_looking_goes_into_calls() -> None:
     assert not has_common_subexpressions(jax.make_jaxpr(once)(w, v))
 
 
-@pytest.mark.few(6)
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("seed", range(30))
 def test_random_programs_keep_their_values(seed: int) -> None:
     """Operations on what was made before, drawn so that many repeat each other."""

@@ -26,7 +26,7 @@ def products(function, *args) -> list:
 ONE = (((0,), (0,)), ((), ()))
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize(
     ("left", "right", "axes"),
@@ -109,7 +109,7 @@ def test_other_products_stay_as_they_are():
         assert products(optimize_forward(product), normal(0, 7, 5), normal(1, *right)) == [(dims, ((), ()))]
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize(
     ("spec", "exchanged"),

@@ -29,7 +29,7 @@ def conv(x: Array, w: Array, **options: Any) -> Array:
     return lax.conv_general_dilated(x, w, **options)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("seed", range(4))
 def test_they_are_those_of_jax(seed: int, limits: Callable[..., None]):
     """Any padding, places between pixels and dilation, where these are spread that may be; twelve in a program."""
@@ -48,7 +48,7 @@ def test_they_are_those_of_jax(seed: int, limits: Callable[..., None]):
     assert_same(lambda inputs: [f(*xw) for f, xw in zip(functions, inputs, strict=True)], inputs)
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(
     ("size", "entries", "step", "pads", "is_spread"),
     [

@@ -38,7 +38,7 @@ def assert_products(function: Callable, *args: Any) -> None:
         np.testing.assert_allclose(b, a, rtol=0, atol=TOLERANCE[a.dtype] * np.abs(a).max(initial=1))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("seed", range(6))
 def test_of_clients_with_random_kernels_and_their_gradients(seed: int):
     """Twelve of them in one program, three clients each, in turn of either type; some have groups of their own."""

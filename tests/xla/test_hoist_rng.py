@@ -146,14 +146,14 @@ def in_parts(losses: Losses, rows: int, size: int) -> None:
     np.testing.assert_allclose(*gradients, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(("rows", "size"), [(12, 4), (6, 1), (26, 13)])
 @pytest.mark.parametrize("name", DRAWING)
 def test_draws_are_cut_with_the_samples(name: str, rows: int, size: int):
     in_parts(DRAWING[name], rows, size)
 
 
-@pytest.mark.few(4)
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("name", DRAWING)
 def test_what_is_left_treats_samples_alone(name: str):
     assert analyze_per_example(DRAWING[name], SQUARE, images(), KEY) is None
@@ -172,7 +172,7 @@ def test_masks_are_kept_as_truth_values_before_they_are_repeated():
     assert (mask.shape, mask.dtype) == ((ROWS, 1, 1, 4), bool)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("batch_size", [8, "full"])
 @pytest.mark.parametrize("library", MODELS)
 def test_a_run_in_pieces_draws_what_the_run_draws(library: str, batch_size: Any, limits: Callable[..., None]):

@@ -179,7 +179,7 @@ def assert_close(a: Any, b: Any, digits: float) -> None:
         np.testing.assert_allclose(u, v, rtol=digits, atol=digits * np.abs(v).max(initial=1e-30))
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(("network", "turns"), ALIKE, ids=lambda value: getattr(value, "__name__", ""))
 def test_the_same_values_and_gradients(network: Network, turns: list[int]) -> None:
     args = weights(), normal(100, 4, 5)
@@ -188,7 +188,7 @@ def test_the_same_values_and_gradients(network: Network, turns: list[int]) -> No
     assert_close(jax.jit(gradient(network))(*args), jax.jit(plain(network))(*args), 2e-5)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("network", [chain, all_are_read, rectified], ids=lambda network: network.__name__)
 def test_float64_batched_in_a_loop_and_differentiated_twice(network: Network) -> None:
     with jax.enable_x64(True):
@@ -242,7 +242,7 @@ def jax_s_own(share: float) -> Callable:
     return function
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("one", "other"), [(straight, halved), (clipped, reversed_back), (jax_s_own(1.0), jax_s_own(0.5))]
 )
@@ -360,7 +360,7 @@ class Attending(eqx.Module):
         return self.last(x.mean(0))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["linen", "equinox"])
 def test_a_run_is_the_same_and_says_what_is_in_loops(name: str, limits: Callable[..., None]) -> None:
     rng = np.random.default_rng(0)

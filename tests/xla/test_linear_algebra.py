@@ -46,7 +46,7 @@ def of_several(function: Callable, *args: Any) -> list[str]:
     return found
 
 
-@pytest.mark.few(4)
+@pytest.mark.slow(keep=4)
 @pytest.mark.skipif(not SEQUENTIAL_RULES, reason="this jaxlib computes them in turn itself")
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_they_are_jaxs_in_turn(name: str):
@@ -70,7 +70,7 @@ def test_gradients_and_clients_at_once_whose_samples_are_single_matrices():
     np.testing.assert_allclose(side(1.0, a), jax.vmap(jax.grad(loss), (None, 0))(1.0, a), rtol=1e-4)
 
 
-@pytest.mark.few(4)
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("of", ["bkr,bkc->brc", "bkr,bkc->bcr", "brk,ckb->brc", "kbjr,bkcj->brc", "rbks,bkc->bcrs"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_small_products_of_a_batch_are_sums(of: str, dtype: str):

@@ -284,7 +284,7 @@ def test_what_knows_how_many_samples_there_are_stays_whole(name: str, limits: Ca
     assert microbatch.plan_microbatches(function, SQUARE, images(rows), key, 14 if "even" in name else 13) is None
 
 
-@pytest.mark.few(7)
+@pytest.mark.slow(keep=7)
 @pytest.mark.parametrize("name", ALONE)
 def test_samples_alone(name: str):
     function, w = drawn(ALONE, name)
@@ -306,7 +306,7 @@ def test_what_products_give_is_counted():
     assert looped is not None and (looped.bytes, looped.weights) == (4 * 16 * 4, 16 * SQUARE.nbytes)
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("rows", [5, 6, 7, 12])
 @pytest.mark.parametrize("counted", [False, True])
 def test_pieces_add_up(rows: int, counted: bool, limits: Callable[..., None]):
@@ -328,7 +328,7 @@ def test_pieces_add_up(rows: int, counted: bool, limits: Callable[..., None]):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6), found, whole)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("batch_size", [8, "full"])
 def test_a_run_in_pieces_is_the_run(batch_size: Any, limits: Callable[..., None]):
     """Clients of unlike sizes, batches that are not full, and steps on all of a client's data."""

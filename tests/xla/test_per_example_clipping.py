@@ -44,7 +44,7 @@ def one_by_one(gradient: Any, params: Any, samples: Any) -> tuple[list[np.ndarra
     return total, lengths
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("network", NETWORKS)
 def test_sums_are_those_of_single_gradients(network: str):
     gradient, params, samples = gradient_of(network)
@@ -57,7 +57,7 @@ def test_sums_are_those_of_single_gradients(network: str):
         np.testing.assert_allclose(leaf, other, atol=2e-6)
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("network", NETWORKS)
 def test_dense_layers_are_never_written_out(network: str):
     gradient, params, samples = gradient_of(network)

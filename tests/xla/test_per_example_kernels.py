@@ -50,7 +50,7 @@ def case(rng: random.Random, dtype: Any) -> tuple[Callable, np.ndarray, np.ndarr
     return of_each(draw(numbers, shape, dtype), **options), images, kernel
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("seed", range(4))
 @EACH_TYPE
 def test_they_are_those_of_jax(seed: int, dtype: Any):

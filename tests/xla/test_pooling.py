@@ -21,7 +21,7 @@ from tests.xla.agreement import EACH_TYPE, assert_same, double_precision, draw, 
 __all__ = ["double_precision"]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("seed", range(3))
 def test_random_max_pooling(seed: int):
     """With equal numbers in a window, whose first one gets the gradient."""

@@ -161,7 +161,7 @@ def test_passes_composed_and_one_alone_agree_with_jax(steps: list[tuple[int, int
     check(steps, [alone])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @settings(SETTINGS, max_examples=100)
 @given(STEPS)
 def test_passes_composed_and_each_alone_agree_with_jax(steps: list[tuple[int, int, int]]) -> None:

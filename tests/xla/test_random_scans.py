@@ -76,7 +76,7 @@ def drawn_scan(seed: int) -> tuple[Callable, tuple]:
     return function, (weights, carried, rows)
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("seed", range(60))
 def test_drawn_scans_and_their_gradients(seed: int) -> None:
     function, args = drawn_scan(seed)

@@ -65,7 +65,7 @@ def assert_same(function: Callable, *args: Any) -> None:
         np.testing.assert_allclose(b, a, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("cell", [nn.OptimizedLSTMCell, nn.LSTMCell, nn.GRUCell, nn.SimpleCell])
 @pytest.mark.parametrize("how", [{}, {"reverse": True, "keep_order": True}, {"unroll": 3}])
 def test_recurrent_networks_of_flax(cell: Any, how: dict) -> None:
@@ -83,7 +83,7 @@ def summed_products(body: Callable) -> Callable:
     return lambda a, b: lax.scan(lambda total, ab: body(total, *ab), jnp.ones((a.shape[-1], b.shape[-1])), (a, b))
 
 
-@pytest.mark.few(4)
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize(
     ("body", "is_taken_out"),
     [
@@ -165,7 +165,7 @@ def wide(h: Array) -> Array:
     return jnp.tanh(jnp.pad(h, ((0, 0), (0, 16))))
 
 
-@pytest.mark.few(4)
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("how", [{}, {"reverse": True}, {"unroll": 2}], ids=str)
 @pytest.mark.parametrize(
     ("body", "left"),
@@ -191,7 +191,7 @@ def test_which_products_are_taken_out(body: Callable, left: int, how: dict) -> N
     assert_same(jax.grad(lambda w, rows: sum(a.sum() for a in jax.tree.leaves(function(w, rows))), (0, 1)), w, rows)
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(
     ("body", "axes"),
     [

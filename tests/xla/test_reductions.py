@@ -36,7 +36,7 @@ def in_turn(x: Any) -> Any:
     return jax.lax.scan(lambda total, part: (total, bias(part)), 0, x.reshape(2, 16, 12, 12, 8))[1]
 
 
-@pytest.mark.few(4)
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("function", [bias, table, counted, pooled, in_turn, jax.vmap(bias)])
 def test_sums_are_rounded_once(function: Any, dtype: Any):

@@ -84,7 +84,7 @@ def networks() -> dict[str, Model]:
     }
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["linen", "nnx", "equinox"])
 def test_networks_agree_with_their_unrewritten_form(name: str):
     with jax.enable_x64(False):
@@ -122,7 +122,7 @@ LOCALS = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("name", LOCALS)
 def test_every_gradient_of_a_run_is_rewritten(name: str):
     """A network that a user brings is rewritten wherever a method asks for a gradient: none keeps the slow form."""

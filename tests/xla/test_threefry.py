@@ -22,14 +22,14 @@ def same(function, *args, ulps: int = 0):
             np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("shape", [(4096,), (4097,), (3, 5, 999), (1, 70_001), (2, 2, 2048, 1)])
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint16, jnp.uint32])
 def test_bits_are_those_of_jax(shape: tuple[int, ...], dtype):
     same(lambda key: jax.random.bits(key, shape, dtype), KEY)
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("keys", [(2,), (7,), (3, 5), (4096,)])
 @pytest.mark.parametrize("size", [1, 33, 2500])
 def test_bits_of_many_keys(keys: tuple[int, ...], size: int):

@@ -30,7 +30,7 @@ class Seen:
         return counted
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("plan", ["scan", "vmap"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_one_trace_a_run(plan: str, dtype: str):

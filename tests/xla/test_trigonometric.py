@@ -22,7 +22,7 @@ def compiled(function: Callable, *args: object) -> str:
     return jax.jit(optimize(function)).lower(*args).as_text()
 
 
-@pytest.mark.few(4)
+@pytest.mark.slow(keep=4)
 @BOTH
 @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 30.0, 1e3, 9999.0, 1e6, 1e30])
 def test_numbers_of_any_size_are_right_to_two_units_of_the_last_place(name: str, scale: float) -> None:
@@ -40,7 +40,7 @@ def test_multiples_of_a_quarter_turn(name: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=2e-10)
 
 
-@pytest.mark.few(4)
+@pytest.mark.slow(keep=4)
 @BOTH
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf, 3e38])
 def test_what_is_no_number_stays_so_and_touches_no_other(name: str, odd: float) -> None:
@@ -50,7 +50,7 @@ def test_what_is_no_number_stays_so_and_touches_no_other(name: str, odd: float) 
     np.testing.assert_allclose(found, expected, rtol=2.4e-7)
 
 
-@pytest.mark.few(4)
+@pytest.mark.slow(keep=4)
 @BOTH
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, jnp.bfloat16, np.float16])
 def test_values_and_gradients_of_every_type(name: str, dtype: type) -> None:

@@ -45,7 +45,7 @@ FUNCTIONS: dict[str, Callable] = {
 }
 
 
-@pytest.mark.few(8)
+@pytest.mark.slow(keep=8)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64, jnp.bfloat16])
 def test_they_are_what_they_are_without_a_compiler(name: str, dtype: Any):
@@ -60,7 +60,7 @@ def test_they_are_what_they_are_without_a_compiler(name: str, dtype: Any):
             np.testing.assert_allclose(a.astype(jnp.float64), b, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.few(6)
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_no_product_is_left(name: str):
     made = jax.make_jaxpr(optimize(FUNCTIONS[name]))(jnp.float32(X), jnp.float32(1.25))

@@ -22,7 +22,7 @@ from fedrax.xla.tracing import equations_in, run_cached
 CLOSE = {"rtol": 2e-5, "atol": 1e-6}
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(
     "function",
     [
@@ -166,7 +166,7 @@ def weights() -> Any:
     return {"x": 0.1 * jax.random.normal(keys[0], (256, 512)), "h": 0.05 * jax.random.normal(keys[1], (512, 512))}
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("kind", ["threefry2x32", "rbg", "unsafe_rbg"])
 def test_dropout_before_a_product_in_a_loop(weights: Any, kind: str):
     """Most generators take one key for all under vmap, so that all turns would be given one mask."""
@@ -253,7 +253,7 @@ def at_first(x: Any, factors: Any) -> Any:
 at_first.defvjp(lambda x, factors: (at_first(x, factors), factors), lambda f, g: (g * f[jnp.argmin(g)], 0 * f))
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("around", [optimize, optimize_forward, replay_trace], ids=["fast", "in loops", "as traced"])
 @pytest.mark.parametrize("sine", [False, True], ids=["alone", "beside what is rewritten"])
 def test_arrays_of_a_program_that_derivatives_index(around: Any, sine: bool):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.thinning import spread
+from tests.slow import spread
 
 
 @pytest.mark.parametrize("cases", [1, 2, 7, 12, 84])
