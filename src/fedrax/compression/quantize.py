@@ -51,6 +51,7 @@ class Quantized(Wrapper):
         """``inner``'s upload, quantized."""
         output = client(message, state, data)
         leaves, structure = jax.tree.flatten(output.upload)
+        # The name decides the numbers drawn: another spelling changes every reference number.
         keys = jax.random.split(data.key("quantise"), max(len(leaves), 1))
         chances = _chances(keys, {i: leaf.shape for i, leaf in enumerate(leaves) if _is_real(leaf)})
         quantities = [self._quantized(u, chances[i]) if i in chances else u for i, u in enumerate(leaves)]
