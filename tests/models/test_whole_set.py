@@ -36,7 +36,7 @@ def test_of_targets() -> None:
     y, output = RNG.normal(size=50), RNG.normal(size=50)
     assert r2(output[:, None], y) == pytest.approx(r2_score(y, output))
     assert r2(output, np.ones(50)) is None
-    with pytest.raises(fedrax.FedraxError, match="an output a target"):
+    with pytest.raises(fedrax.FedraxError, match="one output per target"):
         r2(LOGITS, LABELS)
 
 

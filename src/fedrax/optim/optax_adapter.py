@@ -40,12 +40,12 @@ class Optax:
 
     A plain ``optax.GradientTransformation`` given as ``LocalSGD.optimizer`` or ``server_optimizer`` is stored as
     ``Optax(transformation)``, and its options are constants of the compiled program. ``Optax.of(optax.adamw,
-    learning_rate=1e-2)`` has its floating options as inputs of the program: another learning rate does not recompile, and a
-    grid of them is one sweep. The other options (``nesterov=True``, masks) are constants. An option whose value the
+    learning_rate=1e-2)`` has its floating options as inputs of the program: another learning rate does not recompile, and
+    a grid of them is one sweep. The other options (``nesterov=True``, masks) are constants. An option whose value the
     function inspects in Python cannot be an input: give the finished transformation.
 
-    A local optimizer that draws random numbers (``optax.add_noise``) gets keys of its client in every round; on the server
-    the transformation's own key is used. Local steps pass the loss of their mini-batch to transformations that take one
+    A local optimizer that draws random numbers (``optax.add_noise``) gets keys of its client in every round; on the
+    server the transformation's own key is used. Local steps pass the loss of their mini-batch to transformations that take one
     (``optax.polyak_sgd``); the server has none.
 
     Example:

@@ -147,7 +147,7 @@ class FunctionSchedule:
     Example:
         >>> import optax
         >>> local = fedrax.LocalSGD(schedule=optax.cosine_decay_schedule(1.0, decay_steps=100))
-        >>> round(float(local.schedule(50)), 3)
+        >>> round(round(float(local.schedule(50)), 3), 3)
         0.5
     """
 

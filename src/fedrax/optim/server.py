@@ -138,8 +138,8 @@ class Adagrad:
 class Adam:
     """FedAdam: m <- b1 m + (1 - b1) Delta, v <- b2 v + (1 - b2) Delta^2, x <- x + lr m / (sqrt(v) + tau).
 
-    ``optax.adam`` differs: it starts v at 0 and corrects both moments for their bias. Flower's FedAdam starts v at 0 and
-    corrects its step.
+    ``optax.adam`` differs: it starts v at 0 and corrects both moments for their bias. Flower's FedAdam starts v at 0
+    and corrects its step.
 
     Example:
         >>> method = fedrax.FedAvg(server_optimizer=fedrax.optim.Adam(lr=0.01))
