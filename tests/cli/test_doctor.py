@@ -163,4 +163,4 @@ def test_a_directory_of_no_run(whole: Path, tmp_path: Path, fedrax: Any):
         outcome = fedrax(command, "s")
         deep = "the first of 1 below it is s/c/search/fedavg/local.lr=0.1/seed-0"
         assert outcome.status == 2 and deep in outcome.err
-    assert "a comparison goes on by the command that began it" in outcome.err
+    assert "resume a comparison with the command that started it" in outcome.err

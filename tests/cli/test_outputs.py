@@ -151,7 +151,7 @@ def test_errors_of_own_code_are_said_to_be_its_own(part: str, line: int, error: 
     if part == "algorithm" and not error.startswith("SystemExit"):
         assert f"Mine (mine.py, line {line}, in client) fails with {error.partition('(')[0]}: " in outcome.err, outcome
         return
-    assert f"your own code ended this, mine.py in line {line}" in outcome.err, outcome
+    assert f"your code raised an error, mine.py in line {line}" in outcome.err, outcome
     assert outcome.err.splitlines()[-1].startswith(error.partition("(")[0])
     assert len(outcome.err.splitlines()) < 12 and "site-packages" not in outcome.err
 

@@ -25,7 +25,7 @@ from fedrax.escaping import plain_lines
 COMMANDS = {
     "run": "run one experiment: a TOML file, flags, or both",
     "compare": "run several algorithms, each at its best settings, with several seeds; a table and curves",
-    "resume": "go on with an interrupted run",
+    "resume": "resume an interrupted run",
     "show": "tables and curves of finished or running runs",
     "report": "one page of HTML about runs: curves, table, partition, settings; it loads nothing",
     "doctor": "what a run's directory holds, what is damaged, what can be saved",

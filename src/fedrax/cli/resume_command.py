@@ -1,4 +1,4 @@
-"""``fedrax resume``: go on with a run."""
+"""``fedrax resume``: resume a run."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import tyro
 from fedrax.cli.arguments import parse
 from fedrax.cli.run_command import Reporting, run
 from fedrax.errors import FedraxError
-from fedrax.experiments import experiment, user_code
+from fedrax.experiments import experiment
 from fedrax.report import doctor
 from fedrax.simulation import use_all_cores
 from fedrax.simulation.persistence.checkpoint import check_format
 from fedrax.simulation.persistence.run_directory import CHECKPOINT
 
-DESCRIPTION = """Go on with an interrupted run from its last checkpoint: `fedrax resume DIR`.
+DESCRIPTION = """Resume an interrupted run from its last checkpoint: `fedrax resume DIR`.
 
-The numbers are those that the uninterrupted run would have had. --run.rounds 200 lets a finished run go on; the
-evaluation at its end then stays among the others."""
+The results are those of an uninterrupted run. --run.rounds 200 continues a finished run to 200 rounds; its final
+evaluation then stays among the events. A run with your own Python code needs --trust."""
 
 
 @dataclass
@@ -32,25 +32,26 @@ class ResumeOptions:
     """Run directory."""
     options: Annotated[Reporting, tyro.conf.arg(name="")]
     rounds: Annotated[int | None, tyro.conf.arg(name="run.rounds")] = None
-    """Rounds in all, to go on with a finished run; by default the run's own."""
+    """Total number of rounds, to continue a finished run; by default the run's own."""
     trust: bool = False
-    """Run the Python code that the directory's experiment names, although you did not make it on this machine."""
+    """Run the Python code that the directory's experiment names. Read it first if someone else sent the directory."""
 
 
 def main(args: list[str]) -> int:
-    """Parse, prepare, go on."""
+    """Parse, prepare, resume."""
     parsed = parse(ResumeOptions, args, "fedrax resume", DESCRIPTION)
     file = parsed.directory / "experiment.toml"
     if not file.is_file():
         below = doctor.runs_below(parsed.directory)
-        other = f"; {below}; a comparison goes on by the command that began it" if below else ""
+        other = f"; {below}; resume a comparison with the command that started it" if below else ""
         raise FedraxError(f"{parsed.directory} is not a run directory: it has no experiment.toml{other}.")
     check_format(parsed.directory / CHECKPOINT)  # before its experiment.toml, whose names may be of that version too
-    trusted = parsed.trust or user_code.is_sealed(parsed.directory)
-    spec = experiment.read(file, "typed" if trusted else "none")
+    spec = experiment.read(file, "typed" if parsed.trust else "none")
     if parsed.rounds is not None:
         if parsed.rounds < spec.run.rounds:
-            raise FedraxError(f"a run of {spec.run.rounds} rounds cannot go on to {parsed.rounds}: give more of them.")
+            raise FedraxError(
+                f"the run has {spec.run.rounds} rounds: --run.rounds must be larger, not {parsed.rounds}."
+            )
         spec = dataclasses.replace(spec, run=dataclasses.replace(spec.run, rounds=parsed.rounds))
     use_all_cores()
     return run(spec, experiment.build(spec, parsed.options.data_dir), parsed.directory, parsed.options, resume=True)

@@ -191,14 +191,6 @@ def read_file(path: Path) -> Table:
     return table
 
 
-def uses_own_code(part: Any) -> bool:
-    """Whether an experiment, or anything that it is made of, is the user's own."""
-    if not dataclasses.is_dataclass(part):
-        return False
-    inner = (getattr(part, field.name) for field in dataclasses.fields(part))
-    return serialization.own_name(type(part)) is not None or any(map(uses_own_code, inner))
-
-
 def to_table(experiment: Experiment) -> Table:
     """Every setting of the experiment, defaults included."""
     return serialization.table_of(experiment, Experiment())

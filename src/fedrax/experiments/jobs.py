@@ -20,7 +20,7 @@ import tomlkit
 from fedrax.contract.task import Task
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
-from fedrax.experiments import experiment, user_code
+from fedrax.experiments import experiment
 from fedrax.experiments.comparison import Job, state_of
 from fedrax.experiments.experiment import Experiment
 from fedrax.report.runs import Run, read_run, summary_line
@@ -84,7 +84,7 @@ class ProgressWatcher(Watcher):
 
 
 class ExperimentFile:
-    """A sink that writes experiment.toml when the run starts: a run that is refused leaves nothing behind."""
+    """A sink that writes experiment.toml when the run starts, so that a rejected run leaves no file."""
 
     def __init__(self, spec: Experiment, directory: Path):
         self._spec, self._path = spec, directory / "experiment.toml"
@@ -92,8 +92,6 @@ class ExperimentFile:
     def start(self, run: RunInfo | None) -> None:
         """Write the file."""
         experiment.write(self._spec, self._path)
-        if experiment.uses_own_code(self._spec):
-            user_code.seal(self._path.parent)
 
     def event(self, event: Event) -> None:
         """Nothing to add."""

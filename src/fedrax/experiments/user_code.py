@@ -1,21 +1,17 @@
-"""The user's own code, named in a file or on the command line: found, trusted or refused, imported.
+"""User code named in a file or on the command line: located, checked against what is trusted, imported.
 
-Importing runs code, and files come from anywhere. So a name in a file may only mean a Python file in the file's own
-folder or below, or a package that has registered itself (an entry point of the group ``fedrax``); what is typed on the
-command line may lie anywhere. Such a file may import, while it is imported, what lies in its folder. The experiment of
-a run's directory, which somebody may have sent, runs no code at all unless this user made it (a keyed digest beside it
-says so) or says to trust it.
+Importing runs code, and files come from anywhere. So a name in a file may only mean a Python file in the folder of that
+file or below, or a package that registers an entry point of the group ``fedrax``; a name typed on the command line may
+be anywhere. While such a file is imported, it may import the modules in its folder. The experiment of a run directory
+runs no code unless ``--trust`` says so: it may have been sent by someone else.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import importlib
 import importlib.util
 import os
 import re
-import secrets
 import sys
 import threading
 import traceback
@@ -27,31 +23,41 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedrax.errors import FedraxError, unknown
-from fedrax.files import MAX_FILE, below, cache_directory, reading, write_text
+from fedrax.files import below
 
 Trust = Literal["typed", "beside", "none"]
-"""Code from anywhere; from the folder of the file that names it and from registered packages; none."""
-SEAL = "own-code.seal"
+"""typed: code from anywhere. beside: from the folder of the file and from registered packages. none: no code."""
+RUN_FILES = ("events.jsonl", "checkpoint", "environment.json")
+"""Files beside experiment.toml that make a directory that of a run."""
 _allowed: set[str] = set()
-"""What has been trusted in this process: an experiment is read more than once."""
+"""Code that has been trusted in this process, where an experiment is read more than once."""
 _modules: set[str] = set()
-"""Names of the modules imported here."""
-_files: dict[Path, types.ModuleType] = {}
-"""Files of own code that have been executed, once each."""
-_beside_them: dict[Path, dict[str, types.ModuleType]] = {}
-"""By folder, the modules that own code in it has imported from there."""
+"""Names of the modules of user code."""
+_executed_files: dict[Path, types.ModuleType] = {}
+"""Modules of executed files, each executed once."""
+_folder_modules: dict[Path, dict[str, types.ModuleType]] = {}
+"""Modules that user code has imported from its own folder, by folder."""
 _importing = threading.RLock()
-"""Workers run in threads, and what can be imported is the process's."""
+"""Workers run in threads, and ``sys.path`` belongs to the process."""
 _CALLED = re.compile(r"([\w.<>]+)\(\) (takes|missing|got) ")
-"""How Python refuses to call a function with other arguments than it has, before a line of it runs."""
+"""Python's message for a call with wrong arguments, which has no frame in the called function."""
 _FRAMES = 4
-"""Of the user's own, in a traceback."""
+"""Frames of user code shown in a traceback."""
 
 
 def import_named(name: str, folder: Path, trust: Trust = "beside") -> tuple[str, Any]:
-    """What ``path/to/file.py:attribute`` or ``module:attribute`` names, and that name with the path made absolute.
+    """Import ``path/to/file.py:attribute`` or ``module:attribute``.
 
-    The path is relative to ``folder``. Importing runs the code; FedraxError for what ``trust`` does not cover.
+    Args:
+        name: The name; a path is relative to ``folder``.
+        folder: Folder of the file that names the code.
+        trust: Which code may run.
+
+    Returns:
+        The name with an absolute path, and the object.
+
+    Raises:
+        FedraxError: For code that ``trust`` does not cover or that cannot be imported.
     """
     source, _, attribute = name.rpartition(":")
     path = below(folder, source) if source.endswith(".py") else None
@@ -63,7 +69,7 @@ def import_named(name: str, folder: Path, trust: Trust = "beside") -> tuple[str,
         module = importlib.import_module(source) if path is None else _import_file(path)
     except FedraxError:
         raise
-    except (Exception, SystemExit) as error:  # whatever the user's code raises
+    except (Exception, SystemExit) as error:  # user code may raise anything
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == source]
         at = f", line {lines[-1]}," if lines else ""
         raise FedraxError(f"{source}{at} cannot be imported: {type(error).__name__}: {error}.") from error
@@ -75,18 +81,18 @@ def import_named(name: str, folder: Path, trust: Trust = "beside") -> tuple[str,
 
 
 def traceback_of(error: BaseException) -> str | None:
-    """That the error comes from the user's own code, and where, or None where it does not."""
+    """A message with the place in user code where an error was raised; None where it was raised elsewhere."""
     modules = [module for name in _modules if (module := sys.modules.get(name)) is not None]
     files = {str(getattr(module, "__file__", None)) for module in modules}
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
     if not own:
         called = _CALLED.match(str(error)) if isinstance(error, TypeError) else None
         theirs = [module for module in modules if called and hasattr(module, called[1].partition(".")[0])]
-        return f"your own code ended this, a function in {theirs[0].__file__}: {error}" if theirs else None
+        return f"your code raised an error, a function in {theirs[0].__file__}: {error}" if theirs else None
     places = "".join(traceback.format_list(own[-_FRAMES:]))
     where = f"{Path(own[-1].filename).name} in line {own[-1].lineno}"
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()) if note.startswith("fedrax: "))
-    return f"your own code ended this, {where}:\n{places}{type(error).__name__}: {error}{notes}"
+    return f"your code raised an error, {where}:\n{places}{type(error).__name__}: {error}{notes}"
 
 
 def _check_trust(source: str, path: Path | None, folder: Path, trust: Trust) -> None:
@@ -94,8 +100,8 @@ def _check_trust(source: str, path: Path | None, folder: Path, trust: Trust) -> 
         return
     if trust == "none":
         raise FedraxError(
-            f"it runs code of its own, {source}, and was not made by you on this machine: read that code,"
-            " then add --trust (fedrax resume)"
+            f"the experiment of a run directory names code, {source}, that may not be yours: read that code, then add"
+            " --trust to fedrax resume, or copy experiment.toml into the folder of the code and run that file"
         )
     if path is None:
         registered = {point.value.partition(":")[0].partition(".")[0] for point in entry_points(group="fedrax")}
@@ -110,35 +116,35 @@ def _check_trust(source: str, path: Path | None, folder: Path, trust: Trust) -> 
 
 @contextmanager
 def _beside(folder: Path) -> Iterator[None]:
-    """While own code is imported, it can import the modules in its folder.
+    """Let user code import the modules in its folder while it is imported.
 
-    Those that code in other folders has imported under the names of some that lie here are set aside for so long.
+    Modules of other folders with the same names are removed from ``sys.modules`` meanwhile.
     """
-    others = {name for place, modules in _beside_them.items() if place != folder for name in modules}
-    aside = {name: sys.modules.pop(name) for name in others if name in sys.modules and _is_there(name, folder)}
-    sys.modules.update(_beside_them.get(folder, {}))
+    others = {name for place, modules in _folder_modules.items() if place != folder for name in modules}
+    aside = {name: sys.modules.pop(name) for name in others if name in sys.modules and _has_module(name, folder)}
+    sys.modules.update(_folder_modules.get(folder, {}))
     before = set(sys.modules)
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     try:
         yield
     finally:
-        with suppress(ValueError):  # the code may have done so itself
+        with suppress(ValueError):  # the code may have removed it
             sys.path.remove(str(folder))
-        new = [name for name in set(sys.modules) - before if _lies_in(name, folder)]
+        new = [name for name in set(sys.modules) - before if _is_in(name, folder)]
         _modules.update(new)
-        _beside_them.setdefault(folder, {}).update((name, sys.modules[name]) for name in new)
+        _folder_modules.setdefault(folder, {}).update((name, sys.modules[name]) for name in new)
         sys.modules.update(aside)
 
 
-def _is_there(name: str, folder: Path) -> bool:
-    """Whether a folder has a module of that name, or of its package's."""
+def _has_module(name: str, folder: Path) -> bool:
+    """Whether a folder has a module of that name, or its package."""
     top = name.partition(".")[0]
     return (folder / f"{top}.py").is_file() or (folder / top).is_dir()
 
 
-def _lies_in(name: str, folder: Path) -> bool:
-    """Whether a module, or the package that it is of, lies in a folder and not further in."""
+def _is_in(name: str, folder: Path) -> bool:
+    """Whether a module, or its package, is directly in a folder."""
     module = sys.modules.get(name.partition(".")[0])
     places = [getattr(module, "__file__", None), *(getattr(module, "__path__", None) or ())]
     return any(isinstance(place, str) and Path(place).resolve().parent == folder for place in places)
@@ -146,9 +152,9 @@ def _lies_in(name: str, folder: Path) -> bool:
 
 def _import_file(path: Path) -> types.ModuleType:
     with _importing:
-        if path not in _files:
-            _files[path] = _executed(path)
-        return _files[path]
+        if path not in _executed_files:
+            _executed_files[path] = _executed(path)
+        return _executed_files[path]
 
 
 def _executed(path: Path) -> types.ModuleType:
@@ -164,67 +170,10 @@ def _executed(path: Path) -> types.ModuleType:
     return module
 
 
-def seal(directory: Path) -> None:
-    """Say that the experiment in ``directory`` is this user's own."""
-    write_text(directory / SEAL, _digest(directory) + "\n")
-
-
-def is_sealed(directory: Path) -> bool:
-    """Whether ``seal`` said so of the experiment as it is now."""
-    try:
-        with reading(directory / SEAL, MAX_FILE) as file:
-            kept = file.read().decode("ascii").strip()
-    except (FedraxError, OSError, UnicodeDecodeError):
-        return False
-    return hmac.compare_digest(kept, _digest(directory))
-
-
 def trust_in(file: Path) -> Trust:
-    """Which code an experiment's file may name: none in the directory of a run, unless its user made it here."""
-    if file.name != "experiment.toml" or not any(os.path.lexists(file.parent / name) for name in _OF_RUNS):
-        return "beside"
-    return "typed" if is_sealed(file.parent) else "none"
+    """Which code an experiment's file may name: none in a run directory, which may come from someone else.
 
-
-_OF_RUNS = ("events.jsonl", "checkpoint", "environment.json")
-
-
-def _digest(directory: Path) -> str:
-    with reading(directory / "experiment.toml", MAX_FILE) as file:
-        content = os.fsencode(directory.resolve()) + b"\0" + file.read()
-    return hmac.new(_key(), content, hashlib.sha256).hexdigest()
-
-
-def _key() -> bytes:
-    """This user's secret, made once: whole or not at all, for seals of half a key could be made by others."""
-    path = cache_directory() / "key"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists() or path.stat().st_size != _KEY_BYTES:
-            _make_key(path)
-        key = path.read_bytes()
-    except OSError as error:
-        raise FedraxError(
-            f"cannot keep a key in {path}: {error.strerror or error}; set FEDRAX_CACHE to a folder that can be written"
-        ) from error
-    if len(key) != _KEY_BYTES:
-        raise FedraxError(f"the key {path} is not one that fedrax has made: remove it")
-    return key
-
-
-_KEY_BYTES = 32
-
-
-def _make_key(path: Path) -> None:
-    """Of processes that make one at the same time, the first one's is everybody's."""
-    made = path.with_name(f".key.{os.getpid()}.{secrets.token_hex(4)}")
-    try:
-        with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(secrets.token_bytes(_KEY_BYTES))
-        if path.exists() and path.stat().st_size != _KEY_BYTES:
-            os.replace(made, path)  # what a full disk has left
-        else:
-            with suppress(FileExistsError):
-                os.link(made, path)
-    finally:
-        made.unlink(missing_ok=True)
+    A file counts as that of a run directory by its name and the files beside it.
+    """
+    in_run = file.name == "experiment.toml" and any(os.path.lexists(file.parent / name) for name in RUN_FILES)
+    return "none" if in_run else "beside"
