@@ -81,8 +81,10 @@ def _wrap_init(cls: type, converters: Mapping[str, Callable[[Any], Any]]) -> Non
 
 
 def refuse_unfinished(cls: type) -> None:
-    """FedraxError where ``cls`` lacks a method of its base or the annotation of a field, or extends a hyper-parameter
-    class and is none itself, which JAX would not know, or has a method that nobody calls under its misspelt name.
+    """Raise FedraxError for a class that is not complete.
+
+    It lacks an abstract method, the annotation of a field or the decorator of its base, without which JAX does not
+    know the class; or it has a method whose name is a misspelling of one that is called.
     """
     if missing := sorted(getattr(cls, "__abstractmethods__", ())):
         raise FedraxError(f"{cls.__name__} must define {', '.join(missing)}")

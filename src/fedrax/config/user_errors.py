@@ -63,8 +63,9 @@ def in_words(error: BaseException) -> str | None:
 
 @contextmanager
 def explained(algorithm: Any) -> Iterator[None]:
-    """What JAX refuses to trace, as a sentence that names the place in the method's own code; and of a method that is
-    not the package's whatever else fails there.
+    """Raise errors of a method's code as FedraxError with the file, the line and a remedy.
+
+    For methods of the library only what JAX cannot trace is translated; for user code every error is.
     """
     try:
         yield
@@ -128,8 +129,9 @@ def _is_own(config: Any) -> bool:
 
 
 def _place(algorithm: Any, error: Exception) -> str:
-    """'Mine (file.py, line 12, in client)', of the last frame in the file of the method; 'your code' where it lies in
-    no package, as a model of one's own.
+    """Where an error arose: 'Mine (file.py, line 12, in client)', the last frame in the file of the method.
+
+    'your code' stands for other user code, such as a model.
     """
     name, frames = type(algorithm).__name__, traceback.extract_tb(error.__traceback__)
     try:

@@ -40,13 +40,13 @@ class Optax:
 
     A plain ``optax.GradientTransformation`` given as ``LocalSGD.optimizer`` or ``server_optimizer`` is stored as
     ``Optax(transformation)``, and its options are constants of the compiled program. ``Optax.of(optax.adamw,
-    learning_rate=1e-2)`` has its floating options as inputs of the program: another learning rate does not recompile, and
-    a grid of them is one sweep. The other options (``nesterov=True``, masks) are constants. An option whose value the
-    function inspects in Python cannot be an input: give the finished transformation.
+    learning_rate=1e-2)`` has its floating options as inputs of the program: another learning rate does not recompile,
+    and a grid of them is one sweep. The other options (``nesterov=True``, masks) are constants. An option whose value
+    the function inspects in Python cannot be an input: give the finished transformation.
 
     A local optimizer that draws random numbers (``optax.add_noise``) gets keys of its client in every round; on the
-    server the transformation's own key is used. Local steps pass the loss of their mini-batch to transformations that take one
-    (``optax.polyak_sgd``); the server has none.
+    server the transformation's own key is used. Local steps pass the loss of their mini-batch to transformations that
+    take one (``optax.polyak_sgd``); the server has none.
 
     Example:
         >>> import optax
@@ -108,8 +108,8 @@ class Optax:
     def _name(self) -> str:
         if not _is_finished(self.transform):
             return getattr(self.transform, "__name__", repr(self.transform))
-        inside = getattr(self.transform.update, "__qualname__", type(self.transform).__name__)  # type: ignore[union-attr]
-        return f"the optimizer ({inside.split('.')[0]})"
+        inside = getattr(self.transform.update, "__qualname__", type(self.transform).__name__)  # type:
+        ignore[union-attr] return f"the optimizer ({inside.split('.')[0]})"
 
     @property
     def wants_lr(self) -> bool:
@@ -117,8 +117,8 @@ class Optax:
         if _is_finished(self.transform):
             return False
         given = {*self.floats, *dict(self.fixed)}
-        return "learning_rate" in inspect.signature(self.transform).parameters and "learning_rate" not in given  # type: ignore[arg-type]
-
+        return "learning_rate" in inspect.signature(self.transform).parameters and "learning_rate" not in given  # type:
+ignore[arg-type] 
     def made(self, lr: Any = None) -> Any:
         """Return the gradient transformation.
 
@@ -232,8 +232,8 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _without_keys(state: Tree) -> Tree:
-    kept = lambda leaf: Key(jax.random.key_data(leaf), jax.random.key_impl(leaf)) if _is_key(leaf) else leaf  # noqa: E731
-    return jax.tree.map(kept, state)
+    kept = lambda leaf: Key(jax.random.key_data(leaf), jax.random.key_impl(leaf)) if _is_key(leaf) else leaf  # noqa:
+    E731 return jax.tree.map(kept, state)
 
 
 def _with_keys(state: Tree) -> Tree:
