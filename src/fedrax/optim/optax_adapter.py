@@ -108,8 +108,8 @@ class Optax:
     def _name(self) -> str:
         if not _is_finished(self.transform):
             return getattr(self.transform, "__name__", repr(self.transform))
-        inside = getattr(self.transform.update, "__qualname__", type(self.transform).__name__)  # type:
-        ignore[union-attr] return f"the optimizer ({inside.split('.')[0]})"
+        inside = getattr(self.transform.update, "__qualname__", type(self.transform).__name__)  # type: ignore[union-attr]
+        return f"the optimizer ({inside.split('.')[0]})"
 
     @property
     def wants_lr(self) -> bool:
@@ -117,8 +117,8 @@ class Optax:
         if _is_finished(self.transform):
             return False
         given = {*self.floats, *dict(self.fixed)}
-        return "learning_rate" in inspect.signature(self.transform).parameters and "learning_rate" not in given  # type:
-ignore[arg-type] 
+        return "learning_rate" in inspect.signature(self.transform).parameters and "learning_rate" not in given  # type: ignore[arg-type]
+
     def made(self, lr: Any = None) -> Any:
         """Return the gradient transformation.
 
@@ -232,8 +232,8 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _without_keys(state: Tree) -> Tree:
-    kept = lambda leaf: Key(jax.random.key_data(leaf), jax.random.key_impl(leaf)) if _is_key(leaf) else leaf  # noqa:
-    E731 return jax.tree.map(kept, state)
+    kept = lambda leaf: Key(jax.random.key_data(leaf), jax.random.key_impl(leaf)) if _is_key(leaf) else leaf  # noqa: E731
+    return jax.tree.map(kept, state)
 
 
 def _with_keys(state: Tree) -> Tree:
