@@ -24,7 +24,9 @@ TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 def run_quietly(command: list[str], environment: dict[str, str], max_wait: float, timeout: float) -> dict[str, Any]:
-    """Runs ``command`` and returns the result it printed, or ``{"failed": last lines of output}``, with:
+    """Runs ``command`` and returns the result it printed, or ``{"failed": last lines of output}``.
+
+    With it:
 
     ``peak_pss_mb``: memory of the whole process tree, shared pages counted once; ``wall_seconds``;
     ``cpu_seconds`` of the tree; ``foreign_cpu``: CPUs' worth of other processes' work meanwhile (processes

@@ -116,7 +116,8 @@ def _scores(outputs: np.ndarray, y: np.ndarray, name: str) -> np.ndarray:
     """Scores of the positive class [n], or of each of several classes [n, C]."""
     if y.ndim != 1 or outputs.ndim > 2 or len(outputs) != len(y):
         raise FedraxError(
-            f"{name} needs one label and one output vector per sample, not labels {y.shape} and outputs {outputs.shape}"
+            f"{name} needs one label and one vector of outputs per sample, not labels {y.shape} and outputs"
+            f" {outputs.shape}"
         )
     outputs = outputs.reshape(len(y), -1)
     if outputs.shape[1] == 1:

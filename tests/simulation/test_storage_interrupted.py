@@ -269,5 +269,5 @@ def test_a_sweep_takes_turns():
         for seed, result in enumerate(row):
             assert "samples streamed, client states on disk" in result.plan
             assert_identical(result, fedrax.simulate(algorithm, TASK, FEDERATION, seed=seed, **options))
-    with pytest.raises(FedraxError, match="use mode=.sequential"):
+    with pytest.raises(FedraxError, match=r"use mode=.sequential"):
         fedrax.sweep(grid, TASK, FEDERATION, mode="vectorized", samples="streamed", **options)

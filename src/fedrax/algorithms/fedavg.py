@@ -33,8 +33,9 @@ class FedAvg(Averaging):
 
 @hyperparameters
 class FedProx(Averaging):
-    """FedAvg with the proximal term mu/2 |x_i - x|^2 in the local loss: g_i + mu (x_i - x) is its gradient, which
-    local momentum sees.
+    """FedAvg with the proximal term mu/2 |x_i - x|^2 in the local loss.
+
+    Its gradient mu (x_i - x) is added to g_i before local momentum.
     """
 
     mu: NonNegative = 0.1

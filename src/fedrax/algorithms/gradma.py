@@ -222,8 +222,9 @@ def take_slots(memory: Memory, clients: Array, num_clients: int) -> tuple[Array,
 
 @hyperparameters
 class GradMAS(ServerMemory):
-    """GradMA on the server alone: m = beta1 m~ + d, corrected by the memory of the workers' updates; see
-    :class:`ServerMemory`.
+    """GradMA on the server alone: m = beta1 m~ + d, corrected by the server memory.
+
+    See :class:`ServerMemory`.
     """
 
     def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:

@@ -111,8 +111,9 @@ def candidate_gradients(
 
 
 def _parameters(exchanges: Sequence[RecordedExchange], last: RecordedExchange, params: Tree) -> Tree | None:
-    """The parameters that came with an exchange or, where it had none, in an earlier phase of its round; None where
-    the client was not sent all of them, and has others that the attacker does not know.
+    """The parameters sent with an exchange, or in an earlier phase of its round.
+
+    None if the client was not sent all parameters and has others that the attacker does not know.
     """
     for one in sorted((one for one in exchanges if one.round == last.round), key=lambda one: -one.phase):
         sent_down = parameter_vectors(one.received, params)

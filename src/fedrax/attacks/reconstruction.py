@@ -1,11 +1,11 @@
-"""Data from messages: an optimizer moves candidate data until they would have made what was seen.
+"""Reconstruction of samples from messages: candidate data are optimized until their messages match the observed ones.
 
     view = as_gradient(task, params, gradient)
     found = dlg().invert(view, (1, 28, 28), classes=10)
 
-Deep leakage from gradients (Zhu et al. 2019) is :func:`dlg`, by plain gradient descent :func:`gradient_descent`; iDLG (Zhao et
-al. 2020) is the same with the labels that :func:`fedrax.attacks.recover_labels` reads off; inverting gradients (Geiping et
-al. 2020) is :func:`inverting_gradients`.
+Deep leakage from gradients (Zhu et al. 2019) is :func:`dlg`, by plain gradient descent :func:`gradient_descent`; iDLG
+(Zhao et al. 2020) is the same with the labels that :func:`fedrax.attacks.recover_labels` reads off; inverting gradients
+(Geiping et al. 2020) is :func:`inverting_gradients`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ class Reconstruction(NamedTuple):
 
 @dataclass(frozen=True)
 class Attack:
-    """An optimizer on candidate data; :func:`dlg`, :func:`gradient_descent` and :func:`inverting_gradients` give known ones."""
+    """An optimizer on candidate data.
+
+    :func:`dlg`, :func:`gradient_descent` and :func:`inverting_gradients` make the attacks of the literature.
+    """
 
     optimizer: Optimizer
     steps: int

@@ -156,8 +156,9 @@ def as_samples(x: np.ndarray, y: np.ndarray, padding: int | None = None) -> Samp
 
 
 def _to_array(given: Any) -> np.ndarray:
-    """Samples as an array: of a table the columns side by side, also those of which np.asarray makes objects, as truth
-    values beside numbers, decimals, and numbers that may be missing.
+    """Samples as an array; the columns of a table side by side.
+
+    Also for columns of which ``np.asarray`` makes objects: booleans beside numbers, decimals, nullable numbers.
     """
     columns = _table_columns(given)
     array = np.asarray(given)
@@ -192,8 +193,10 @@ def _to_float64(column: Any) -> np.ndarray:
 def encode_string_labels(
     y: Any, test: tuple[Any, Any] | None, class_names: tuple[str, ...] = ()
 ) -> tuple[Any, tuple[Any, Any] | None, tuple[str, ...]]:
-    """Labels, ``test`` and names of classes, labels that are strings as their places among the names: those given, or
-    else all that training or test labels hold, in order. Anything else as it is.
+    """Labels, ``test`` and class names, with string labels encoded as indices of the class names.
+
+    The class names are the given ones, or else all labels of training and test data in sorted order. Labels that are
+    not strings are returned as they are.
 
     Raises FedraxError for a label that is none of ``class_names``.
     """

@@ -171,8 +171,10 @@ class Federation:
         seed: int = 0,
         shuffle: bool = True,
     ) -> Self:
-        """A federation of plain arrays: x [n, ...] and y [n] or [n, ...], integer labels or floating targets; labels
-        that are strings are classes in the order of ``class_names``, or else of the strings.
+        """A federation from arrays: x [n, ...] and y [n] or [n, ...].
+
+        Labels are integers, floating targets, or strings, which are classes in the order of ``class_names`` or else of
+        the strings.
 
         Say who owns each row by ``client_ids`` [n] (integers, or strings, which name the clients; numbered in sorted
         order) or, if rows are grouped already, by ``offsets`` [N + 1]. ``test`` is (x, y), empty by default;

@@ -30,7 +30,9 @@ class Partition(NamedTuple):
 class Partitioner(Protocol):
     """What every rule of this file is."""
 
-    def assign(self, dataset: Dataset, seed: int) -> Partition: ...
+    def assign(self, dataset: Dataset, seed: int) -> Partition:
+        """Divide the training rows of ``dataset`` among clients, by random numbers of ``seed``."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Iid:
     """Number of clients."""
 
     def assign(self, dataset: Dataset, seed: int) -> Partition:
+        """Divide the training rows of ``dataset`` among clients, by random numbers of ``seed``."""
         sizes = _even_sizes(_num_rows(dataset, self.clients), self.clients)
         rng = numpy_generator(seed, "partition")
         return Partition(rng.permutation(len(dataset.train.y)), _offsets(sizes))
@@ -60,6 +63,7 @@ class Shards:
     """Shards that each client gets."""
 
     def assign(self, dataset: Dataset, seed: int) -> Partition:
+        """Divide the training rows of ``dataset`` among clients, by random numbers of ``seed``."""
         if self.per_client < 1:
             raise FedraxError(f"a client needs at least 1 shard, not {self.per_client}.")
         total, shards = _num_rows(dataset, self.clients), self.clients * self.per_client
@@ -93,6 +97,7 @@ class Similarity:
     """Share s of i.i.d. rows, 0 (sorted by label) to 100 (i.i.d.)."""
 
     def assign(self, dataset: Dataset, seed: int) -> Partition:
+        """Divide the training rows of ``dataset`` among clients, by random numbers of ``seed``."""
         _check_percent(self.percent)
         total = _num_rows(dataset, self.clients)
         rows = numpy_generator(seed, "partition").permutation(total)
@@ -117,6 +122,7 @@ class Mix:
     """Share c of rows that are sorted by label, 0 (i.i.d.) to 100."""
 
     def assign(self, dataset: Dataset, seed: int) -> Partition:
+        """Divide the training rows of ``dataset`` among clients, by random numbers of ``seed``."""
         _check_percent(self.percent)
         return Similarity(self.clients, 100 - self.percent).assign(dataset, seed)
 
@@ -136,6 +142,7 @@ class DirichletClasses:
     """Concentration; smaller is more heterogeneous."""
 
     def assign(self, dataset: Dataset, seed: int) -> Partition:
+        """Divide the training rows of ``dataset`` among clients, by random numbers of ``seed``."""
         _check_concentration("omega", self.omega)
         labels, num_classes = _class_labels(dataset, self.clients)
         rng = numpy_generator(seed, "partition")
@@ -175,6 +182,7 @@ class DirichletClients:
     """A client that has its even share of rows gets none of the later classes (as NIID-Bench does)."""
 
     def assign(self, dataset: Dataset, seed: int) -> Partition:
+        """Divide the training rows of ``dataset`` among clients, by random numbers of ``seed``."""
         _check_concentration("alpha", self.alpha)
         _check_min_size(self.min_size, self.clients, len(dataset.train.y))
         labels, num_classes = _class_labels(dataset, self.clients)
@@ -219,6 +227,7 @@ class ClassesPerClient:
     """Classes that each client holds."""
 
     def assign(self, dataset: Dataset, seed: int) -> Partition:
+        """Divide the training rows of ``dataset`` among clients, by random numbers of ``seed``."""
         labels, num_classes = _class_labels(dataset, self.clients)
         stock = np.bincount(labels, minlength=num_classes)
         present = np.flatnonzero(stock)
@@ -258,6 +267,7 @@ class LogNormal:
     """Fewest rows a client may have."""
 
     def assign(self, dataset: Dataset, seed: int) -> Partition:
+        """Divide the training rows of ``dataset`` among clients, by random numbers of ``seed``."""
         if not 0 <= self.sigma <= 100:
             raise FedraxError(f"sigma must lie in 0 .. 100, not {self.sigma}.")
         total = _num_rows(dataset, self.clients)
@@ -285,6 +295,7 @@ class Natural:
     """Leave out clients with fewer training rows."""
 
     def assign(self, dataset: Dataset, seed: int) -> Partition:
+        """Divide the training rows of ``dataset`` among clients, by random numbers of ``seed``."""
         if dataset.train_clients is None:
             raise FedraxError(f"data set {dataset.name!r} has no natural clients; choose another partition.")
         _, owner, sizes = np.unique(dataset.train_clients, return_inverse=True, return_counts=True)

@@ -101,8 +101,10 @@ class ExperimentFile:
 
 
 def unfinished(jobs: Sequence[Job], out: Path) -> list[Job]:
-    """The jobs that have something left to do: also those that were cut short between their last event and their last
-    checkpoint, but for those of a search that ran together, which have none.
+    """The jobs that are not finished.
+
+    Included are jobs interrupted between their last event and their last checkpoint, except those of a vectorized
+    search, which have no checkpoint.
     """
     runs = [(job, state_of(job.spec, job.inside(out))) for job in jobs]
     return [job for job, run in runs if run is None or not run.finished or not _is_kept(run, job)]

@@ -34,8 +34,9 @@ def with_tables(method: Mapping[str, Any]) -> Table:
 
 
 def _depth(key: str, method: Mapping[str, Any], reader: Reader) -> int:
-    """In how many wrappers the method lies that has this setting, or the first that is none, which the reader is to
-    refuse; 0 where none has it.
+    """How many wrappers are around the method that has this setting; 0 if none has it.
+
+    If a wrapped value is no method, the depth of that value is returned, and the reader rejects it.
     """
     depth, cls = 0, _class_of(method, reader)
     while cls is not None and key != "name":

@@ -50,8 +50,9 @@ class ComparisonResult:
 
     @property
     def target(self) -> float | None:
-        """The accuracy whose cost is in the table: the comparison's, that at which its runs end, or 95 % of the best
-        method's final one.
+        """The target accuracy of the costs in the table.
+
+        The comparison's own target, that of its runs, or 95 % of the best method's final accuracy.
         """
         return self._target[0]
 

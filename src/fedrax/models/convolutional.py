@@ -63,8 +63,9 @@ class LeNet5:
 
 @dataclass(frozen=True)
 class VGG11:
-    """VGG-11 (Simonyan and Zisserman 2015) with a norm after each of its eight convolutions and one dense layer of 128
-    units with dropout, as GradMA trains it on CIFAR-100.
+    """VGG-11 (Simonyan and Zisserman 2015) with a norm after each convolution.
+
+    One dense layer of 128 units with dropout, as GradMA trains it on CIFAR-100.
     """
 
     norm: Norm = "group"
@@ -103,8 +104,9 @@ class _ResNet:
     """The first layer: a 3x3 convolution, for small images; or 7x7 and 3x3 pooling of stride 2, for ImageNet's."""
 
     def _network(self, name: str, shape: Shape, outputs: int, width: int, counts: tuple[int, ...], wide: bool) -> Model:
-        """Stages of ``counts`` blocks; each but the first halves the image and doubles the channels. ``wide``: blocks
-        are bottlenecks that end in four times their channels.
+        """Stages of ``counts`` blocks; each but the first halves the image and doubles the channels.
+
+        With ``wide``, blocks are bottlenecks that expand to four times their channels.
         """
         _, _, channels = image_shape(name, shape, smallest=8)
         blocks = {"stem": self._stem(channels, width)}

@@ -54,6 +54,7 @@ class Linear:
     """One dense layer on the flattened input."""
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
+        """Build the model for samples of ``input_shape`` and ``num_outputs`` outputs."""
         return _model("linear", math.prod(input_shape), num_outputs, lambda key: {}, [])
 
 
@@ -62,6 +63,7 @@ class Logistic:
     """Softmax regression: one dense layer on the flattened input, started at zero."""
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
+        """Build the model for samples of ``input_shape`` and ``num_outputs`` outputs."""
         linear = Linear().build(input_shape, num_outputs)
 
         def init(key: Array) -> Params:
@@ -80,6 +82,7 @@ class MLP:
     """Distribution of the starting parameters."""
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
+        """Build the model for samples of ``input_shape`` and ``num_outputs`` outputs."""
         sizes = [math.prod(input_shape), *self.hidden]
         return _started(_model("mlp", sizes[-1], num_outputs, *_dense_layers(sizes, self.activation)), self.start)
 
@@ -92,6 +95,7 @@ class TwoNN:
     """Distribution of the starting parameters."""
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
+        """Build the model for samples of ``input_shape`` and ``num_outputs`` outputs."""
         sizes = [math.prod(input_shape), 200, 200]
         return _started(_model("2nn", 200, num_outputs, *_dense_layers(sizes, "relu")), self.start)
 
@@ -123,6 +127,7 @@ class LeNet:
     hidden: tuple[PositiveInt, ...] = (512, 128)
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
+        """Build the model for samples of ``input_shape`` and ``num_outputs`` outputs."""
         height, width, channels_in = image_shape("lenet", input_shape, smallest=16)
         first, second = self.channels
         rows, columns = (((side - 4) // 2 - 4) // 2 for side in (height, width))
@@ -157,6 +162,7 @@ class CNN:
     dropout: tuple[float, float] = (0.25, 0.5)
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
+        """Build the model for samples of ``input_shape`` and ``num_outputs`` outputs."""
         height, width, channels_in = image_shape("cnn", input_shape, smallest=6)
         if not all(0 <= rate < 1 for rate in self.dropout):
             raise FedraxError(f"dropout rates must lie in [0, 1), not {self.dropout}.")
@@ -193,6 +199,7 @@ class LSTM:
     hidden: PositiveInt = 128
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
+        """Build the model for samples of ``input_shape`` and ``num_outputs`` outputs."""
         if len(input_shape) != 2:
             hint = "; of words or characters, as numbers, tweets makes the features" if len(input_shape) == 1 else ""
             raise FedraxError(f"lstm reads sequences of shape (steps, features), not {tuple(input_shape)}{hint}.")

@@ -1,4 +1,4 @@
-"""CohortSampling and stragglers of a run, from a participation policy or from given sequences.
+"""Cohorts and stragglers of a run, from a participation policy or from given sequences.
 
 Everything is drawn on the host from counters (seed, stream, round), so that any round can be drawn on its own: a
 resumed run, another algorithm or another number of devices sees the same cohorts.

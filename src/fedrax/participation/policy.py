@@ -92,7 +92,7 @@ class ParticipationPolicy(ABC):
     privacy guarantee holds for an adaptive policy, since what it samples depends on the clients' data: private methods
     raise.
 
-    CohortSampling should be drawn from the generator that ``sample`` receives. It depends on the seed and the round only, so
+    Cohorts should be drawn from the generator that ``sample`` receives. It depends on the seed and the round only, so
     that a resumed run and other algorithms see the same cohorts.
 
     Example:

@@ -27,7 +27,7 @@ _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 """Which operand holds what is written."""
 _STRUCTURE = {"", "while", "body", "cond", "closed_call", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
 _STRUCTURE |= {LINEAR_ALGEBRA_SCOPE, "eval_jaxpr", "conv_general_dilated", "select_and_scatter_add", "reduce_sum"}
-"""What names of operations hold besides scopes: how JAX executes them, and what `fedrax.xla.optimize` makes others of."""
+"""Parts of operation names besides scopes: JAX's transformations, and what `fedrax.xla.optimize` replaces."""
 
 
 class Cost(NamedTuple):
@@ -236,8 +236,9 @@ class ProgramText:
         return [size for shape, batch in shapes for axis, size in enumerate(shape) if axis not in batch]
 
     def _convolution(self, op: Instruction) -> tuple[tuple[int, ...], tuple[int, ...], str] | None:
-        """(shape of the outputs, of the kernel, the kernel's axes) of a convolution, or of the one that it is a
-        gradient of: cuDNN reads outputs where it gives inputs or a kernel.
+        """(output shape, kernel shape, kernel axes) of a convolution, or of the one that it is a gradient of.
+
+        cuDNN's gradients read outputs in place of inputs or of the kernel.
         """
         role = "Forward" if op.opcode == "convolution" else (_CUDNN.search(op.text) or ["", ""])[1]
         if len(op.operands) < 2 or not ("Forward" in role or role in ("BackwardInput", "BackwardFilter")):

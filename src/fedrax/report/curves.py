@@ -72,8 +72,9 @@ def draw_curves(
 
 
 def legend_columns(figure: Figure, labels: Sequence[str]) -> int:
-    """Entries of a legend side by side, so many that they fit the figure: an inch has room for eleven letters, and the
-    line before a label takes that of eight.
+    """The number of legend entries that fit side by side into the figure.
+
+    An inch holds about eleven letters, and the line before a label takes the room of eight.
     """
     letters = int(11 * figure.get_size_inches()[0])
     return max(1, min(len(labels), 5, letters // (max(map(len, labels)) + 8)))

@@ -107,8 +107,10 @@ def gather(directories: Sequence[Path], target: float | None = None) -> Material
 
 
 def _told_apart(methods: Sequence[Method], homes: Mapping[Path, Path]) -> list[Method]:
-    """The methods under labels that differ: where theirs do not, with the name of the directory that was asked for
-    before them, or its path, or a number. ``homes``: that directory for each run's.
+    """The methods under distinct labels.
+
+    Equal labels get the name of the requested directory before them, or its path, or a number. ``homes`` maps each run
+    to that directory.
     """
     places = [homes[method.runs[0].directory.resolve()] for method in methods]
     before = (

@@ -283,8 +283,10 @@ OWN_MODELS = ("_personal_", "_finetuned_")
 
 
 def other_metrics(lasts: Sequence[dict[str, float]]) -> dict[str, Statistic]:
-    """The metrics besides accuracy and loss on test data: others of test data, those of clients' own models, and, of
-    what is reported per client, the worst one and the 10th or 90th percentile, whichever is the bad end.
+    """The metrics besides test accuracy and loss.
+
+    Other test metrics, those of personal models, and of per-client metrics the worst client and the 10th or 90th
+    percentile, whichever is the bad end.
     """
     known = {name for last in lasts for name in last if name.startswith(("test_", "train_"))}
     whole = {name for name in known if "_client" not in name}

@@ -124,8 +124,9 @@ def chart(
     names: Sequence[str] = (),
     css: str = "",
 ) -> str:
-    """Lines with bands of one standard deviation. ``share``: values lie in [0, 1]. ``ticks``: where x has some; with
-    ``names`` for them, those of a nominal x.
+    """Lines with bands of one standard deviation.
+
+    ``share``: values are in [0, 1]. ``ticks``: positions on x, with ``names`` those of a nominal axis.
     """
     xs = [x for c in curves for x in (*(p[0] for p in c.points), *(p[0] for run in c.runs for p in run), *c.lost)]
     means = [p[1] for c in curves for p in c.points] + [p[1] for c in curves for run in c.runs for p in run]

@@ -72,9 +72,7 @@ def from_the_middle(cohort: Cohort) -> tuple[Tree, Tree]:
 
 
 def squared_distances(cohort: Cohort) -> Array:
-    """|u_j - u_k|^2, [K, K], from inner products of what is left when the middle is taken off, so that little of them
-    cancels.
-    """
+    """|u_j - u_k|^2, [K, K], from inner products of the centered vectors, which reduces cancellation."""
 
     def gram(u: Array) -> Array:
         flat = u.reshape(len(u), -1)
@@ -96,6 +94,8 @@ class Median:
         return True
 
     def __call__(self, cohort: Cohort) -> Tree:
+        """Aggregate the uploads of a cohort."""
+
         def shares(rank: Array, n: Array) -> Array:
             return 0.5 * (rank == (n - 1) // 2) + 0.5 * (rank == n // 2)
 
@@ -115,6 +115,8 @@ class TrimmedMean:
         return True
 
     def __call__(self, cohort: Cohort) -> Tree:
+        """Aggregate the uploads of a cohort."""
+
         def shares(rank: Array, n: Array) -> Array:
             cut = jnp.floor(self.trim * n + 1e-4)  # 0.2 of 5 in float32 may come out below 1
             cut = jnp.minimum(cut, (n - 1) // 2)
@@ -138,6 +140,7 @@ class NormBound:
         return False
 
     def __call__(self, cohort: Cohort) -> Tree:
+        """Aggregate the uploads of a cohort."""
         lengths = norms(cohort.uploads)
         sound = jnp.isfinite(lengths)
         factors = jnp.where(lengths > self.bound, self.bound / jnp.where(lengths > 0, lengths, 1), 1)
@@ -164,6 +167,7 @@ class GeometricMedian:
         return False
 
     def __call__(self, cohort: Cohort) -> Tree:
+        """Aggregate the uploads of a cohort."""
         weights, count = cohort.weights, jnp.sum(cohort.real)
         middle, away = from_the_middle(cohort)
 
@@ -201,6 +205,7 @@ class Krum:
         return True
 
     def __call__(self, cohort: Cohort) -> Tree:
+        """Aggregate the uploads of a cohort."""
         real, count = cohort.real, jnp.sum(cohort.real)
         places = jnp.arange(len(real))
         pair = real[:, None] & real[None] & (places[:, None] != places[None])

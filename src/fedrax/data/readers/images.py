@@ -138,8 +138,9 @@ _DIGEST = hashlib.sha256().digest_size
 def cached_images(
     name: str, shape: tuple[int, ...], decode: Callable[[], np.ndarray], is_current: Callable[[], bool] = lambda: True
 ) -> np.ndarray:
-    """The images uint8 [*shape] kept under ``name``, as a memory map, or else those that ``decode`` makes, kept from
-    now on where ``is_current`` says afterwards that they are those that ``name`` stands for.
+    """The cached images uint8 [*shape] called ``name``, as a memory map; decoded and cached if missing.
+
+    What ``decode`` returns is cached only if ``is_current`` confirms afterwards that ``name`` still describes it.
     """
     path = cache_directory() / "images" / f"{name}.npy"
     images = _read_cached(path, shape)

@@ -56,9 +56,7 @@ def _check_path_encoding(path: Path) -> None:
 
 @dataclass(frozen=True)
 class CsvFormat:
-    """How a CSV file is written: what stands between two cells, what before a number's fraction, and the texts of cells
-    that hold nothing, besides empty ones.
-    """
+    """The format of a CSV file: separator, decimal mark, and the texts that mean a missing value."""
 
     separator: str = ","
     decimal: str = "."

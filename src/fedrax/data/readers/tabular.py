@@ -56,8 +56,10 @@ _FILE_COLUMN = "\nfile"
 
 @dataclass(frozen=True)
 class EncodedFeatures:
-    """The features of all rows: those of categories in x float32 [n, features], the numbers float64 [n, numeric], NaN
-    where one is missing, which features these are, and what was done to them.
+    """The features of all rows.
+
+    Categorical ones are in x float32 [n, features], the numeric ones float64 [n, numeric] with NaN for missing values,
+    together with their column indices and the notes about what was done.
     """
 
     x: np.ndarray
@@ -439,8 +441,9 @@ class _TableSource:
 def _read_tables(
     parts: Sequence[_TableSource], form: CsvFormat, chosen: ColumnRoles
 ) -> tuple[pl.DataFrame, ColumnRoles, int]:
-    """The rows of all files, what their columns are for, and how many rows are of the first part; every column that is
-    named is there, and where files are clients one that names them.
+    """The rows of all files, the roles of the columns, and the number of rows of the first part.
+
+    Every named column exists; where each file is a client, a column names the client.
     """
     import polars as pl
 
@@ -521,8 +524,10 @@ def _encode_features(table: pl.DataFrame, chosen: ColumnRoles, train: np.ndarray
 
 
 def _is_row_index(column: pl.Series) -> bool:
-    """Whether whole numbers that all differ are the rows' own, and not measured: they rise or fall from row to row, or
-    lie so close together that drawn numbers would repeat. Of n numbers drawn among m, n^2 / 2m pairs are equal.
+    """Whether distinct whole numbers are row numbers rather than measurements.
+
+    They rise or fall from row to row, or are so dense that random numbers would repeat: of n numbers drawn from m,
+    n^2 / 2m pairs are equal.
     """
     n = len(column)
     if not column.dtype.is_integer() or n < MIN_ROWS_FOR_ID or not column.is_unique().all():

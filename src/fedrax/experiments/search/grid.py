@@ -78,8 +78,9 @@ class Grid:
         return [dict(zip(paths, point, strict=True)) for point in itertools.product(*values)]
 
     def ends(self) -> list[Point]:
-        """Points in which every end of a range and every listed value stands: all lower ends with the first values, all
-        upper ends with the last ones, and both of them with every other value of a list.
+        """Points that cover both ends of every range and every listed value.
+
+        All lower ends with the first values, all upper ends with the last ones, and both with every other listed value.
         """
         both = [
             (path, (values.low, values.high) if isinstance(values, SearchRange) else (values[0], values[-1]))

@@ -37,8 +37,7 @@ from fedrax.tuning.sweeps import program_keys, should_vectorize
 def run_trials(
     comparison: Comparison, jobs: Sequence[Job], out: Path, problem: Callable[[], Problem], watcher: Watcher
 ) -> None:
-    """Every one of some runs that is not finished; those of a method that differ in floats alone together, where that
-    is faster.
+    """Run all unfinished trials; those that differ in floats alone as one vectorized sweep where that is faster.
 
     Of a group of which only some were kept all run once more: alone the others would differ by rounding.
     """
@@ -95,9 +94,7 @@ def _keep(job: Job, out: Path, result: Result) -> None:
 
 
 def _check_known(comparison: Comparison, out: Path, task: Task, federation: Federation) -> None:
-    """Refuse trials of other samples or programs than there are now: runs of several together keep no checkpoint to
-    tell.
-    """
+    """Reject stored trials of other samples or programs: vectorized runs have no checkpoint that would tell."""
     path, now = inside(out, Path("search")) / ".rows.json", of_data(federation)
     programs = _programs(comparison, task, federation)
     kept: Any = read_json(path) if path.exists() else None
@@ -117,8 +114,9 @@ def _check_known(comparison: Comparison, out: Path, task: Task, federation: Fede
 
 
 def _programs(comparison: Comparison, task: Task, federation: Federation) -> dict[str, dict[str, str]]:
-    """For every label with a grid what is computed at the first of points that differ in the method's numbers alone,
-    under a name that tells for which settings it is. Refuses those that the data, the model or the cohorts do not fit.
+    """For every label with a grid, the identity of the runs at the first of points that differ in floats alone.
+
+    The name describes the settings. Raises for points that the data, the model or the cohorts do not fit.
     """
     found: dict[str, dict[str, str]] = {}
     for label in comparison.grids:

@@ -106,8 +106,9 @@ def _batch(sample_input: Any) -> Array:
 
 
 def _that_stay(module: Any, shapes: Any, x: Any, training: dict[str, bool]) -> tuple[list[str], list[str]]:
-    """The names of the collections beside the parameters that are as large after a call as before; and of those among
-    them that a training call hands back as they were.
+    """The names of the mutable collections, and of those that a training call leaves unchanged.
+
+    Batch norm's statistics are never among the latter, whether they changed or not: they belong to trained parameters.
 
     Batch norm's are none of the latter, moved or not: they come with trained parameters.
     """

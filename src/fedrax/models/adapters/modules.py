@@ -63,9 +63,7 @@ def model_of(
     blocks: Sequence[Part],
     has_statistics: bool,
 ) -> Model:
-    """The model of ``run``: (function of the module and x, variables, x, key, whether to train) -> (outputs,
-    statistics).
-    """
+    """The model of ``run``: (module function and x, variables, x, key, train) -> (outputs, statistics)."""
 
     def function(part: Part) -> Callable[..., tuple[Any, Any]]:
         method = getattr(kind, part, None) if isinstance(part, str) else part
@@ -98,9 +96,10 @@ def model_of(
 
 
 def _check_switches(kind: type, run: Callable, method: Callable, variables: Any, x: Any, key: Any) -> None:
-    """Refuse a switch that has a name of its own and stands the wrong way: the other way round a training call draws
-    random numbers or moves statistics that it else does not, or an evaluation leaves what it else does. Beside a switch
-    whose name is known others are options.
+    """Reject a user-named switch that is set the wrong way round.
+
+    Then a training call draws random numbers or moves statistics only with the switch flipped, or an evaluation call
+    does. Where the module has a switch with a known name, other switches are options.
     """
     if modes(method, train=True):
         return

@@ -122,9 +122,7 @@ class _Watched(SingleClient):
 
 @lru_cache(maxsize=8)
 def _program(known: _Known, code: CodeFingerprint) -> Callable[..., Array]:
-    """The compiled function (algorithm, params, samples, size, rate, keys) -> what is seen with each key: of all
-    worlds.
-    """
+    """The compiled function (algorithm, params, samples, size, rate, keys) -> observations of all worlds by key."""
 
     def run(
         algorithm: Algorithm, params: Tree, clients: tuple[Batch, Batch], size: Array, rate: Array, key: Array

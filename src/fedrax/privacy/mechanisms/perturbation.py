@@ -28,8 +28,9 @@ from fedrax.tree import Tree
 
 @hyperparameters
 class _LocalModels(Wrapper):
-    """Around methods whose clients send what follows from where their local steps end, and from nothing else of their
-    data: FedAvg, FedProx, SCAFFOLD with plain steps (option II).
+    """Base for methods whose uploads depend on the data only through the end of the local steps.
+
+    These are FedAvg, FedProx and SCAFFOLD with plain steps (option II).
     """
 
     @property

@@ -13,8 +13,10 @@ from fedrax.xla import dependent_leaves
 def uncovered(
     client: Callable, message: Any, state: Any, data: ClientData, cover: Callable[[ClientData], ClientData]
 ) -> str | None:
-    """The first leaf sent, in this round or a later one, that depends on samples or on how many there are otherwise
-    than through what ``cover`` takes out of the client's data; None where there is none. Traces ``client``.
+    """The first uploaded leaf that depends on the client's data other than through the covered value.
+
+    Dependence on the samples or their number, in this round or a later one, counts; ``cover`` removes the covered value
+    from the client's data. None if there is no such leaf. Traces ``client``.
     """
 
     def sent(secret: Any, state: Any) -> dict[str, Tree]:
