@@ -47,10 +47,14 @@ def use_all_cores() -> None:
     other without limit.
 
     ``simulate`` calls this; it has an effect only before JAX first touches a device, so a program that uses JAX
-    before its first simulation calls it at its start (a warning says so). Settings of the user's own (``XLA_FLAGS``,
+    before its first simulation calls it at its start (a warning says so). Settings of the user (``XLA_FLAGS``,
     ``jax_num_cpu_devices``, ``jax_compilation_cache_dir``) are left alone.
 
-    FedraxError in a process that was forked from one whose JAX had started: it would wait for ever.
+    Raises:
+        FedraxError: in a process that was forked from one whose JAX had started; it would wait forever.
+
+    Example:
+        >>> fedrax.simulation.use_all_cores()
     """
     if _forked:
         raise FedraxError(
@@ -101,10 +105,17 @@ def cores() -> int:
 def join_processes(coordinator: str | None = None, processes: int | None = None, process: int | None = None) -> None:
     """Make this process one of several, on one host or many, whose devices run a simulation together.
 
-    Every process calls it first of all and then runs the same program. coordinator: ``host:port`` of process 0, which
-    the others can reach. processes: how many there are. process: which one this is, from 0. All three may be left out
-    where Slurm, Kubernetes or Open MPI tell JAX. It is ``jax.distributed.initialize`` with devices that wait for each
-    other as long as it takes.
+    Every process calls it before any other use of JAX and then runs the same program. All arguments may be left out
+    where Slurm, Kubernetes or Open MPI provide them to JAX. It calls ``jax.distributed.initialize``, and devices wait
+    for each other without limit.
+
+    Args:
+        coordinator: ``host:port`` of process 0, which the other processes can reach.
+        processes: the number of processes.
+        process: the number of this process, from 0.
+
+    Example:
+        >>> fedrax.simulation.join_processes("10.0.0.1:1234", processes=2, process=0)  # doctest: +SKIP
     """
     use_all_cores()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
