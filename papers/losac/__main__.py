@@ -18,7 +18,7 @@ import tomlkit
 
 from fedrax import files
 from fedrax.report import curves
-from fedrax.report.runs import Method
+from fedrax.report.runs import MethodRuns
 from papers.arguments import Different, count, folders, seed
 from papers.ending import in_a_sentence
 from papers.losac import figure6, figure6_attacks, figure7, sensitivity
@@ -78,7 +78,7 @@ def table2_har(arguments: argparse.Namespace) -> int:
     return ablation(arguments, "HAR", run(HERE / "table2.toml", arguments.out / "table2-har", arguments, *flags))
 
 
-def ablation(arguments: argparse.Namespace, data: str, methods: list[Method]) -> int:
+def ablation(arguments: argparse.Namespace, data: str, methods: list[MethodRuns]) -> int:
     """Table 2's rows of a data set, and curves of those with M = 5."""
     printed = [row for row in csv.DictReader((HERE / "table2_printed.csv").open()) if row["data"] == data]
     rows = []
@@ -157,7 +157,7 @@ def tuned(arguments: argparse.Namespace) -> int:
     for name, (key, values) in CONSTANTS.items():
         note += f" {name}'s {key} is tuned with it, in {{{', '.join(f'{value:g}' for value in values)}}}."
     write_table(arguments, "tuned", "LoSAC's Figure 2 with every method at its own step size", note, columns, rows)
-    shown = [Method(f"{name}, η = {one.lr:g}", one.method.runs) for name, one in best.items()]
+    shown = [MethodRuns(f"{name}, η = {one.lr:g}", one.method.runs) for name, one in best.items()]
     curves.save_curves(curves.draw_curves(shown, TARGET, title="Tuned, c = 100 %"), arguments.results / "tuned")
     return 0
 
@@ -168,7 +168,7 @@ class Tried(NamedTuple):
     lr: float
     constant: float | None
     """Of CONSTANTS, None of a method that has none."""
-    method: Method
+    method: MethodRuns
 
 
 def with_constants(entries: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -194,7 +194,7 @@ def settings(name: str, best: Tried) -> str:
     return f"{said}, {key} = {best.constant:g}{edge(best.constant, values)}"
 
 
-def score(method: Method) -> float:
+def score(method: MethodRuns) -> float:
     """Mean final accuracy over seeds; a diverged run counts as zero."""
     _, _, accuracy = final(method)
     return sum(accuracy) / len(method.runs)

@@ -11,7 +11,7 @@ import tomlkit
 
 from fedrax import files
 from fedrax.report import curves
-from fedrax.report.runs import Method, Run, last_values
+from fedrax.report.runs import MethodRuns, SavedRun, last_values
 from papers.losac.panels import draw
 from papers.losac.running import run, spread, write_table
 
@@ -90,7 +90,7 @@ def changed(table: dict[str, Any], what: str | None, value: Any) -> dict[str, An
     return table
 
 
-def outcome(method: Method, rank: int) -> list[str]:
+def outcome(method: MethodRuns, rank: int) -> list[str]:
     """Last rank, the round from which it was the true one, last error and runs that diverged, as text."""
     whole = [one for one in method.runs if one.failure is None]
     last = [last_values(one.events) for one in whole]
@@ -104,7 +104,7 @@ def outcome(method: Method, rank: int) -> list[str]:
     ]
 
 
-def exact_from(one: Run, rank: int) -> int | None:
+def exact_from(one: SavedRun, rank: int) -> int | None:
     """The first evaluation from which on the rank was the true one to the end; None if it was not in the end."""
     since = None
     for event in one.events:

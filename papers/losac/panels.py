@@ -8,11 +8,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from fedrax.report import curves
-from fedrax.report.runs import Method
+from fedrax.report.runs import MethodRuns
 
 
 def draw(
-    found: Mapping[str, Sequence[Method]],
+    found: Mapping[str, Sequence[MethodRuns]],
     metrics: Mapping[str, str],
     marks: Sequence[float],
     top: float | None = None,

@@ -16,7 +16,7 @@ import jax
 
 from fedrax import files
 from fedrax.cli import main as fedrax_main
-from fedrax.report.runs import Method, Run, find_runs, last_values
+from fedrax.report.runs import MethodRuns, SavedRun, find_runs, last_values
 from fedrax.simulation.results.result import cost_to_target
 
 TARGET = 0.85
@@ -25,7 +25,7 @@ SEEDS = 3
 """What the files have."""
 
 
-def run(file: Path, out: Path, arguments: argparse.Namespace, *flags: str) -> list[Method]:
+def run(file: Path, out: Path, arguments: argparse.Namespace, *flags: str) -> list[MethodRuns]:
     """``fedrax compare`` on a file, and the runs it left."""
     command = [str(file), *flags, "--out", str(out), "--quiet"]
     if arguments.rounds:
@@ -40,17 +40,17 @@ def run(file: Path, out: Path, arguments: argparse.Namespace, *flags: str) -> li
     return stored(out)
 
 
-def stored(out: Path) -> list[Method]:
+def stored(out: Path) -> list[MethodRuns]:
     """The methods and seeds of the comparison last made in a directory, in its order; runs of others may lie there."""
     made = json.loads((out / "comparison.json").read_text())
-    found: dict[str, list[Run]] = {row["label"]: [] for row in made["methods"]}
+    found: dict[str, list[SavedRun]] = {row["label"]: [] for row in made["methods"]}
     for one in find_runs(out):
         if str(one.table["name"]) in found and one.seed in made["seeds"]:
             found[str(one.table["name"])].append(one)
-    return [Method(label, runs) for label, runs in found.items()]
+    return [MethodRuns(label, runs) for label, runs in found.items()]
 
 
-def final(method: Method) -> tuple[list[float], list[float], list[float]]:
+def final(method: MethodRuns) -> tuple[list[float], list[float], list[float]]:
     """Rounds to the target, final test loss and accuracy of every run that reached the end."""
     events = [one.events for one in method.runs if one.failure is None]
     reached = [cost_to_target(e, "test_accuracy", TARGET) for e in events]
@@ -58,7 +58,7 @@ def final(method: Method) -> tuple[list[float], list[float], list[float]]:
     return [t["rounds"] for t in reached if t], [v["test_loss"] for v in last], [v["test_accuracy"] for v in last]
 
 
-def summary(method: Method) -> list[str]:
+def summary(method: MethodRuns) -> list[str]:
     """Rounds to the target, loss, accuracy and runs that diverged, as text."""
     rounds, loss, accuracy = final(method)
     reached = f"{spread(rounds, '.0f')}" + ("" if len(rounds) == len(method.runs) else f" ({len(rounds)} runs)")
@@ -66,7 +66,7 @@ def summary(method: Method) -> list[str]:
     return [reached if rounds else "-", spread(loss, ".4f"), spread([100 * a for a in accuracy], ".2f"), str(diverged)]
 
 
-def few_seeds(methods: Sequence[Method]) -> str:
+def few_seeds(methods: Sequence[MethodRuns]) -> str:
     """A sentence for a table's note, with a blank before it, where methods have fewer seeds than the files'."""
     seeds = sorted({one.seed for method in methods for one in method.runs})
     if len(seeds) >= SEEDS:

@@ -14,7 +14,7 @@ import tomlkit
 
 from fedrax import files
 from fedrax.report import curves
-from fedrax.report.runs import Method
+from fedrax.report.runs import MethodRuns
 from papers.losac.panels import draw
 from papers.losac.running import TARGET, few_seeds, run, summary, write_table
 
@@ -57,7 +57,7 @@ TITLES = {
 def figure(arguments: argparse.Namespace) -> int:
     """All panels of a figure: a table of what the methods reach, and their loss and accuracy against rounds."""
     what, rows = arguments.what, []
-    found: dict[Panel, list[Method]] = {}
+    found: dict[Panel, list[MethodRuns]] = {}
     for panel in FIGURES[what]:
         found[panel] = measured(panel, arguments)
         setting = [str(panel.percent), str(panel.cohort), str(panel.steps)]
@@ -74,7 +74,7 @@ def figure(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def measured(panel: Panel, arguments: argparse.Namespace) -> list[Method]:
+def measured(panel: Panel, arguments: argparse.Namespace) -> list[MethodRuns]:
     """A panel's methods; figures that have a panel in common have its runs in common."""
     out = arguments.out / "panels" / f"{panel.data},c={panel.percent},S={panel.cohort},T={panel.steps}"
     files.write_text(out / "comparison.toml", tomlkit.dumps(experiment(panel)))

@@ -21,7 +21,7 @@ import pytest
 
 from fedrax.errors import FedraxError
 from fedrax.experiments import backends, jobs
-from fedrax.experiments.jobs import Watcher
+from fedrax.experiments.jobs import ComparisonWatcher
 from fedrax.experiments.run_comparison import ComparisonResult, compare
 from tests.cli.conftest import SEARCHED, numbers
 from tests.cli.conftest import Outcome as Printed
@@ -157,7 +157,7 @@ def ray(tmp_path: Path) -> Iterator[str]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-class Killing(Watcher):
+class Killing(ComparisonWatcher):
     """Kills the process of a run that has begun; remembers what was said."""
 
     def __init__(self, directory: Path):

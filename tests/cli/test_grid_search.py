@@ -240,7 +240,7 @@ def test_a_search_with_a_program_that_has_changed_is_refused(fedrax: Callable[..
 
     def compared(code: str) -> Outcome:
         (tmp_path / "own.py").write_text(code)
-        user_code._files.clear()  # as another process
+        user_code._executed_files.clear()  # as another process
         shutil.rmtree(tmp_path / "c/fedavg", ignore_errors=True)  # as if it had been broken off after the search
         return fedrax("compare", "s.toml", "--out", "c", "--quiet")
 

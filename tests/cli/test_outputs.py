@@ -17,7 +17,7 @@ from rich.console import Console
 from fedrax import Task
 from fedrax.contract import task as tasks
 from fedrax.report import comparison_table
-from fedrax.report.runs import Method, Run, summarize
+from fedrax.report.runs import MethodRuns, SavedRun, summarize
 from tests.cli.conftest import TINY, numbers
 from tests.cli.test_bad_input import file
 
@@ -240,8 +240,8 @@ def test_no_writer_of_a_comparison_follows_a_link(tmp_path: Path, fedrax: Any):
 
 @pytest.mark.parametrize("columns", [40, 200])
 def test_a_terminal_too_narrow_for_the_table_has_it_method_by_method(columns: int):
-    run = Run(Path("r"), {"run": {"seed": 0, "rounds": 1}}, [json.loads(EVENT)], None)
-    rows = [summarize(Method(label, [run]), 0.4) for label in ("a method of a long name", "[b]other")]
+    run = SavedRun(Path("r"), {"run": {"seed": 0, "rounds": 1}}, [json.loads(EVENT)], None)
+    rows = [summarize(MethodRuns(label, [run]), 0.4) for label in ("a method of a long name", "[b]other")]
     screen = Console(file=io.StringIO(), width=columns, force_terminal=True, color_system=None, markup=False)
     comparison_table.show(screen, rows, 0.4)
     printed = screen.file.getvalue()  # type: ignore[attr-defined]

@@ -195,10 +195,10 @@ DAMAGED = {
     "clients unlike": ({"clients.json": '{"clients": 3}'}, "is not the summary of a run's clients"),
     "clients cut": ({"clients.json": '{"clients": 3'}, "is not the summary of a run's clients"),
     "machine": ({"environment.json": "[1]"}, "is not what a run keeps of its machine"),
-    "comparison": ({"comparison.json": '{"name": "x", "methods": [3]}'}, "is not what a comparison keeps"),
-    "comparison cut": ({"comparison.json": '{"name": '}, "is not what a comparison keeps"),
-    "grid": ({"comparison.json": json.dumps(GRID).replace("77", BIG)}, "is not what a comparison keeps"),
-    "deep": ({"comparison.json": "[" * 100_000}, "is not what a comparison keeps"),
+    "comparison": ({"comparison.json": '{"name": "x", "methods": [3]}'}, "is damaged"),
+    "comparison cut": ({"comparison.json": '{"name": '}, "is damaged"),
+    "grid": ({"comparison.json": json.dumps(GRID).replace("77", BIG)}, "is damaged"),
+    "deep": ({"comparison.json": "[" * 100_000}, "is damaged"),
 }
 
 

@@ -14,22 +14,22 @@ from fedrax.attacks import Attack
 from fedrax.attacks.observation import Observation
 from fedrax.attacks.optimizers import Descent
 from fedrax.report.comparison_table import cells, legend
-from fedrax.report.runs import Method, Run, curve, group, summarize, target_of
+from fedrax.report.runs import MethodRuns, SavedRun, curve, group, summarize, target_of
 from tests.cli.conftest import TINY, Outcome
 
 
-def run(rounds: int, seed: int = 0, spent: bool = False, failure: str | None = None, **last: float) -> Run:
+def run(rounds: int, seed: int = 0, spent: bool = False, failure: str | None = None, **last: float) -> SavedRun:
     events = [
         {"round": r + 1, "clients": 1, "bytes_down": 0, "bytes_up": 0, "gradients": 0, "seconds": 0.0}
         for r in range(rounds)
     ]
     events[-1] |= last
     table: dict[str, Any] = {"run": {"seed": seed, "rounds": 40}, "algorithm": {"name": "x"}}
-    return Run(Path(f"seed-{seed}"), table, events, failure, spent)
+    return SavedRun(Path(f"seed-{seed}"), table, events, failure, spent)
 
 
 def test_budgets_that_end_in_different_rounds():
-    state = lambda *runs: summarize(Method("m", runs), None).state  # noqa: E731
+    state = lambda *runs: summarize(MethodRuns("m", runs), None).state  # noqa: E731
     assert state(run(7, 0, spent=True), run(9, 1, spent=True)) == "budget spent in rounds 7 to 9"
     assert state(run(40, 0), run(9, 1, spent=True)) == "finished"
     assert state(run(40, 0), run(9, 1)) == "running"
@@ -46,14 +46,17 @@ def test_a_run_made_twice_is_one_seed(fedrax: Callable[..., Outcome], tmp_path: 
 
 
 def test_the_default_target_is_of_methods_that_did_not_diverge():
-    good, lost = Method("a", [run(40, test_accuracy=0.8)]), Method("b", [run(9, failure="x", test_accuracy=0.9)])
+    good, lost = (
+        MethodRuns("a", [run(40, test_accuracy=0.8)]),
+        MethodRuns("b", [run(9, failure="x", test_accuracy=0.9)]),
+    )
     assert target_of([good, lost]) == (0.76, False)
     assert target_of([lost]) == (0.85, False)
-    assert target_of([Method("c", [run(40, test_accuracy=0.01)])]) == (None, False)
+    assert target_of([MethodRuns("c", [run(40, test_accuracy=0.01)])]) == (None, False)
 
 
 def test_a_target_of_a_loss_is_called_so():
-    row = lambda **last: summarize(Method("m", [run(40, **last)]), 0.5)  # noqa: E731
+    row = lambda **last: summarize(MethodRuns("m", [run(40, **last)]), 0.5)  # noqa: E731
     assert "until the test loss first" in legend(0.5, True, [row(test_loss=0.4)])
     assert "until the test accuracy first" in legend(0.5, True, [row(test_loss=0.4, test_accuracy=0.9)])
 
@@ -62,15 +65,15 @@ def test_a_target_of_a_loss_is_called_so():
     ("loss", "says"), [(3.14159e-6, "3.142e-06"), (0.25, "0.25"), (12.3456, "12.35"), (1e30, "1e+30")]
 )
 def test_what_is_no_share_has_four_digits_whatever_its_size(loss: float, says: str):
-    row = summarize(Method("m", [run(40, test_loss=loss, test_auc=0.75)]), None, "test_loss")
+    row = summarize(MethodRuns("m", [run(40, test_loss=loss, test_auc=0.75)]), None, "test_loss")
     shown = [text for text, _ in cells([row], None, "test_loss").rows[0]]
     assert {says, f"{says} (40)", "0.7500"} <= set(shown)
 
 
 def test_seeds_without_a_metric_do_not_hide_the_others():
-    table = curve(Method("m", [run(3, 0, test_auc=0.5), run(3, 1, test_auc=0.7), run(3, 2)]), "test_auc")
+    table = curve(MethodRuns("m", [run(3, 0, test_auc=0.5), run(3, 1, test_auc=0.7), run(3, 2)]), "test_auc")
     assert table["round"].to_list() == [3] and table["mean"].to_list() == [pytest.approx(0.6)]
-    apart = curve(Method("m", [run(2, 0, test_auc=0.5), run(3, 1, test_auc=0.7)]), "test_auc")
+    apart = curve(MethodRuns("m", [run(2, 0, test_auc=0.5), run(3, 1, test_auc=0.7)]), "test_auc")
     assert table.columns == apart.columns and apart.is_empty()
 
 

@@ -14,7 +14,7 @@ import pytest
 from fedrax.report import search_plots
 from fedrax.report.html import page
 from fedrax.report.report_data import gather
-from fedrax.report.svg import Curve, chart
+from fedrax.report.svg import ChartCurve, chart
 from fedrax.tuning.selection import SearchRange, SearchResult, Trial
 from tests.cli.test_outputs import EVENT, RUN
 from tests.cli.test_report import Page, browse
@@ -124,7 +124,7 @@ def test_settings_that_are_lists_are_shown(tmp_path: Path, fedrax: Any):
         make_comparison(tmp_path / "r", {"m": {"metric": "loss", "trials": trials}})
         outcome = fedrax("report", "r")
         assert outcome.status == status, outcome.err
-    assert "is not what a comparison keeps" in outcome.err
+    assert "is damaged" in outcome.err
     assert "[3, 6]" in Page((tmp_path / "r" / "report.html").read_text()).texts
 
 
@@ -148,7 +148,7 @@ def section(text: str) -> str:
     return text.split('id="how-settings-were-chosen"')[1].split("</section>")[0]
 
 
-LATE = chart([Curve("m", 0, [(1234567.0, 0.5, 0.0), (2345678.0, 0.6, 0.0)])], "rounds", "test accuracy")
+LATE = chart([ChartCurve("m", 0, [(1234567.0, 0.5, 0.0), (2345678.0, 0.6, 0.0)])], "rounds", "test accuracy")
 
 
 def test_late_rounds_keep_their_place():

@@ -15,7 +15,7 @@ from fedrax.errors import FedraxError
 from fedrax.experiments import comparison, experiment, jobs
 from fedrax.experiments.run_comparison import compare
 from fedrax.experiments.search.grid import SearchRange, range_of
-from fedrax.experiments.search.optuna import Study
+from fedrax.experiments.search.optuna import OptunaStudy
 from fedrax.report.search_plots import warnings
 from fedrax.simulation import simulate
 from fedrax.tuning.selection import SearchResult, Trial
@@ -74,9 +74,9 @@ def test_a_search_and_the_same_again(
     assert (tmp_path / "c/grid.png").read_bytes().startswith(b"\x89PNG")
 
 
-def study(file: Path, grid: str, trials: int, seed: int = 0) -> Study:
+def study(file: Path, grid: str, trials: int, seed: int = 0) -> OptunaStudy:
     file.write_text(f"seeds = [{seed}]\nsearch = {{ trials = {trials} }}\ngrid = {{ {grid} }}\n{TINY}")
-    return Study(comparison.read([file]), "fedavg", lower_is_better=True)
+    return OptunaStudy(comparison.read([file]), "fedavg", lower_is_better=True)
 
 
 def made(file: Path, seed: int) -> SearchResult:

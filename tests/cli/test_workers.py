@@ -13,13 +13,13 @@ import jax
 import pytest
 
 from fedrax.errors import FedraxError
-from fedrax.experiments.jobs import Watcher
+from fedrax.experiments.jobs import ComparisonWatcher
 from fedrax.experiments.run_comparison import ComparisonResult, compare
 from tests.cli.conftest import SEARCHED, numbers
 from tests.compiler import compile_quickly
 
 
-class Heard(Watcher):
+class Heard(ComparisonWatcher):
     """Remembers what was said."""
 
     def __init__(self) -> None:

@@ -29,7 +29,6 @@ INCOMPLETE = (
     "fedrax.personalization",
     "fedrax.privacy",
     "fedrax.profiling",
-    "fedrax.report",
     "fedrax.robust",
     "fedrax.simulation",
 )

@@ -7,7 +7,7 @@ import pytest
 import tomlkit
 
 from fedrax.experiments import comparison
-from fedrax.report.runs import Run
+from fedrax.report.runs import SavedRun
 from papers.losac import __main__ as losac
 from papers.losac import figure7
 
@@ -69,6 +69,6 @@ def test_every_setting_is_an_experiment(what: str | None, value: float) -> None:
 
 def test_exact_from_is_the_last_time_the_rank_became_right() -> None:
     events = [{"round": 10 * k, "rank": rank} for k, rank in enumerate([4, 9, 4, 4])]
-    assert figure7.exact_from(Run(Path(), {}, events, None), 4) == 20
-    assert figure7.exact_from(Run(Path(), {}, events[:2], None), 4) is None
-    assert figure7.exact_from(Run(Path(), {}, [{"round": 7, "rank": 4}, {"round": 8}], None), 4) == 7
+    assert figure7.exact_from(SavedRun(Path(), {}, events, None), 4) == 20
+    assert figure7.exact_from(SavedRun(Path(), {}, events[:2], None), 4) is None
+    assert figure7.exact_from(SavedRun(Path(), {}, [{"round": 7, "rank": 4}, {"round": 8}], None), 4) == 7

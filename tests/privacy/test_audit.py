@@ -11,7 +11,7 @@ import pytest
 import fedrax
 from fedrax import FedraxError, hyperparameters
 from fedrax.contract.task import Batch
-from fedrax.experiments.audit import Unit, guess_canaries, watch_a_client
+from fedrax.experiments.audit import ProtectedUnit, guess_canaries, watch_a_client
 from fedrax.models import Logistic, Model
 from fedrax.privacy.accounting import Accountant
 from fedrax.privacy.audit.bounds import distinguish, epsilon_of_mu, guess_membership, one_run_epsilon, one_run_p_value
@@ -186,7 +186,7 @@ def test_the_claim_of_theorem_62_is_refuted_and_ours_is_not():
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("unit", ["client", "sample"])
-def test_canaries_of_one_run(unit: Unit):
+def test_canaries_of_one_run(unit: ProtectedUnit):
     """A claim of a quiet method is refuted by nobody; without noise to speak of most canaries are found."""
     rng = np.random.default_rng(1)
     x = np.eye(40, dtype=np.float32).repeat(2, axis=0)
@@ -201,7 +201,7 @@ def test_canaries_of_one_run(unit: Unit):
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("at", "unit"), [("server", "client"), ("client", "sample")])
-def test_a_watched_client_of_an_experiment(at: str, unit: Unit):
+def test_a_watched_client_of_an_experiment(at: str, unit: ProtectedUnit):
     """Of one sample, whose label turns its update around: the two worlds are as far apart as can be."""
     x = np.tile(X, (6, 1))
     federation = fedrax.Federation.from_arrays(x, np.zeros(6, int), [0, 1, 1, 1, 1, 1], num_classes=2)

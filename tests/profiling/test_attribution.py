@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from fedrax.profiling.attribution import WAIT, Spent, attribute
+from fedrax.profiling.attribution import WAIT, OperationTime, attribute
 from fedrax.profiling.hlo import ProgramText
-from fedrax.profiling.measurement import Traced
+from fedrax.profiling.measurement import TracedRounds
 from fedrax.profiling.trace import Timeline, timeline, waits
 
 TEXT = ProgramText("""HloModule m
@@ -73,7 +73,7 @@ def busy(microseconds: int, name: str = "first", times: int = 10) -> Timeline:
     ("seconds", "untraced"), [(150e-6, 140e-6), (9e-3, 120e-6), (9e-3, 1e-6)], ids=["quiet", "held up", "tiny"]
 )
 def test_operations_make_up_the_time_however_disturbed(seconds: float, untraced: float):
-    traced = Traced(2, 1.0, seconds, untraced, [busy(10), busy(10)])
+    traced = TracedRounds(2, 1.0, seconds, untraced, [busy(10), busy(10)])
     assert 0 < traced.busy <= untraced
     (made,) = attribute(traced, TEXT, small=0.5, ms=3.0)
     assert math.isclose(made.ms, 3.0) and (made.kind, made.part) == ("products", "gradients")
@@ -82,12 +82,14 @@ def test_operations_make_up_the_time_however_disturbed(seconds: float, untraced:
 
 def test_what_touches_next_to_nothing_passes_over_no_arrays():
     """A scalar that another thread copies: its 20 µs are those of the thread."""
-    kinds = [attribute(Traced(1, 1.0, 2e-4, 2e-4, [busy(20, name)]), TEXT, 0.5, 1.0) for name in ("early", "over")]
+    kinds = [
+        attribute(TracedRounds(1, 1.0, 2e-4, 2e-4, [busy(20, name)]), TEXT, 0.5, 1.0) for name in ("early", "over")
+    ]
     assert [made.kind for (made,) in kinds] == ["small", "memory"]
 
 
 def test_what_clients_do_is_scaled_to_all_of_them():
-    (made,) = attribute(Traced(1, 0.5, 150e-6, 140e-6, [busy(10)]), TEXT, small=0.5, ms=3.0)
+    (made,) = attribute(TracedRounds(1, 0.5, 150e-6, 140e-6, [busy(10)]), TEXT, small=0.5, ms=3.0)
     assert made.flops == 2 * 10 * FLOPS and made.executions == 20
 
 
@@ -95,7 +97,7 @@ def test_waiting_of_a_part_of_the_clients_is_not_that_of_all():
     """Two devices of which one had nothing to do while the part was traced, and both a fifth less in all of it."""
     first = line((0, 100, "first"), (100, 101, "both"))
     second = line((0, 1, "both"), (1, 2, "both"))
-    part = Traced(1, 0.5, 110e-9, 110e-9, [first, second], idle=0.25)
+    part = TracedRounds(1, 0.5, 110e-9, 110e-9, [first, second], idle=0.25)
     spent = {made.part: made.ms for made in attribute(part, TEXT, small=1e-9, ms=1.0)}
     assert spent[WAIT] == pytest.approx(0.2, rel=0.02)
 
@@ -103,7 +105,7 @@ def test_waiting_of_a_part_of_the_clients_is_not_that_of_all():
 def test_an_interrupted_execution_is_charged_little_more_than_the_median():
     events = [(1000 * i, 1000 * (i + 1), "first") for i in range(9)] + [(9000, 50_009_000, "first")]
     other = (50_009_000, 50_018_000, "both")
-    traced = Traced(1, 1.0, 51e-3, 51e-3, [line(*events, other)])
+    traced = TracedRounds(1, 1.0, 51e-3, 51e-3, [line(*events, other)])
     spent = {made.about.what: made.ms for made in attribute(traced, TEXT, small=0.5, ms=1.0)}
     assert spent["product"] < 15 * spent["pass"], "50 ms against 9 µs in the trace"
 
@@ -112,6 +114,6 @@ def test_waiting_is_what_exceeds_the_last_to_arrive():
     first = line((0, 50, "meet"), (50, 60, "meet"))
     second = line((0, 10, "meet"), (10, 40, "meet"))
     assert waits([first, second]) == {"meet": 60} and waits([first]) == {"meet": 0}
-    made = attribute(Traced(1, 1.0, 60e-9, 60e-9, [first, second]), TEXT, small=0.5, ms=1.0)
+    made = attribute(TracedRounds(1, 1.0, 60e-9, 60e-9, [first, second]), TEXT, small=0.5, ms=1.0)
     waited = next(spent for spent in made if spent.part == WAIT)
-    assert isinstance(waited, Spent) and math.isclose(waited.ms, 60 / 100)
+    assert isinstance(waited, OperationTime) and math.isclose(waited.ms, 60 / 100)

@@ -17,10 +17,10 @@ import fedrax
 from fedrax.algorithms.upcycled import Upcycled
 from fedrax.errors import FedraxError
 from fedrax.models import LSTM, Logistic, TwoNN, from_linen
-from fedrax.profiling import Limits, Profile, machine_limits, measurement, profile, rendering
+from fedrax.profiling import MachineLimits, Profile, machine_limits, measurement, profile, rendering
 from fedrax.profiling.advice import heaviest, judge
-from fedrax.profiling.attribution import Spent
-from fedrax.profiling.hlo import Description, ProgramText
+from fedrax.profiling.attribution import OperationTime
+from fedrax.profiling.hlo import OperationDescription, ProgramText
 from fedrax.simulation.client_evaluation import PersonalEvaluator
 from fedrax.simulation.executors import choose
 from fedrax.simulation.setup import Setup, prepare
@@ -29,7 +29,7 @@ from tests.slow import slow_cases
 CLASSES, CLIENTS, ROWS = 10, 4, 24
 COHORT, STEPS, BATCH = 3, 4, 6
 LOCAL = fedrax.LocalSGD(lr=0.01, steps=STEPS, batch_size=BATCH)
-LIMITS = Limits(gflops=100.0, gigabytes=10.0)
+LIMITS = MachineLimits(gflops=100.0, gigabytes=10.0)
 
 
 @pytest.fixture(autouse=True)
@@ -228,11 +228,11 @@ def setup() -> Setup:
 
 def spent(
     ms: float, layer: str = "", what: str = "product", flops: float = 1e3, size: float = 1e3, **more: Any
-) -> Spent:
+) -> OperationTime:
     """An operation of gradients, executed ten times a round."""
     given: dict[str, Any] = {"side": 20} | more
-    about = Description(what, layer, "forward", "20×20 · 20×20", **given)
-    return Spent(0, "gradients", "products" if flops else "memory", ms, 10.0, flops, size, about)
+    about = OperationDescription(what, layer, "forward", "20×20 · 20×20", **given)
+    return OperationTime(0, "gradients", "products" if flops else "memory", ms, 10.0, flops, size, about)
 
 
 def test_light_operations_of_layers_that_differ_by_numbers_are_taken_together(setup: Setup):
@@ -264,7 +264,7 @@ def test_light_operations_of_layers_that_differ_by_numbers_are_taken_together(se
         (spent(10.0, "relu", "pass", flops=0, size=1e9), None),
     ],
 )
-def test_advice_for_an_operation(setup: Setup, operation: Spent, words: str | None):
+def test_advice_for_an_operation(setup: Setup, operation: OperationTime, words: str | None):
     (row,) = heaviest(setup, [operation], operation.ms, LIMITS)
     assert row.advice is None if words is None else words in (row.advice or "")
     assert row.unit == ("GFLOP/s" if operation.flops else "GB/s")

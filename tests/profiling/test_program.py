@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax import Array
 
-from fedrax.profiling.hlo import Description, ProgramText
+from fedrax.profiling.hlo import OperationDescription, ProgramText
 from fedrax.xla.linear_algebra import LINEAR_ALGEBRA_SCOPE, SEQUENTIAL_RULES
 from fedrax.xla.pipeline import optimize
 from fedrax.xla.scopes import GATHER, GRADIENT, phase_scope, read_scope, scope
@@ -135,7 +135,7 @@ def test_operations_are_described_by_their_layers():
     text = compiled(step, weights, jnp.ones((18, 12, 12, 17)))  # pyright: ignore[reportArgumentType]
     fused = {called for op in text.operations.values() if op.opcode == "fusion" for called in op.calls}
     about = {text.describe(op.name) for op in text.operations.values() if op.computation not in fused}
-    assert Description("convolution", "net/first", "forward", "18×12×12×17 · 3×3×17×20", False, 17) in about
+    assert OperationDescription("convolution", "net/first", "forward", "18×12×12×17 · 3×3×17×20", False, 17) in about
     named = {(d.what, d.layer, d.direction, d.looped) for d in about}
     both = {"forward", "backward"}
     assert {direction for what, layer, direction, _ in named if (what, layer) == ("convolution", "net/first")} == both

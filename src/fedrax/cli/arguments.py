@@ -22,7 +22,7 @@ from fedrax.config.annotations import Field, fields_of, hints_of
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment, serialization, user_code
 from fedrax.experiments.experiment import Experiment
-from fedrax.experiments.serialization import FROM_PYTHON, Choice, Table, fits_a_file, says_whole
+from fedrax.experiments.serialization import FROM_PYTHON, ClassChoice, TomlTable, fits_a_file, says_whole
 
 T = TypeVar("T")
 PARTS = ("data", "partition", "model", "task", "algorithm", "run")
@@ -81,11 +81,11 @@ def _is_near(asked: str, known: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenClass:
     """A place of an experiment where a class is chosen by name."""
 
     path: str
-    choice: Choice
+    choice: ClassChoice
     value: Any
 
     @property
@@ -94,18 +94,18 @@ class Chosen:
         return "none" if self.value is None else self.choice.name_of(self.value)
 
 
-def choices_in(value: Any, path: str = "") -> Iterator[Chosen]:
+def choices_in(value: Any, path: str = "") -> Iterator[ChosenClass]:
     """Every such place, outer ones first."""
     for name, field in fields_of(type(value)).items():
         item, where = getattr(value, name), f"{path}.{name}" if path else name
         choice = serialization.choice_of(field)
         if choice is not None:
-            yield Chosen(where, choice, item)
+            yield ChosenClass(where, choice, item)
         if dataclasses.is_dataclass(item):
             yield from choices_in(item, where)
 
 
-def take_choices(table: Table, args: list[str], reader: serialization.Reader) -> tuple[Table, list[str]]:
+def take_choices(table: TomlTable, args: list[str], reader: serialization.Reader) -> tuple[TomlTable, list[str]]:
     """``table`` with the names that ``args`` choose (``--algorithm losac``), and the other arguments."""
     table = copy.deepcopy(table)
     tokens = [part for arg in args for part in (arg.split("=", 1) if re.match(r"--[\w.-]+=", arg) else [arg])]
@@ -120,7 +120,7 @@ def take_choices(table: Table, args: list[str], reader: serialization.Reader) ->
     return table, [token for i, token in enumerate(tokens) if i not in taken]
 
 
-def _of_one_method(table: Table, args: list[str], parts: tuple[str, ...]) -> Table:
+def _of_one_method(table: TomlTable, args: list[str], parts: tuple[str, ...]) -> TomlTable:
     """Complete the table of a comparison whose [algorithm] holds settings shared by methods, without a name.
 
     The name is taken from ``args`` if that algorithm has all of the keys. A command without an algorithm drops the
@@ -139,7 +139,7 @@ def _of_one_method(table: Table, args: list[str], parts: tuple[str, ...]) -> Tab
     return table
 
 
-def _choose(table: Table, chosen: Chosen, name: str) -> None:
+def _choose(table: TomlTable, chosen: ChosenClass, name: str) -> None:
     """Put the class called ``name`` into ``table``."""
     *parents, last = chosen.path.split(".")
     for parent in parents:
@@ -200,7 +200,7 @@ def _as_python_says(made: Experiment, tokens: list[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Parsed:
+class ParsedExperiment:
     """What the flags of a command came to."""
 
     experiment: Experiment
@@ -216,7 +216,7 @@ def parse_experiment(
     description: str,
     parts: tuple[str, ...] = PARTS,
     comparisons: bool = False,
-) -> Parsed:
+) -> ParsedExperiment:
     """A command's own ``options`` and an experiment, from ``[FILE.toml] [flags]``.
 
     The file comes first, if there is one. Flags are the keys of the file: ``--algorithm.local.lr 0.1``. Those of
@@ -270,4 +270,4 @@ def parse_experiment(
         given = (re.split("[.=]", arg.removeprefix("--"))[0] for arg in args if arg.startswith("--"))
         flagged = " with the flags given" if any(part in ("name", *PARTS) for part in given) else ""
         raise FedraxError(f"{source}{flagged}: {error}" if path else str(error)) from error
-    return Parsed(result, parsed.options, left_out)
+    return ParsedExperiment(result, parsed.options, left_out)

@@ -13,11 +13,11 @@ from typing import Any
 
 from fedrax.cli import tell
 from fedrax.cli.arguments import parse_experiment
-from fedrax.cli.run_command import Reporting, make_trackers
+from fedrax.cli.run_command import ReportingOptions, make_trackers
 from fedrax.errors import FedraxError
 from fedrax.escaping import plain
 from fedrax.experiments import comparison
-from fedrax.experiments.comparison import SHARED, Comparison, Job
+from fedrax.experiments.comparison import SHARED, Comparison, RunJob
 from fedrax.experiments.experiment import Experiment
 from fedrax.experiments.jobs import ProgressWatcher
 from fedrax.experiments.run_comparison import ComparisonResult, compare
@@ -42,7 +42,7 @@ DIVERGED = 1
 
 
 @dataclass
-class CompareOptions(Reporting):
+class CompareOptions(ReportingOptions):
     """Options of ``fedrax compare``."""
 
     algorithms: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ def main(args: list[str]) -> int:
     spec, options = read_arguments(args)
     try:
         places = {"directory": options.out, "data_dir": options.data_dir, "executor": options.on}
-        outcome = compare(spec, **places, watcher=Shown(options))
+        outcome = compare(spec, **places, watcher=CommandWatcher(options))
     except KeyboardInterrupt as stop:
         tell("fedrax: interrupted; the same command goes on from here")
         return 128 + (stop.signal if isinstance(stop, Interrupted) else signal.SIGINT)
@@ -205,21 +205,21 @@ def take_settings(args: list[str]) -> tuple[dict[str, Any], list[str]]:
     return {path: values[0] if len(values) == 1 else values for path, values in found.items()}, rest
 
 
-class Shown(ProgressWatcher):
+class CommandWatcher(ProgressWatcher):
     """The progress of a comparison as far as the options ask for it, and trackers for runs on test data."""
 
     def __init__(self, options: CompareOptions):
         super().__init__()
         self._options, self._silent = options, options.quiet or options.json
 
-    def sinks(self, job: Job, directory: Path, number: int, of: int) -> list[Any]:
+    def sinks(self, job: RunJob, directory: Path, number: int, of: int) -> list[Any]:
         """The line, and what the options ask for."""
         seen = [] if self._silent else super().sinks(job, directory, number, of)
         if job.spec.validation:
             return seen
         return seen + make_trackers(job.spec, directory, str(job.place), self._options)
 
-    def done(self, job: Job, directory: Path, error: str | None) -> None:
+    def done(self, job: RunJob, directory: Path, error: str | None) -> None:
         """A line; of a run that diverged also where the numbers alone are wanted."""
         if not self._silent:
             super().done(job, directory, error and f"fedrax: {error}")

@@ -25,7 +25,7 @@ from fedrax.robust.wrapper import Robust
 from fedrax.simulation import Settings
 
 
-def _of(cls: type, name: str) -> serialization.Choice:
+def _of(cls: type, name: str) -> serialization.ClassChoice:
     """What a field may be."""
     choice = serialization.choice_of(fields_of(cls)[name])
     assert choice is not None
@@ -80,7 +80,7 @@ def main(args: list[str]) -> int:
     return 0
 
 
-def entries(choice: serialization.Choice) -> list[dict[str, Any]]:
+def entries(choice: serialization.ClassChoice) -> list[dict[str, Any]]:
     """Name, one line of description, and settings of every class of a choice."""
     made = []
     for name, cls in choice.classes().items():

@@ -17,7 +17,7 @@ from fedrax.cli.figures import save
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
 from fedrax.report.comparison_table import wide_console
-from fedrax.report.privacy_forecast import Forecast, Part, draw, forecast
+from fedrax.report.privacy_forecast import Forecast, ReleaseCost, draw, forecast
 from fedrax.simulation import Settings, use_all_cores
 from fedrax.simulation.setup import prepare
 
@@ -98,7 +98,7 @@ def _releases(made: Forecast) -> Table:
     return table
 
 
-def _cells(number: str, part: Part) -> Sequence[str]:
+def _cells(number: str, part: ReleaseCost) -> Sequence[str]:
     r = part.release
     batches = f"poisson {r.rate:.4g}" if r.batches == "poisson" else r.batches
     noise = f"{float(r.noise):.4g}"

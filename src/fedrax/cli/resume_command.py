@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from fedrax.cli.arguments import parse
-from fedrax.cli.run_command import Reporting, run
+from fedrax.cli.run_command import ReportingOptions, run
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
 from fedrax.report import doctor
@@ -30,7 +30,7 @@ class ResumeOptions:
 
     directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(name="DIR")]
     """Run directory."""
-    options: Annotated[Reporting, tyro.conf.arg(name="")]
+    options: Annotated[ReportingOptions, tyro.conf.arg(name="")]
     rounds: Annotated[int | None, tyro.conf.arg(name="run.rounds")] = None
     """Total number of rounds, to continue a finished run; by default the run's own."""
     trust: bool = False

@@ -34,7 +34,7 @@ a directory: experiment.toml, events.jsonl, checkpoint/, environment.json, clien
 
 
 @dataclass
-class Reporting:
+class ReportingOptions:
     """What does not change the numbers."""
 
     data_dir: Path | None = None
@@ -52,7 +52,7 @@ class Reporting:
 
 
 @dataclass
-class RunOptions(Reporting):
+class RunOptions(ReportingOptions):
     """Options of ``fedrax run``."""
 
     out: Path | None = None
@@ -71,7 +71,7 @@ def main(args: list[str]) -> int:
     return run(spec, problem, directory, options, resume=False)
 
 
-def run(spec: Experiment, problem: tuple, directory: Path, options: Reporting, resume: bool) -> int:
+def run(spec: Experiment, problem: tuple, directory: Path, options: ReportingOptions, resume: bool) -> int:
     """Simulate with the sinks asked for, and say how it went."""
     try:
         seen = make_sinks(spec, directory, options)
@@ -101,7 +101,7 @@ def say_notes(notes: Sequence[str], warnings_only: bool) -> None:
             tell(plain(note))
 
 
-class Lines(sinks.JsonSink):
+class JsonLinesSink(sinks.JsonSink):
     """Events as lines of JSON. The run stops where their reader leaves, as by Ctrl-C."""
 
     def event(self, event: Event) -> None:
@@ -113,17 +113,17 @@ class Lines(sinks.JsonSink):
             stop_runs(signal.SIGPIPE)
 
 
-def make_sinks(spec: Experiment, directory: Path, options: Reporting) -> list[Any]:
+def make_sinks(spec: Experiment, directory: Path, options: ReportingOptions) -> list[Any]:
     """The experiment's file, and the sinks that the options ask for."""
     made: list[Any] = [ExperimentFile(spec, directory)]
     if options.json:
-        made.append(Lines())
+        made.append(JsonLinesSink())
     elif not options.quiet:
         made.append(ProgressSink(spec.method_name))
     return made + make_trackers(spec, directory, directory.name, options)
 
 
-def make_trackers(spec: Experiment, directory: Path, name: str, options: Reporting) -> list[Any]:
+def make_trackers(spec: Experiment, directory: Path, name: str, options: ReportingOptions) -> list[Any]:
     """The loggers that the options ask for, of a run that they know as ``name``."""
     made: list[Any] = []
     if options.tensorboard:
@@ -135,7 +135,7 @@ def make_trackers(spec: Experiment, directory: Path, name: str, options: Reporti
     return made
 
 
-def report(spec: Experiment, result: Result, directory: Path, options: Reporting) -> None:
+def report(spec: Experiment, result: Result, directory: Path, options: ReportingOptions) -> None:
     """The last word on a run."""
     if options.json:
         import json

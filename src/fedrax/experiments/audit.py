@@ -36,7 +36,7 @@ from fedrax.simulation import Settings, simulate
 from fedrax.simulation.privacy_ledger import ledger_of, private_releases
 from fedrax.simulation.settings import cohort_sampler
 
-Unit = Literal["client", "sample"]
+ProtectedUnit = Literal["client", "sample"]
 SHARE = 1 / 3
 """Of the canaries, about which the attacker of one run says anything."""
 
@@ -46,7 +46,7 @@ class Audit:
     """What was proven, at 95 %, and what is claimed, both about one ``unit``: its presence, or other data of it."""
 
     attacker: Literal["watches a client", "guesses canaries"]
-    unit: Unit
+    unit: ProtectedUnit
     neighbors: Literal["presence", "replacement"]
     rounds: int
     trials: int
@@ -82,7 +82,7 @@ def watch_a_client(
     settings: Settings,
     *,
     client: int = 0,
-    unit: Unit | None = None,
+    unit: ProtectedUnit | None = None,
     rounds: int = 1,
     runs: int = 2000,
     drawn: Participation = "always",
@@ -133,7 +133,7 @@ def watch_a_client(
 
 
 def _worlds(
-    federation: Federation, client: int, unit: Unit, drawn: Participation, rate: float, coins: bool
+    federation: Federation, client: int, unit: ProtectedUnit, drawn: Participation, rate: float, coins: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What is watched in either world. coins: whether samples come into batches by coins of their own."""
     mine = slice(*federation.offsets[client : client + 2])
@@ -156,7 +156,7 @@ def guess_canaries(
     federation: Federation,
     settings: Settings,
     *,
-    unit: Unit | None = None,
+    unit: ProtectedUnit | None = None,
     canaries: int = 200,
 ) -> Audit:
     """Train once, with the labels of each canary (a client or a sample) exchanged or not, and guess which were.
@@ -229,9 +229,9 @@ def _releases(algorithm: Algorithm) -> tuple:
     return releases
 
 
-def _unit(releases: tuple, unit: Unit | None) -> Unit:
+def _unit(releases: tuple, unit: ProtectedUnit | None) -> ProtectedUnit:
     """Whose labels are exchanged, where the claim is about that."""
-    protected: Unit = "sample" if any(release.unit == "sample" for release in releases) else "client"
+    protected: ProtectedUnit = "sample" if any(release.unit == "sample" for release in releases) else "client"
     if unit == "client" and protected == "sample":
         raise FedraxError("the claim is about one sample, not about all of a client's: set unit to 'sample'")
     return unit or protected

@@ -41,7 +41,7 @@ def engine(address: str) -> Callable[[], Executor]:
     return make
 
 
-class Cluster(Executor):
+class ClusterExecutor(Executor):
     """An executor of two functions: one that hands a call over, and one that ends the connection."""
 
     def __init__(self, hand_over: Callable[..., Future], close: Callable[[], Any]):
@@ -63,7 +63,7 @@ def _dask(distributed: Any, place: str) -> Executor:
     """Dask gives the call of a lost worker to another by itself, as often as its ``allowed-failures`` say."""
     client = distributed.Client(f"tcp://{place}", timeout=SECONDS, set_as_default=False)
     executor = client.get_executor(pure=False)  # the same call again is another attempt
-    return Cluster(executor.submit, client.close)
+    return ClusterExecutor(executor.submit, client.close)
 
 
 def _ray(ray: Any, place: str) -> Executor:
@@ -73,7 +73,7 @@ def _ray(ray: Any, place: str) -> Executor:
     def hand_over(fn: Callable[..., Any], *args: Any) -> Future:
         return ray.remote(max_retries=0)(fn).remote(*args).future()
 
-    return Cluster(hand_over, ray.shutdown)
+    return ClusterExecutor(hand_over, ray.shutdown)
 
 
 ENGINES: dict[str, tuple[str, Callable[[Any, str], Executor]]] = {

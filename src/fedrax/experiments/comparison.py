@@ -45,10 +45,10 @@ from fedrax.experiments import experiment
 from fedrax.experiments.experiment import OF_COMPARISONS, Experiment
 from fedrax.experiments.nesting import shared_by, with_tables
 from fedrax.experiments.search import grid
-from fedrax.experiments.search.grid import Grid, Point
+from fedrax.experiments.search.grid import Grid, SettingPoint
 from fedrax.experiments.serialization import METHODS, Reader, is_another
 from fedrax.experiments.user_code import Trust, trust_in
-from fedrax.report.runs import Method, Run, read_run
+from fedrax.report.runs import MethodRuns, SavedRun, read_run
 from fedrax.simulation.settings import Seed, Settings
 
 OUTPUTS = (
@@ -63,12 +63,12 @@ OF_METHODS = (*SHARED, *OF_ROWS)
 """All that may not differ between methods."""
 
 
-class AnotherExperiment(FedraxError):
+class OtherExperimentError(FedraxError):
     """A directory holds what another comparison has left."""
 
 
 @dataclass(frozen=True)
-class Search:
+class SearchSettings:
     """How the settings of a grid are chosen: the table ``[search]``."""
 
     validation: Annotated[float, Bound(gt=0, lt=1)] = 0.2
@@ -92,7 +92,7 @@ class Comparison:
     """Accuracy whose cost in rounds, bytes and seconds is reported; runs go on after it."""
     grids: Mapping[str, Grid] = field(default_factory=dict)
     """The grids of the methods that have one, by label."""
-    search: Search = Search()
+    search: SearchSettings = SearchSettings()
     run: Settings = field(default_factory=Settings)
     """Settings of the methods that have none of their own."""
 
@@ -183,12 +183,12 @@ class Comparison:
         return mine is not None and trials is not None and (bool(mine.ranges) or mine.size > trials)
 
     @cached_property
-    def candidates(self) -> dict[str, list[tuple[Point, Experiment]]]:
+    def candidates(self) -> dict[str, list[tuple[SettingPoint, Experiment]]]:
         """The points of each method's grid and its experiments there; of a method without grid the one it has.
 
         Where points are sampled, those in which every value and every end of a range stands once: see `Grid.ends`.
         """
-        found: dict[str, list[tuple[Point, Experiment]]] = {}
+        found: dict[str, list[tuple[SettingPoint, Experiment]]] = {}
         for method in self.methods:
             mine = self.grids.get(method.name)
             points = [{}] if mine is None else mine.ends() if self.is_sampled(method.name) else mine.points()
@@ -199,7 +199,7 @@ class Comparison:
     def _made(self) -> dict[tuple[str, str], Experiment]:
         return {}
 
-    def at(self, method: Experiment, point: Point) -> Experiment:
+    def at(self, method: Experiment, point: SettingPoint) -> Experiment:
         """The method's experiment at a point of its grid."""
         key = method.name, repr(point)
         if key not in self._made:
@@ -207,42 +207,42 @@ class Comparison:
             self._made[key] = grid.changed(method, point, f"the grid of {method.name}", mine.folder, mine.trust)
         return self._made[key]
 
-    def runs(self, chosen: Mapping[str, Point]) -> list[Job]:
+    def runs(self, chosen: Mapping[str, SettingPoint]) -> list[RunJob]:
         """Every run of the comparison, seed by seed; ``chosen`` are the settings of methods that have grids."""
         points = [(method, chosen.get(method.name, {})) for method in self.methods]
         specs = [(point, self.at(method, point)) for method, point in points]
-        return [Job.of(spec, seed, point) for seed in self.seeds for point, spec in specs]
+        return [RunJob.of(spec, seed, point) for seed in self.seeds for point, spec in specs]
 
-    def trials(self, label: str) -> list[Job]:
+    def trials(self, label: str) -> list[RunJob]:
         """The runs to choose a method's settings by, point by point; none of a method without grid, or sampled."""
         if label not in self.grids or self.is_sampled(label):
             return []
         return self.trials_at(label, [point for point, _ in self.candidates[label]])
 
-    def trials_at(self, label: str, points: Sequence[Point]) -> list[Job]:
+    def trials_at(self, label: str, points: Sequence[SettingPoint]) -> list[RunJob]:
         """The runs to judge some settings of a method by."""
         method = next(method for method in self.methods if method.name == label)
         held = [(p, dataclasses.replace(self.at(method, p), validation=self.search.validation)) for p in points]
-        return [Job.of(spec, seed, point) for point, spec in held for seed in self.search_seeds]
+        return [RunJob.of(spec, seed, point) for point, spec in held for seed in self.search_seeds]
 
-    def possible(self) -> Iterator[Job]:
+    def possible(self) -> Iterator[RunJob]:
         """Every run that there may be, whatever is chosen."""
         for label, found in self.candidates.items():
             yield from self.trials(label)
-            yield from (Job.of(spec, seed, point) for point, spec in found for seed in self.seeds)
+            yield from (RunJob.of(spec, seed, point) for point, spec in found for seed in self.seeds)
 
 
 @dataclass(frozen=True)
-class Job:
+class RunJob:
     """A run, and where it is kept below the comparison's directory."""
 
     spec: Experiment
     place: Path
     title: str
-    point: Point = field(default_factory=dict)
+    point: SettingPoint = field(default_factory=dict)
 
     @classmethod
-    def of(cls, spec: Experiment, seed: int, point: Point) -> Job:
+    def of(cls, spec: Experiment, seed: int, point: SettingPoint) -> RunJob:
         """The run of a method's experiment with one seed."""
         place = Path("search") if spec.validation else Path()
         place = place / safe_name(spec.name) / (grid.folder_of(point) if point else "") / f"seed-{seed}"
@@ -271,7 +271,7 @@ def from_table(table: Mapping[str, Any], source: str, folder: Path = Path(), tru
     entries = [{"name": entry} if isinstance(entry, str) else entry for entry in entries]
     seeds = reader.value(describe(tuple[int, ...]), table.get("seeds", [0, 1, 2]), "seeds")
     target = reader.value(describe(float | None), table["target"], "target") if "target" in table else None
-    search = reader.fields(Search, table.get("search", {}), "search", Search())
+    search = reader.fields(SearchSettings, table.get("search", {}), "search", SearchSettings())
     common = grid.from_table(table["grid"], source, folder, trust) if "grid" in table else None
     methods, grids, base = [], {}, shared.get("algorithm", {})
     if not isinstance(base, Mapping):
@@ -348,7 +348,7 @@ def _of_first(part: Comparison, name: str) -> Any:
     return getattr(part.methods[0], name) if part.methods else None
 
 
-def state_of(spec: Experiment, directory: Path) -> Run | None:
+def state_of(spec: Experiment, directory: Path) -> SavedRun | None:
     """The run of ``spec`` that ``directory`` holds, None if it holds none; AnotherExperiment if it is of another."""
     file = directory / "experiment.toml"
     if not file.exists():
@@ -356,7 +356,7 @@ def state_of(spec: Experiment, directory: Path) -> Run | None:
     with files.reading(file, files.MAX_FILE) as kept:
         same = kept.read() == tomlkit.dumps(experiment.to_table(spec)).encode()
     if not same:
-        raise AnotherExperiment(f"{directory} holds a run of another experiment: choose another --out.")
+        raise OtherExperimentError(f"{directory} holds a run of another experiment: choose another --out.")
     return read_run(directory)
 
 
@@ -365,11 +365,11 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any], shared: Sequence
     return next((f"[{name}]" if name in SHARED else name for name in shared if one.get(name) != other.get(name)), None)
 
 
-def methods_in(comparison: Comparison, out: Path, chosen: Mapping[str, Point]) -> list[Method]:
+def methods_in(comparison: Comparison, out: Path, chosen: Mapping[str, SettingPoint]) -> list[MethodRuns]:
     """The comparison's runs as they are on disk, method by method."""
-    runs: dict[str, list[Run]] = {method.name: [] for method in comparison.methods}
+    runs: dict[str, list[SavedRun]] = {method.name: [] for method in comparison.methods}
     for job in comparison.runs(chosen):
         run = state_of(job.spec, job.inside(out))
         if run is not None:
             runs[job.spec.name].append(run)
-    return [Method(label, found) for label, found in runs.items() if found]
+    return [MethodRuns(label, found) for label, found in runs.items() if found]

@@ -49,7 +49,7 @@ from fedrax.data.partition import Shards
 from fedrax.data.readers.array_files import given_directory
 from fedrax.errors import FedraxError
 from fedrax.experiments import serialization
-from fedrax.experiments.serialization import ALGORITHM, Choice, Reader, Table
+from fedrax.experiments.serialization import ALGORITHM, ClassChoice, Reader, TomlTable
 from fedrax.experiments.task_specs import TASK, Auto
 from fedrax.experiments.user_code import Trust, trust_in
 from fedrax.files import read_table, write_text
@@ -105,9 +105,9 @@ OF_COMPARISONS = ("compare", "seeds", "target", "grid", "search")
 """Keys of a file that say how methods are compared, and nothing of a run."""
 FILES = {".csv": "csv", ".tsv": "csv", ".npz": "npz"}
 """The data set that reads files of a suffix."""
-DATA = Choice("data set", _data_classes, _own_data, files=FILES)
-PARTITION = Choice("partition", _partition_classes, _own_partition, keep=True)
-MODEL = Choice("model", lambda: MODELS, _own_model)
+DATA = ClassChoice("data set", _data_classes, _own_data, files=FILES)
+PARTITION = ClassChoice("partition", _partition_classes, _own_partition, keep=True)
+MODEL = ClassChoice("model", lambda: MODELS, _own_model)
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def read(path: str | Path, trust: Trust | None = None) -> Experiment:
     return from_table(read_file(path), str(path), path.parent, trust or trust_in(path))
 
 
-def read_file(path: Path) -> Table:
+def read_file(path: Path) -> TomlTable:
     """The table of an experiment's TOML file; FedraxError for one that says nothing: its defaults are nobody's wish."""
     reader = FILES.get(path.suffix.lower())
     if reader is not None:
@@ -191,7 +191,7 @@ def read_file(path: Path) -> Table:
     return table
 
 
-def to_table(experiment: Experiment) -> Table:
+def to_table(experiment: Experiment) -> TomlTable:
     """Every setting of the experiment, defaults included."""
     return serialization.table_of(experiment, Experiment())
 

@@ -21,9 +21,9 @@ from fedrax.contract.task import Task
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
-from fedrax.experiments.comparison import Job, state_of
+from fedrax.experiments.comparison import RunJob, state_of
 from fedrax.experiments.experiment import Experiment
-from fedrax.report.runs import Run, read_run, summary_line
+from fedrax.report.runs import SavedRun, read_run, summary_line
 from fedrax.simulation import Event, NonFiniteError, Result, RunInfo, Sink, simulate, use_all_cores
 from fedrax.simulation.persistence import checkpoint
 from fedrax.simulation.persistence.run_directory import CHECKPOINT, FAILURE
@@ -35,18 +35,18 @@ ATTEMPTS = 3
 """Workers that a run may lose, or executors that may break with no run finished between, before it is given up."""
 ARRIVAL = 60.0
 """Seconds in which what a worker has written must be seen here; network file systems take some."""
-Problem = tuple[Task, Federation]
+TaskAndFederation = tuple[Task, Federation]
 Executors = Executor | Callable[[], Executor]
 
 
-class Watcher:
+class ComparisonWatcher:
     """What wants to see a comparison go on; the base sees nothing."""
 
-    def sinks(self, job: Job, directory: Path, number: int, of: int) -> list[Sink]:
+    def sinks(self, job: RunJob, directory: Path, number: int, of: int) -> list[Sink]:
         """Who sees the events of a run here, the ``number``-th ``of`` those of its kind."""
         return []
 
-    def done(self, job: Job, directory: Path, error: str | None) -> None:
+    def done(self, job: RunJob, directory: Path, error: str | None) -> None:
         """A run has ended; ``error`` says how it diverged."""
 
     def say(self, text: str) -> None:
@@ -56,17 +56,17 @@ class Watcher:
         """The comparison is over, or broken off."""
 
 
-class ProgressWatcher(Watcher):
+class ProgressWatcher(ComparisonWatcher):
     """A line for the run under way, and one that stays for each that is done."""
 
     def __init__(self) -> None:
         self._line = ProgressLine()
 
-    def sinks(self, job: Job, directory: Path, number: int, of: int) -> list[Sink]:
+    def sinks(self, job: RunJob, directory: Path, number: int, of: int) -> list[Sink]:
         """The line."""
         return [ProgressSink(f"{job.title} ({number}/{of})", self._line)]
 
-    def done(self, job: Job, directory: Path, error: str | None) -> None:
+    def done(self, job: RunJob, directory: Path, error: str | None) -> None:
         """How it came out."""
         self._line.clear()
         if error is not None:
@@ -100,7 +100,7 @@ class ExperimentFile:
         """Nothing to close."""
 
 
-def unfinished(jobs: Sequence[Job], out: Path) -> list[Job]:
+def unfinished(jobs: Sequence[RunJob], out: Path) -> list[RunJob]:
     """The jobs that are not finished.
 
     Included are jobs interrupted between their last event and their last checkpoint, except those of a vectorized
@@ -110,7 +110,7 @@ def unfinished(jobs: Sequence[Job], out: Path) -> list[Job]:
     return [job for job, run in runs if run is None or not run.finished or not _is_kept(run, job)]
 
 
-def _is_kept(run: Run, job: Job) -> bool:
+def _is_kept(run: SavedRun, job: RunJob) -> bool:
     """Whether a run that has all its events has its last checkpoint, too, or needs none."""
     if not _is_known(run.directory):
         return job.spec.validation > 0  # it ran together with others
@@ -130,7 +130,7 @@ def _is_known(place: Path) -> bool:
     return any(checkpoint.exists(place / name) for name in (CHECKPOINT, FAILURE))
 
 
-def check_kept(jobs: Sequence[Job], out: Path, problem: Callable[[], Problem]) -> None:
+def check_kept(jobs: Sequence[RunJob], out: Path, problem: Callable[[], TaskAndFederation]) -> None:
     """Refuse, before anything runs, runs that were made of other data, another program or another version."""
     for job in jobs:
         run, place = state_of(job.spec, job.inside(out)), job.inside(out)
@@ -142,7 +142,7 @@ def check_kept(jobs: Sequence[Job], out: Path, problem: Callable[[], Problem]) -
             raise FedraxError(f"{error}: choose another --out for a comparison of what there is now") from error
 
 
-def check_all(jobs: Sequence[Job], out: Path, problem: Callable[[], Problem]) -> None:
+def check_all(jobs: Sequence[RunJob], out: Path, problem: Callable[[], TaskAndFederation]) -> None:
     """Refuse, before anything runs, a method that the data, the model or the cohorts do not fit."""
     firsts = {job.place.parent: job for job in reversed(unfinished(jobs, out))}
     for job in reversed(firsts.values()):
@@ -159,7 +159,9 @@ def titled(title: str) -> Iterator[None]:
         raise FedraxError(f"{title}: {error}") from error
 
 
-def run_here(jobs: Sequence[Job], out: Path, problem: Callable[[], Problem], watcher: Watcher) -> None:
+def run_here(
+    jobs: Sequence[RunJob], out: Path, problem: Callable[[], TaskAndFederation], watcher: ComparisonWatcher
+) -> None:
     """Run what is not finished; a run that diverges is noted in its directory and does not stop the others."""
     left = {job.place for job in unfinished(jobs, out)}
     for number, job in enumerate(jobs, 1):
@@ -171,7 +173,7 @@ def run_here(jobs: Sequence[Job], out: Path, problem: Callable[[], Problem], wat
         watcher.done(job, directory, error)
 
 
-def _run(spec: Experiment, directory: Path, problem: Problem, sinks: Sequence[Sink]) -> str | None:
+def _run(spec: Experiment, directory: Path, problem: TaskAndFederation, sinks: Sequence[Sink]) -> str | None:
     """Run or go on; how it diverged, if it did."""
     resume = (directory / "experiment.toml").exists()
     seen = [ExperimentFile(spec, directory), *sinks]
@@ -183,7 +185,7 @@ def _run(spec: Experiment, directory: Path, problem: Problem, sinks: Sequence[Si
     return None
 
 
-class Workers:
+class WorkerPool:
     """An executor for as long as a comparison takes, and the next one where it breaks and there is a way to make one.
 
     Some executors break when they lose a worker (ProcessPoolExecutor). A function that makes executors is then called
@@ -217,7 +219,7 @@ class Workers:
             self._executor = None
 
 
-def run_on(workers: Workers, jobs: Sequence[Job], out: Path, data_dir: Any, watcher: Watcher) -> None:
+def run_on(workers: WorkerPool, jobs: Sequence[RunJob], out: Path, data_dir: Any, watcher: ComparisonWatcher) -> None:
     """As ``run_here`` on the workers of an executor; the run of a worker that is lost is taken up by another."""
     attempts, breaks = dict.fromkeys(range(len(jobs)), 0), 0
     todo = {job.place for job in unfinished(jobs, out)}
@@ -266,13 +268,13 @@ def _lost(future: Future) -> BaseException | None:
         return error
 
 
-def _submit(executor: Executor, job: Job, out: Path, data_dir: Any) -> Future:
+def _submit(executor: Executor, job: RunJob, out: Path, data_dir: Any) -> Future:
     text = tomlkit.dumps(experiment.to_table(job.spec))
     where = None if data_dir is None else str(Path(data_dir).resolve())
     return executor.submit(run_in_worker, text, str(job.inside(out).resolve()), where)
 
 
-def _note(outcome: tuple[str, str] | None, job: Job, out: Path, watcher: Watcher) -> None:
+def _note(outcome: tuple[str, str] | None, job: RunJob, out: Path, watcher: ComparisonWatcher) -> None:
     """What a worker said of a run."""
     if outcome is not None and outcome[0] == "refused":
         raise FedraxError(f"{job.title}: {outcome[1]}")
@@ -333,7 +335,7 @@ def _from_text(text: str, directory: str, data_dir: str | None) -> tuple[str, st
 
 
 @lru_cache(maxsize=2)
-def _problem(shared: str, data_dir: str | None) -> Problem:
+def _problem(shared: str, data_dir: str | None) -> TaskAndFederation:
     """Task and federation of experiments that share them, as long as the worker lives: programs are compiled once."""
     spec = experiment.from_table(tomlkit.parse(shared).unwrap(), "the experiment of a worker", trust="typed")
     return experiment.build(spec, data_dir)[1:]

@@ -9,16 +9,16 @@ from typing import Any
 
 from fedrax.config.annotations import fields_of
 from fedrax.errors import FedraxError
-from fedrax.experiments.serialization import ALGORITHM, Reader, Table, defaults_of
+from fedrax.experiments.serialization import ALGORITHM, Reader, TomlTable, defaults_of
 
 
-def shared_by(shared: Mapping[str, Any], own: Mapping[str, Any], reader: Reader) -> Table:
+def shared_by(shared: Mapping[str, Any], own: Mapping[str, Any], reader: Reader) -> TomlTable:
     """The table ``shared`` of all methods, its keys where this one, of the table ``own``, has them.
 
     For a wrapper that has no ``local``, ``[algorithm.local]`` is ``[algorithm.inner.local]``. A key that no method has
     stays where it is, for the reader to refuse it.
     """
-    placed: Table = {"inner": copy.deepcopy(shared["inner"])} if "inner" in shared else {}
+    placed: TomlTable = {"inner": copy.deepcopy(shared["inner"])} if "inner" in shared else {}
     for key in shared.keys() - {"inner"}:
         table = placed
         for _ in range(_depth(key, {**shared, **own}, reader)):
@@ -27,7 +27,7 @@ def shared_by(shared: Mapping[str, Any], own: Mapping[str, Any], reader: Reader)
     return placed
 
 
-def with_tables(method: Mapping[str, Any]) -> Table:
+def with_tables(method: Mapping[str, Any]) -> TomlTable:
     """A method's table in which methods inside it are tables too, not names alone."""
     inner = method.get("inner")
     return {**method, "inner": with_tables(_as_table(inner))} if isinstance(inner, str | Mapping) else dict(method)
@@ -64,7 +64,7 @@ def _class_of(method: Mapping[str, Any], reader: Reader) -> type | None:
         return None
 
 
-def _as_table(method: str | Mapping[str, Any]) -> Table:
+def _as_table(method: str | Mapping[str, Any]) -> TomlTable:
     return {"name": method} if isinstance(method, str) else dict(method)
 
 

@@ -13,8 +13,8 @@ from fedrax.experiments import experiment
 from fedrax.experiments.comparison import (
     OF_METHODS,
     SHARED,
-    AnotherExperiment,
     Comparison,
+    OtherExperimentError,
     differing,
     safe_name,
     state_of,
@@ -41,7 +41,7 @@ def _check_shared(spec: Comparison, out: Path) -> None:
             other = differing(experiment.read_file(file), ours, shared)
             if other is not None:
                 said = f"holds a run of another comparison, which differs in {other}"
-                raise AnotherExperiment(f"{file.parent} {said}: choose another --out.")
+                raise OtherExperimentError(f"{file.parent} {said}: choose another --out.")
 
 
 def _check_sampled(spec: Comparison, out: Path) -> None:
@@ -58,7 +58,7 @@ def _check_sampled(spec: Comparison, out: Path) -> None:
         wanted = _without(experiment.to_table(ours), paths)
         for file in sorted(files.inside(out, Path("search", safe_name(method.name))).glob("*/seed-*/experiment.toml")):
             if _without(experiment.read_file(file), paths) != wanted:
-                raise AnotherExperiment(f"{file.parent} holds a trial of another comparison: choose another --out.")
+                raise OtherExperimentError(f"{file.parent} holds a trial of another comparison: choose another --out.")
 
 
 def _without(table: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:

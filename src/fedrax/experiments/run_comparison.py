@@ -15,14 +15,23 @@ from fedrax import files
 from fedrax.errors import FedraxError
 from fedrax.escaping import settings_in_words
 from fedrax.experiments import backends, comparison, experiment, jobs
-from fedrax.experiments.comparison import AnotherExperiment, Comparison, Job
+from fedrax.experiments.comparison import Comparison, OtherExperimentError, RunJob
 from fedrax.experiments.experiment import Experiment
-from fedrax.experiments.jobs import Executors, Problem, ProgressWatcher, Watcher, Workers
+from fedrax.experiments.jobs import ComparisonWatcher, Executors, ProgressWatcher, TaskAndFederation, WorkerPool
 from fedrax.experiments.output_dir import check_ours
 from fedrax.experiments.search import grid as grids_of
 from fedrax.experiments.search import trials
 from fedrax.report import comparison_table, curves, search_plots
-from fedrax.report.runs import COMPARISON, Method, Row, Run, main_metric, read_comparison, summarize, target_of
+from fedrax.report.runs import (
+    COMPARISON,
+    MethodRuns,
+    MethodSummary,
+    SavedRun,
+    main_metric,
+    read_comparison,
+    summarize,
+    target_of,
+)
 from fedrax.simulation import use_all_cores
 from fedrax.simulation.results.progress import progress_is_visible
 from fedrax.tuning.selection import SearchResult
@@ -35,7 +44,7 @@ class ComparisonResult:
     comparison: Comparison
     directory: Path
     """Where the runs are, and beside them table.md, comparison.json, the curves and the picture of the search."""
-    methods: tuple[Method, ...]
+    methods: tuple[MethodRuns, ...]
     choices: Mapping[str, SearchResult]
     """What the search said of each method that has a grid, by label."""
 
@@ -45,7 +54,7 @@ class ComparisonResult:
         return main_metric(self.methods)
 
     @property
-    def _runs(self) -> list[Run]:
+    def _runs(self) -> list[SavedRun]:
         return [run for method in self.methods for run in method.runs]
 
     @property
@@ -61,7 +70,7 @@ class ComparisonResult:
         return target_of(self.methods, self.comparison.target)
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[MethodSummary]:
         """The table, a row a method."""
         target, metric = self.target, self.metric
         return [summarize(method, target, metric) for method in self.methods]
@@ -143,7 +152,7 @@ def compare(
     directory: str | Path | None = None,
     data_dir: str | Path | None = None,
     executor: Executors | str | None = None,
-    watcher: Watcher | None = None,
+    watcher: ComparisonWatcher | None = None,
     progress: bool = True,
 ) -> ComparisonResult:
     """Choose each method's settings, run it with every seed, and keep runs, table and curves: ``fedrax compare``.
@@ -178,10 +187,10 @@ def compare(
     check_ours(spec, out)  # before anything runs
     if watcher is None:
         use_all_cores()
-        watcher = ProgressWatcher() if progress and progress_is_visible() else Watcher()
+        watcher = ProgressWatcher() if progress and progress_is_visible() else ComparisonWatcher()
     with contextlib.ExitStack() as at_end:
         at_end.callback(watcher.close)
-        workers = None if executor is None else Workers(executor)
+        workers = None if executor is None else WorkerPool(executor)
         if workers is not None:
             at_end.callback(workers.close)
         outcome = _run(spec, out, data_dir, workers, watcher)
@@ -212,13 +221,15 @@ def default_directory(spec: Comparison) -> Path:
     number = 1
     while True:
         out = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
-        with contextlib.suppress(AnotherExperiment):
+        with contextlib.suppress(OtherExperimentError):
             check_ours(spec, out)
             return out
         number += 1
 
 
-def _run(spec: Comparison, out: Path, data_dir: Any, workers: Workers | None, watcher: Watcher) -> ComparisonResult:
+def _run(
+    spec: Comparison, out: Path, data_dir: Any, workers: WorkerPool | None, watcher: ComparisonWatcher
+) -> ComparisonResult:
     use_all_cores()
     first = spec.methods[0]
     federation = experiment.load_federation(first, data_dir)
@@ -227,7 +238,7 @@ def _run(spec: Comparison, out: Path, data_dir: Any, workers: Workers | None, wa
         watcher.say(note)
 
     @cache
-    def held() -> Problem:
+    def held() -> TaskAndFederation:
         return task, experiment.held_out(dataclasses.replace(first, validation=spec.search.validation), federation)
 
     if len(spec.methods) > 1:  # what is wrong with a single one its own run says as soon
@@ -247,7 +258,7 @@ def _run(spec: Comparison, out: Path, data_dir: Any, workers: Workers | None, wa
     return ComparisonResult(spec, out, tuple(_labeled(spec, out, chosen)), choices)
 
 
-def _say_which(jobs: Sequence[Job], out: Path) -> None:
+def _say_which(jobs: Sequence[RunJob], out: Path) -> None:
     """Let what is kept of an earlier search speak of the runs that are to come: those of other settings are its own."""
     with contextlib.suppress(FedraxError):
         kept = read_comparison(out)
@@ -256,7 +267,7 @@ def _say_which(jobs: Sequence[Job], out: Path) -> None:
             files.write_text(out / COMPARISON, json.dumps({**kept, "places": places}, indent=2) + "\n")
 
 
-def _labeled(spec: Comparison, out: Path, chosen: Mapping[str, dict[str, Any]]) -> list[Method]:
+def _labeled(spec: Comparison, out: Path, chosen: Mapping[str, dict[str, Any]]) -> list[MethodRuns]:
     """The methods with what sets them apart: settings that were chosen, and those of their runs."""
     found = []
     for method in comparison.methods_in(spec, out, chosen):

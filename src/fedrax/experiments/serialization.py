@@ -25,13 +25,13 @@ from fedrax.experiments.method_registry import KNOWN_AS, algorithms
 from fedrax.experiments.user_code import Trust, import_named
 from fedrax.files import below
 
-Table = dict[str, Any]
+TomlTable = dict[str, Any]
 METHODS = ("algorithm", "inner")
 """Keys of tables whose settings are kept where another name comes into them: those that methods share."""
 
 
 @dataclass(frozen=True)
-class Choice:
+class ClassChoice:
     """A field whose value is an object of one of several classes, chosen by name."""
 
     kind: str
@@ -123,12 +123,12 @@ def own_algorithm(found: Any) -> type:
     return found
 
 
-ALGORITHM = Choice("algorithm", algorithms, own_algorithm, keep=True, known_as=KNOWN_AS)
+ALGORITHM = ClassChoice("algorithm", algorithms, own_algorithm, keep=True, known_as=KNOWN_AS)
 
 
-def choice_of(field: Field) -> Choice | None:
+def choice_of(field: Field) -> ClassChoice | None:
     """The choice that a field offers, or None: marked so, an algorithm, or one of several (or no) dataclasses."""
-    marks = [mark for mark in field.marks if isinstance(mark, Choice)]
+    marks = [mark for mark in field.marks if isinstance(mark, ClassChoice)]
     if marks:
         return marks[0]
     if field.classes == (Algorithm,):
@@ -139,7 +139,9 @@ def choice_of(field: Field) -> Choice | None:
         kind = field.name.replace("_", " ")
         alike = len(field.classes) > 1 and acts_as(field.classes[0], field.classes)
         more = next((mark.classes for mark in field.marks if isinstance(mark, MoreClasses)), dict)
-        return Choice(kind, lambda: known | dict(more()), partial(_own_part, kind, field.classes) if alike else None)
+        return ClassChoice(
+            kind, lambda: known | dict(more()), partial(_own_part, kind, field.classes) if alike else None
+        )
     return None
 
 
@@ -216,7 +218,7 @@ class Reader:
             raise self.error(f"[{path}]", f"the key {missing[0]!r} is missing.")
         return cls(**values)
 
-    def choice(self, choice: Choice, table: Any, path: str, base: Any = None) -> Any:
+    def choice(self, choice: ClassChoice, table: Any, path: str, base: Any = None) -> Any:
         """An object of the class that the table's ``name`` chooses; without a name of base's, or of the only one."""
         if isinstance(table, str):
             table = {"name": table}
@@ -306,7 +308,7 @@ def replaced_by(path: str, value: Any) -> str | None:
     return None if other is None else ".".join((*parents, other))
 
 
-def table_of(value: Any, base: Any = None) -> Table:
+def table_of(value: Any, base: Any = None) -> TomlTable:
     """The complete table of a dataclass instance; ``base`` as when it is read back."""
     defaults, table = defaults_of(type(value), base), {}
     for name, field in fields_of(type(value)).items():

@@ -22,7 +22,7 @@ from fedrax.contract.task import Task
 from fedrax.data import Federation
 from fedrax.errors import FedraxError, unknown
 from fedrax.experiments import serialization
-from fedrax.experiments.serialization import Choice
+from fedrax.experiments.serialization import ClassChoice
 from fedrax.metrics import METRICS, f1
 from fedrax.models import Model
 
@@ -174,4 +174,4 @@ def own_task(found: Any) -> type:
 
 
 TASKS = {"auto": Auto, "binary": Binary, "classification": Classification, "regression": Regression}
-TASK = Choice("task", lambda: TASKS, own_task)
+TASK = ClassChoice("task", lambda: TASKS, own_task)

@@ -1,7 +1,7 @@
-"""Where a round's time goes, which operations are far from what the machine can do, and what helps."""
+"""The time of a round by its parts, the heaviest operations, and what to do about them."""
 
-from fedrax.profiling.advice import Heavy, Verdict
-from fedrax.profiling.machine_limits import Limits
-from fedrax.profiling.profiler import Part, Profile, profile
+from fedrax.profiling.advice import Bottleneck, HeavyOperation
+from fedrax.profiling.machine_limits import MachineLimits
+from fedrax.profiling.profiler import Profile, RoundPart, profile
 
-__all__ = ["Heavy", "Limits", "Part", "Profile", "Verdict", "profile"]
+__all__ = ["Bottleneck", "HeavyOperation", "MachineLimits", "Profile", "RoundPart", "profile"]

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.client_data import is_wide
 from fedrax.contract.local_training import LocalSGD
-from fedrax.profiling.attribution import NAMES, Spent
-from fedrax.profiling.machine_limits import Limits
+from fedrax.profiling.attribution import NAMES, OperationTime
+from fedrax.profiling.machine_limits import MachineLimits
 from fedrax.simulation.setup import Setup
 
 NEAR_LIMIT = 0.5
@@ -39,7 +39,7 @@ _SHORT, _NARROW = 20.0, 16
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Bottleneck:
     """The conclusion."""
 
     bound: str
@@ -50,7 +50,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Heavy:
+class HeavyOperation:
     """Operations of one layer that do the same, or of several whose names differ by numbers."""
 
     what: str
@@ -73,7 +73,9 @@ class Heavy:
     advice: str | None
 
 
-def heaviest(setup: Setup, spent: Iterable[Spent], total: float, machine: Limits) -> list[Heavy]:
+def heaviest(
+    setup: Setup, spent: Iterable[OperationTime], total: float, machine: MachineLimits
+) -> list[HeavyOperation]:
     """The operations of at least 2 % of the round's ``total`` milliseconds, ten at most.
 
     Those of one layer are taken together; where they are too light, or more than ten, those of layers whose names
@@ -89,8 +91,8 @@ def heaviest(setup: Setup, spent: Iterable[Spent], total: float, machine: Limits
     return sorted(rows, key=lambda row: -row.ms)[:_AT_MOST]
 
 
-def _grouped(spent: Iterable[Spent], name: Callable[[str], str]) -> list[list[Spent]]:
-    groups: dict[tuple, list[Spent]] = defaultdict(list)
+def _grouped(spent: Iterable[OperationTime], name: Callable[[str], str]) -> list[list[OperationTime]]:
+    groups: dict[tuple, list[OperationTime]] = defaultdict(list)
     for s in spent:
         groups[s.part, s.about.what, name(s.about.layer), s.about.direction, s.about.looped].append(s)
     return list(groups.values())
@@ -100,7 +102,7 @@ def _without_numbers(layer: str) -> str:
     return re.sub(r"\d+", "*", layer)
 
 
-def _row(setup: Setup, group: list[Spent], total: float, machine: Limits) -> Heavy:
+def _row(setup: Setup, group: list[OperationTime], total: float, machine: MachineLimits) -> HeavyOperation:
     most, ms = max(group, key=lambda s: s.ms), sum(s.ms for s in group)
     about, executions = most.about, sum(s.executions for s in group)
     layer = about.layer if len({s.about.layer for s in group}) == 1 else _without_numbers(about.layer)
@@ -109,10 +111,10 @@ def _row(setup: Setup, group: list[Spent], total: float, machine: Limits) -> Hea
     achieved, each = work / ms / 1e6, 1e3 * ms / executions
     advice = _of_operation(setup, most, layer, each, achieved / limit)
     where = (about.what, layer or most.part, about.direction, about.shapes)
-    return Heavy(*where, ms, ms / total, executions, achieved, unit, achieved / limit, advice)
+    return HeavyOperation(*where, ms, ms / total, executions, achieved, unit, achieved / limit, advice)
 
 
-def judge(setup: Setup, kinds: Mapping[str, float], *, products_of_limit: float, compile_seconds: float) -> Verdict:
+def judge(setup: Setup, kinds: Mapping[str, float], *, products_of_limit: float, compile_seconds: float) -> Bottleneck:
     """kinds: milliseconds a round."""
     total, bound = sum(kinds.values()), max(kinds, key=lambda kind: kinds[kind])
     sentence = SENTENCES[bound].format(share=f"{kinds[bound] / total:.0%} of the time", limit=products_of_limit)
@@ -125,7 +127,7 @@ def judge(setup: Setup, kinds: Mapping[str, float], *, products_of_limit: float,
         longer = f"Compiling takes {compile_seconds:.1f} s, longer than the run's {rounds} rounds ({seconds:.1f} s)."
         bound, sentence = "compile", f"{longer} {sentence}"
         advice.insert(0, "A second run with the same shapes finds the program in the cache and starts at once.")
-    return Verdict(bound, sentence, " ".join(dict.fromkeys(advice)) or None)
+    return Bottleneck(bound, sentence, " ".join(dict.fromkeys(advice)) or None)
 
 
 # --- Rules ------------------------------------------------------------------------------------------------
@@ -159,7 +161,7 @@ _NORM_ADVICE = (
 )
 
 
-def _of_operation(setup: Setup, most: Spent, layer: str, each: float, of_limit: float) -> str | None:
+def _of_operation(setup: Setup, most: OperationTime, layer: str, each: float, of_limit: float) -> str | None:
     """The first rule that holds. each: microseconds of an execution."""
     about, batch = most.about, _batch(setup)
     product = about.what in ("product", "convolution")

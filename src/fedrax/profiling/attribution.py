@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedrax.profiling.hlo import Cost, Description, ProgramText
-from fedrax.profiling.measurement import Traced
+from fedrax.profiling.hlo import OperationCost, OperationDescription, ProgramText
+from fedrax.profiling.measurement import TracedRounds
 from fedrax.profiling.trace import waits
 from fedrax.xla import AGGREGATE, GATHER, GRADIENT, SERVER, STATES
 
@@ -30,7 +30,7 @@ _INTERRUPTION = 100_000
 WAIT, REST = "wait for other devices", "rest of the round"
 
 
-class Spent(NamedTuple):
+class OperationTime(NamedTuple):
     """What an operation takes in a round, on the mean device."""
 
     phase: int | None
@@ -42,10 +42,10 @@ class Spent(NamedTuple):
     flops: float = 0.0
     """In a round, on all devices."""
     bytes: float = 0.0
-    about: Description = Description()
+    about: OperationDescription = OperationDescription()
 
 
-def attribute(traced: Traced, program: ProgramText, small: float, ms: float) -> list[Spent]:
+def attribute(traced: TracedRounds, program: ProgramText, small: float, ms: float) -> list[OperationTime]:
     """The trace's operations, without what tracing costs, scaled to ``ms`` milliseconds a round.
 
     Tracing costs each execution of an operation the same, and a tenth of its time is left to each. small: mean
@@ -62,7 +62,7 @@ def attribute(traced: Traced, program: ProgramText, small: float, ms: float) -> 
         executions[name] = len(charged)
     beyond = sum(nanoseconds.values()) + waited - 1e9 * count * traced.busy
     tracing = max(beyond, 0.0) / max(executions.total(), 1)
-    made: list[Spent] = []
+    made: list[OperationTime] = []
     for name, spent in nanoseconds.items():
         phase, part = program.scope(name)
         # what clients do is in proportion to the clients that ran, the rest happens once a round
@@ -70,15 +70,15 @@ def attribute(traced: Traced, program: ProgramText, small: float, ms: float) -> 
         net = max(spent - tracing * executions[name], 0.1 * spent)
         cost, runs = program.cost(name), executions[name] * times
         kind = _kind(program, name, cost, part, net / executions[name] < 1e3 * small)
-        about = program.describe(name) if name in program.operations else Description()
+        about = program.describe(name) if name in program.operations else OperationDescription()
         work = (runs * cost.flops, runs * cost.bytes)
-        made.append(Spent(phase, _part(phase, part), kind, net * times, runs / count, *work, about))
+        made.append(OperationTime(phase, _part(phase, part), kind, net * times, runs / count, *work, about))
     if traced.idle is None:
         waited = waited / traced.rounds
     else:
         waited = traced.idle * sum(spent.ms for spent in made if spent.phase is not None)
     if waited:
-        made.append(Spent(None, WAIT, "waiting", waited))
+        made.append(OperationTime(None, WAIT, "waiting", waited))
     scale = ms / max(sum(spent.ms for spent in made), 1e-9)
     return [spent._replace(ms=scale * spent.ms) for spent in made]
 
@@ -94,7 +94,7 @@ def _part(phase: int | None, part: str | None) -> str:
     return SUMS if part == AGGREGATE else NAMES.get(part, NAMES[None])
 
 
-def _kind(program: ProgramText, name: str, cost: Cost, part: str | None, small: bool) -> str:
+def _kind(program: ProgramText, name: str, cost: OperationCost, part: str | None, small: bool) -> str:
     if cost.flops:
         return "products"
     if program.is_collective(name):

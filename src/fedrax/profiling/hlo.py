@@ -30,7 +30,7 @@ _STRUCTURE |= {LINEAR_ALGEBRA_SCOPE, "eval_jaxpr", "conv_general_dilated", "sele
 """Parts of operation names besides scopes: JAX's transformations, and what `fedrax.xla.optimize` replaces."""
 
 
-class Cost(NamedTuple):
+class OperationCost(NamedTuple):
     """Of one execution of an operation."""
 
     flops: float = 0.0
@@ -39,7 +39,7 @@ class Cost(NamedTuple):
     """Read and written: operands and results, of a slice or a gather its rows only."""
 
 
-class Description(NamedTuple):
+class OperationDescription(NamedTuple):
     """An operation in its user's words."""
 
     what: str = ""
@@ -178,7 +178,7 @@ class ProgramText:
         caller = self.caller.get(operation.computation)
         return (None, None) if caller is None or caller is operation else self.scope(caller.name)
 
-    def describe(self, name: str) -> Description:
+    def describe(self, name: str) -> OperationDescription:
         """An operation of the program in its user's words."""
         op = self.operations[name]
         inside = [op, *self._fused(op)]
@@ -206,17 +206,17 @@ class ProgramText:
             rf"conv_general_dilated|\d{LAYER_SCAN_SCOPE}|{LINEAR_ALGEBRA_SCOPE}", title.rpartition(f"{GRADIENT}/")[2]
         )[0]
         looped = "while" in own.split("/")
-        return Description(what, layer, direction, shapes, looped and direction != "", side)
+        return OperationDescription(what, layer, direction, shapes, looped and direction != "", side)
 
     # -- costs -------------------------------------------------------------------------------------------------
 
-    def _cost(self, name: str) -> Cost:
+    def _cost(self, name: str) -> OperationCost:
         """Of one execution, without that of loops and calls: their operations are executed one by one."""
         op = self.operations.get(name)
         if op is None or op.opcode in _FREE:
-            return Cost()
+            return OperationCost()
         inside = self._fused(op) or [op]
-        return Cost(sum(map(self._flops, inside)), self._read(op, inside) + self._written(inside))
+        return OperationCost(sum(map(self._flops, inside)), self._read(op, inside) + self._written(inside))
 
     def _flops(self, op: Instruction) -> float:
         if op.opcode == "dot" or (op.opcode == "custom-call" and "contracting_dim" in op.text):

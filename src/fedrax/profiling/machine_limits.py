@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from fedrax.xla import CLIENT_AXIS, OperandFormat, with_operand_format
 
 
-class Limits(NamedTuple):
+class MachineLimits(NamedTuple):
     """Measured on the spot."""
 
     gflops: float
@@ -25,7 +25,9 @@ class Limits(NamedTuple):
     """10^9 bytes a second, read and written, of arrays too large for caches, changed in place."""
 
 
-def measure(mesh: Mesh, dtype: str = "float32", precision: OperandFormat = "highest", budget: float = 0.5) -> Limits:
+def measure(
+    mesh: Mesh, dtype: str = "float32", precision: OperandFormat = "highest", budget: float = 0.5
+) -> MachineLimits:
     """The limits of the mesh's devices, of products in a run's precision; ``budget`` seconds each and time to compile.
 
     Arrays are changed in place: into new ones, the operating system's work for fresh pages would be measured.
@@ -35,7 +37,7 @@ def measure(mesh: Mesh, dtype: str = "float32", precision: OperandFormat = "high
     n, columns = 1024 if on_cpu else 8192, 4096 // np.dtype(dtype).itemsize
     product = _best_seconds(with_operand_format(lambda a: a @ a, precision), (n, n), dtype, mesh, budget, donate=())
     streaming = _best_seconds(jnp.negative, (size // 4096, columns), dtype, mesh, budget, donate=(0,))
-    return Limits(2 * n**3 * devices / product / 1e9, 2 * devices * size / streaming / 1e9)
+    return MachineLimits(2 * n**3 * devices / product / 1e9, 2 * devices * size / streaming / 1e9)
 
 
 def _best_seconds(

@@ -34,7 +34,7 @@ _OPERATIONS = 300_000
 
 
 @dataclass
-class Traced:
+class TracedRounds:
     """A few rounds, run with a trace and without."""
 
     rounds: int
@@ -71,7 +71,7 @@ class Measurement:
     evaluate: float = 0.0
     """One evaluation."""
     evaluate_compile: float = 0.0
-    traced: Traced | None = None
+    traced: TracedRounds | None = None
     program: ProgramText | None = None
     clients: float = 0.0
     """Clients a round, the mean."""
@@ -81,7 +81,7 @@ class Measurement:
     """What to know about the measurement, in sentences."""
 
 
-class Stopwatch:
+class RoundTimer:
     """A simulation that runs the same first rounds over and over, going on from its own state.
 
     rounds: to time, a trace's not counted; by default as many as take two seconds. keep: where to keep the raw trace.
@@ -193,7 +193,7 @@ class Stopwatch:
         if self.keep is None and alike and first.seconds < made.traced.seconds:  # what is told is of the trace kept
             made.traced = first
 
-    def _traced(self, made: Measurement, program: ProgramText, most: float, keep: Path | None) -> Traced:
+    def _traced(self, made: Measurement, program: ProgramText, most: float, keep: Path | None) -> TracedRounds:
         """As many rounds as take ``most`` seconds, or a part of one round's clients."""
         seconds = made.call / made.rounds
         portion, share, idle = self._storage.portion(0, max(1, min(made.rounds, int(most / seconds)))), 1.0, None
@@ -205,7 +205,7 @@ class Stopwatch:
         # the shortest of a few: other work on the machine only ever adds time
         untraced = min(self._call(portion)[0] for _ in range(3))
         (seconds, _), timelines = trace.record(lambda: self._call(portion), program, keep)
-        return Traced(portion.rounds, share, seconds, untraced, timelines, idle)
+        return TracedRounds(portion.rounds, share, seconds, untraced, timelines, idle)
 
 
 def other_work() -> list[str]:

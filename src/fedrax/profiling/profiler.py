@@ -14,10 +14,10 @@ from fedrax.data import Federation
 from fedrax.devices import use_all_cores
 from fedrax.errors import FedraxError
 from fedrax.profiling import machine_limits
-from fedrax.profiling.advice import Heavy, Verdict, heaviest, judge
-from fedrax.profiling.attribution import NAMES, REST, SUMS, WAIT, Spent, attribute
-from fedrax.profiling.machine_limits import Limits
-from fedrax.profiling.measurement import Measurement, Stopwatch
+from fedrax.profiling.advice import Bottleneck, HeavyOperation, heaviest, judge
+from fedrax.profiling.attribution import NAMES, REST, SUMS, WAIT, OperationTime, attribute
+from fedrax.profiling.machine_limits import MachineLimits
+from fedrax.profiling.measurement import Measurement, RoundTimer
 from fedrax.simulation.process import arithmetic
 from fedrax.simulation.settings import Settings
 from fedrax.simulation.setup import Setup, prepare
@@ -26,7 +26,7 @@ _ORDER = [*NAMES.values(), SUMS, WAIT, REST, "rounds", "evaluate", "host"]
 
 
 @dataclass(frozen=True)
-class Part:
+class RoundPart:
     """A part of a round."""
 
     name: str
@@ -51,25 +51,25 @@ class Profile:
     """Samples' gradients a round."""
     rounds_timed: int
     ms: float
-    parts: list[Part]
+    parts: list[RoundPart]
     """In the order of a round; they sum to ``ms``."""
     kinds: dict[str, float]
     """The same milliseconds by what bounds them; see :mod:`fedrax.profiling.advice`."""
-    heaviest: list[Heavy]
+    heaviest: list[HeavyOperation]
     """The heaviest first; none where calls cannot be looked into."""
     compile_seconds: float
     """Of the program for the rounds, without the cache of compiled programs; 0 where there is none."""
     evaluation_compile_seconds: float
     evaluation_ms: float
     """One evaluation."""
-    limits: Limits
+    limits: MachineLimits
     flops_a_round: float
     """Of matrix products and convolutions, two for each multiplication with its addition."""
     gflops_in_products: float
     """10^9 of them a second over the time of the operations that they are in."""
     operations: float
     """Executions a round on each device."""
-    verdict: Verdict
+    verdict: Bottleneck
     notes: list[str]
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,17 +97,17 @@ def profile(
     use_all_cores()
     with arithmetic(settings.dtype):
         setup = prepare(algorithm, task, federation, settings)
-        measured = Stopwatch(setup, rounds, None if keep_trace is None else Path(keep_trace)).measure()
+        measured = RoundTimer(setup, rounds, None if keep_trace is None else Path(keep_trace)).measure()
         return assemble(setup, measured, machine_limits.measure(setup.engine.mesh, settings.dtype, settings.precision))
 
 
-def assemble(setup: Setup, measured: Measurement, machine: Limits) -> Profile:
+def assemble(setup: Setup, measured: Measurement, machine: MachineLimits) -> Profile:
     """The profile of measurements."""
     settings, phases = setup.settings, len(setup.algorithm.phases)
     spent, note = _spent(setup, measured)
     evaluations = -(-settings.rounds // settings.eval_every)  # the last round is always evaluated
     evaluation = 1e3 * measured.evaluate * evaluations / settings.rounds
-    spent += [Spent(None, "evaluate", "evaluation", evaluation)]
+    spent += [OperationTime(None, "evaluate", "evaluation", evaluation)]
     total = sum(s.ms for s in spent)
     ms, kinds, operations = defaultdict(float), defaultdict(float), defaultdict(float)
     for s in spent:
@@ -126,7 +126,9 @@ def assemble(setup: Setup, measured: Measurement, machine: Limits) -> Profile:
         rounds_timed=measured.calls * measured.rounds,
         ms=total,
         parts=[
-            Part(part, None if phase is None or phases == 1 else phase + 1, time, time / total, operations[phase, part])
+            RoundPart(
+                part, None if phase is None or phases == 1 else phase + 1, time, time / total, operations[phase, part]
+            )
             for phase, part in in_order
             for time in [ms[phase, part]]
         ],
@@ -149,7 +151,7 @@ def assemble(setup: Setup, measured: Measurement, machine: Limits) -> Profile:
     )
 
 
-def _spent(setup: Setup, measured: Measurement) -> tuple[list[Spent], str]:
+def _spent(setup: Setup, measured: Measurement) -> tuple[list[OperationTime], str]:
     """(a round's time but for evaluations, how it is known)."""
     traced, program, per_round = measured.traced, measured.program, 1e3 / measured.rounds
     call, host = measured.call * per_round, measured.host * per_round
@@ -158,7 +160,7 @@ def _spent(setup: Setup, measured: Measurement) -> tuple[list[Spent], str]:
         note = f"The trace of this backend ({platform}) names no operations: only whole calls are known."
         if program is None:
             note = f"Plan {setup.plan} is not one program: what its calls consist of is not known."
-        return [Spent(None, "rounds", "rounds", call), Spent(None, "host", "host", host)], note
+        return [OperationTime(None, "rounds", "rounds", call), OperationTime(None, "host", "host", host)], note
     # of a call, however many rounds it has
     outside = per_round * min(traced.untraced - traced.busy, (1 - traced.busy / traced.untraced) * measured.call)
     spent = attribute(traced, program, 0.5 if platform == "cpu" else 5.0, call - outside)
@@ -170,4 +172,4 @@ def _spent(setup: Setup, measured: Measurement) -> tuple[list[Spent], str]:
         f"Shares are from a trace of {what}, which took {slower:.1f} times as long as without one; times are from"
         " rounds without, and each operation's share is corrected for the tracing."
     )
-    return [*spent, Spent(None, "host", "host", host + outside)], note
+    return [*spent, OperationTime(None, "host", "host", host + outside)], note

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fedrax.files import write_picture
-from fedrax.profiling.advice import Heavy
-from fedrax.profiling.profiler import Part, Profile
+from fedrax.profiling.advice import HeavyOperation
+from fedrax.profiling.profiler import Profile, RoundPart
 from fedrax.report.curves import PALETTE
 
 _BAR = 24
@@ -22,17 +22,17 @@ _LEAST = 0.0005
 """Shares below are left out of the table."""
 
 
-def label(part: Part) -> str:
+def label(part: RoundPart) -> str:
     """The part's name, with its phase where there are several."""
     return part.name if part.phase is None else f"phase {part.phase}: {part.name}"
 
 
-def name(row: Heavy) -> str:
+def name(row: HeavyOperation) -> str:
     """What an operation is and where."""
     return " ".join(word for word in (row.layer, row.what, row.direction) if word)
 
 
-def of_limit(row: Heavy) -> str:
+def of_limit(row: HeavyOperation) -> str:
     """Its share of the machine's limit; where passes are faster than memory, they stay in caches."""
     return "in caches" if row.of_limit > 1 and row.unit == "GB/s" else f"{row.of_limit:.0%}"
 

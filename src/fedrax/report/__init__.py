@@ -1,4 +1,4 @@
-"""Reports: tables and curves of runs, run directories read back, and event sinks."""
+"""Reports of runs: HTML pages, run directories read back, and event sinks."""
 
 from fedrax.lazy import attach_stub
 

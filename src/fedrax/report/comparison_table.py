@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedrax.escaping import for_markdown, plain
-from fedrax.report.runs import Row, Statistic, finite
+from fedrax.report.runs import MethodSummary, Statistic, finite
 
 COLUMNS = ("accuracy", "loss", "best", "epsilon", "epsilon_paper", "rounds", "megabytes", "seconds")
 _TO_TARGET = ("rounds", "megabytes", "seconds")
@@ -60,7 +60,7 @@ def headings(target: float | None, metric: str = "test_accuracy") -> dict[str, s
     }
 
 
-def legend(target: float | None, given: bool, rows: Sequence[Row]) -> str:
+def legend(target: float | None, given: bool, rows: Sequence[MethodSummary]) -> str:
     """What the columns of the target and of the worst clients say; ``given``: somebody chose the target."""
     said = []
     if target is not None:
@@ -77,7 +77,7 @@ def legend(target: float | None, given: bool, rows: Sequence[Row]) -> str:
     return " ".join(said)
 
 
-def best(rows: Sequence[Row], column: str, metric: str = "test_accuracy") -> set[int]:
+def best(rows: Sequence[MethodSummary], column: str, metric: str = "test_accuracy") -> set[int]:
     """The rows with the best mean in a column, among the methods that did not diverge."""
     means = {
         i: value.mean
@@ -108,11 +108,11 @@ def _heading(column: str) -> str:
     return column.replace("_", " ")
 
 
-def _value(row: Row, column: str) -> Statistic | None:
+def _value(row: MethodSummary, column: str) -> Statistic | None:
     return row.others.get(column) if column.startswith(("test_", "train_")) else getattr(row, column)
 
 
-def _shown(rows: Sequence[Row], target: float | None) -> list[str]:
+def _shown(rows: Sequence[MethodSummary], target: float | None) -> list[str]:
     others = sorted({name for row in rows for name in row.others})
     own = [c for c in COLUMNS[1:] if c not in _TO_TARGET]
     columns = [c for c in ("accuracy", *others, *own) if any(_value(row, c) is not None for row in rows)]
@@ -131,7 +131,7 @@ def amount(value: Statistic, column: str, metric: str = "test_accuracy") -> str:
     return f"{value.mean:{mean}}" + ("" if value.std is None else f" ± {value.std:{spread}}")
 
 
-def _cell(row: Row, column: str, metric: str) -> str:
+def _cell(row: MethodSummary, column: str, metric: str) -> str:
     value = _value(row, column)
     if value is None:
         return f"{row.reached} of {row.seeds} seeds" if column == "rounds" and row.reached else "–"
@@ -143,7 +143,7 @@ def _cell(row: Row, column: str, metric: str) -> str:
 
 
 @dataclass(frozen=True)
-class Cells:
+class TableCells:
     """The table as texts: headings, how many of them are names, and for each row its texts and which are best."""
 
     headings: list[str]
@@ -152,7 +152,7 @@ class Cells:
     rows: list[list[tuple[str, bool]]]
 
 
-def cells(rows: Sequence[Row], target: float | None, metric: str = "test_accuracy") -> Cells:
+def cells(rows: Sequence[MethodSummary], target: float | None, metric: str = "test_accuracy") -> TableCells:
     """The table for whoever writes it down; names are as they are, to be escaped."""
     heads, columns = headings(target, metric), _shown(rows, target)
     settings = any(row.settings for row in rows)
@@ -163,10 +163,10 @@ def cells(rows: Sequence[Row], target: float | None, metric: str = "test_accurac
         names = [(row.label, False), *[(row.settings, False)] * settings]
         values = [(_cell(row, c, metric), i in stars[c]) for c in columns]
         made.append([*names, *values, (str(row.seeds), False), (row.state, False)])
-    return Cells([*titles, "seeds", "state"], 1 + settings, made)
+    return TableCells([*titles, "seeds", "state"], 1 + settings, made)
 
 
-def terminal(made: Cells, title: str = "") -> Table:
+def terminal(made: TableCells, title: str = "") -> Table:
     """The table for rich, the best of each column bold and starred."""
     table = Table(
         title=plain(title) or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
@@ -186,7 +186,11 @@ def terminal(made: Cells, title: str = "") -> Table:
 
 
 def show(
-    console: Console, rows: Sequence[Row], target: float | None, metric: str = "test_accuracy", title: str = ""
+    console: Console,
+    rows: Sequence[MethodSummary],
+    target: float | None,
+    metric: str = "test_accuracy",
+    title: str = "",
 ) -> None:
     """Print the table; on a terminal that it does not fit, method by method."""
     made = cells(rows, target, metric)
@@ -206,7 +210,7 @@ def show(
         console.print(block)
 
 
-def markdown(rows: Sequence[Row], target: float | None, metric: str = "test_accuracy") -> str:
+def markdown(rows: Sequence[MethodSummary], target: float | None, metric: str = "test_accuracy") -> str:
     """The same table as Markdown, the best of each column bold."""
     made = cells(rows, target, metric)
     ruler = ["---"] * made.names + ["---:"] * (len(made.headings) - made.names - 1) + ["---"]
@@ -217,6 +221,6 @@ def markdown(rows: Sequence[Row], target: float | None, metric: str = "test_accu
     return "\n".join(lines) + "\n"
 
 
-def values(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def values(rows: Sequence[MethodSummary]) -> list[dict[str, Any]]:
     """The table's numbers, for JSON."""
     return [finite(dataclasses.asdict(row)) for row in rows]

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from fedrax.escaping import for_picture
 from fedrax.files import write_picture
-from fedrax.report.runs import Method, curve
+from fedrax.report.runs import MethodRuns, curve
 
 # Okabe and Ito's palette, distinguishable with any kind of color vision; yellow, too light for lines, left out.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -36,7 +36,7 @@ X_AXES = {"round": "communication rounds", "megabytes": "traffic of all clients,
 
 
 def draw_curves(
-    methods: Sequence[Method], target: float | None = None, metric: str = "test_accuracy", title: str = ""
+    methods: Sequence[MethodRuns], target: float | None = None, metric: str = "test_accuracy", title: str = ""
 ) -> Figure:
     """A row of axes for each metric that the runs report, against rounds on the left and megabytes on the right."""
     keys = {key for method in methods for run in method.runs for event in run.events for key in event}

@@ -23,7 +23,7 @@ _DEEPEST = 5
 
 
 @dataclass(frozen=True)
-class Finding:
+class FileState:
     """What was found of a file."""
 
     name: str
@@ -48,7 +48,7 @@ class Examination:
     """All findings, what helps, and whether the run can go on."""
 
     directory: Path
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[FileState] = field(default_factory=list)
     remedies: list[Remedy] = field(default_factory=list)
     verdict: str = ""
 
@@ -119,19 +119,19 @@ def leftovers(directory: Path) -> Iterator[Path]:
 def _experiment(made: Examination) -> dict | None:
     name = "experiment.toml"
     if not os.path.lexists(made.directory / name):
-        made.findings.append(Finding(name, "missing", False))
+        made.findings.append(FileState(name, "missing", False))
         return None
     try:
         table = read_experiment(made.directory)
     except FedraxError as error:
-        made.findings.append(Finding(name, f"damaged: {error}", False))
+        made.findings.append(FileState(name, f"damaged: {error}", False))
         return None
     words = f"whole: {table['algorithm'].get('name')}, {table['run']['rounds']} rounds, seed {table['run']['seed']}"
-    made.findings.append(Finding(name, words, True))
+    made.findings.append(FileState(name, words, True))
     return table
 
 
-def _events(made: Examination) -> Finding:
+def _events(made: Examination) -> FileState:
     """How many lines are events."""
     rounds: int | None = 0
     try:
@@ -143,11 +143,11 @@ def _events(made: Examination) -> Finding:
             words = f"whole: {rounds} rounds" if wrong is None else f"damaged in line {rounds + 1}: {wrong}"
     except FedraxError as error:
         words, sound, rounds = f"damaged: {error}", False, None
-    made.findings.append(Finding(events.FILE, words, sound, rounds))
+    made.findings.append(FileState(events.FILE, words, sound, rounds))
     return made.findings[-1]
 
 
-def _checkpoint(made: Examination, name: str, found: Finding) -> Finding | None:
+def _checkpoint(made: Examination, name: str, found: FileState) -> FileState | None:
     """A checkpoint, which has rounds where the run can go on from it: where the events before it are there, too."""
     path, shown = made.directory / CHECKPOINT / name, f"{CHECKPOINT}/{name}"
     if not os.path.lexists(path):
@@ -156,15 +156,15 @@ def _checkpoint(made: Examination, name: str, found: Finding) -> Finding | None:
         meta = checkpoint.verify(path)
         rounds = round_of(meta, path.parent)
         if rounds > (found.rounds or 0):
-            finding = Finding(shown, f"whole: round {rounds}, but the events before it are not all there", False)
+            finding = FileState(shown, f"whole: round {rounds}, but the events before it are not all there", False)
         elif events.digest_of(events.read_whole_events(made.directory)[0][:rounds]) != meta.get("events"):
-            finding = Finding(shown, f"whole: round {rounds}, but the events before it have been changed", False)
+            finding = FileState(shown, f"whole: round {rounds}, but the events before it have been changed", False)
         else:
-            finding = Finding(shown, f"whole: round {rounds}", True, rounds)
+            finding = FileState(shown, f"whole: round {rounds}", True, rounds)
     except checkpoint.CheckpointFormatError as error:
-        finding = Finding(shown, f"another version's: {error}", False)
+        finding = FileState(shown, f"another version's: {error}", False)
     except FedraxError as error:
-        finding = Finding(shown, f"damaged: {error}", False)
+        finding = FileState(shown, f"damaged: {error}", False)
     made.findings.append(finding)
 
     return finding
@@ -176,16 +176,16 @@ def _failure(made: Examination) -> None:
         return
     aside = lambda: _set_aside(folder)  # noqa: E731
     if not checkpoint.exists(folder):
-        made.findings.append(Finding(FAILURE, "empty: there was no room for the state", True))
+        made.findings.append(FileState(FAILURE, "empty: there was no room for the state", True))
         made.remedies.append(Remedy(f"set {FAILURE} aside, in which nothing is", aside))
         return
     try:
         said = str(checkpoint.verify(folder / checkpoint.FILE).get("error"))
     except FedraxError as error:
-        made.findings.append(Finding(FAILURE, f"damaged: {error}", False))
+        made.findings.append(FileState(FAILURE, f"damaged: {error}", False))
         made.remedies.append(Remedy(f"set {FAILURE} aside, so that the run can be shown", aside))
     else:
-        made.findings.append(Finding(FAILURE, f"whole: {said}", True))
+        made.findings.append(FileState(FAILURE, f"whole: {said}", True))
 
 
 def _environment(made: Examination) -> None:
@@ -196,18 +196,18 @@ def _environment(made: Examination) -> None:
         with reading(made.directory / name, MAX_FILE) as file:
             known = json.loads(file.read().decode())
         words = f"whole: fedrax {known['fedrax']}, jax {known['jax']}"
-        made.findings.append(Finding(name, words, True))
+        made.findings.append(FileState(name, words, True))
     except (FedraxError, OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        made.findings.append(Finding(name, f"damaged: {error}; resuming writes it anew", False))
+        made.findings.append(FileState(name, f"damaged: {error}; resuming writes it anew", False))
 
 
 def _clients(made: Examination) -> None:
     try:
         found = read_client_summary(made.directory)
         if found is not None:
-            made.findings.append(Finding(client_summary.FILE, f"whole: {found.clients} clients", True))
+            made.findings.append(FileState(client_summary.FILE, f"whole: {found.clients} clients", True))
     except FedraxError as error:
-        made.findings.append(Finding(client_summary.FILE, f"damaged: {error}; resuming writes it anew", False))
+        made.findings.append(FileState(client_summary.FILE, f"damaged: {error}; resuming writes it anew", False))
 
 
 def _verdict(directory: Path, known: bool, written: int, states: dict, usable: dict) -> str:

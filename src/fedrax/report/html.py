@@ -17,9 +17,9 @@ from typing import Any
 from fedrax.escaping import short_path, value_in_words
 from fedrax.files import write_text
 from fedrax.report import comparison_table, html_curves, search_plots
-from fedrax.report.report_data import Material, Search, differences, flat, gather
+from fedrax.report.report_data import ReportData, SearchOutcome, differences, flat, gather
 from fedrax.report.runs import last_values, megabytes, summarize
-from fedrax.report.svg import Curve, bars, breakable, chart, dots, number, shown
+from fedrax.report.svg import ChartCurve, bars, breakable, chart, dots, number, shown
 from fedrax.simulation.persistence.client_summary import ClientSummary
 from fedrax.version import VERSION
 
@@ -35,11 +35,25 @@ def write_report(
     target: float | None = None,
     title: str | None = None,
 ) -> Path:
-    """Write a page about the runs in ``directories``; returns its path.
+    """Write a self-contained HTML page about runs: curves, table, partition, settings.
 
-    directories: runs, or directories that hold some, such as a comparison's; runs may still be going on. path: by
-    default report.html in the one directory, or here where there are several. target: an accuracy whose cost is shown.
-    Raises FedraxError where a directory holds no run, is damaged, or the page cannot be written.
+    Args:
+        directories: Run directories, or directories of several runs; runs may still be in progress.
+        path: The file; by default report.html in the directory, or in the working directory for several.
+        target: An accuracy whose cost is shown.
+        title: Title of the page.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        FedraxError: If a directory holds no run or a damaged one, or the page cannot be written.
+
+    Example:
+        >>> experiment = fedrax.experiments.Experiment()
+        >>> fedrax.experiments.experiment.write(experiment, "r/experiment.toml")
+        >>> fedrax.report.write_report("r").name
+        'report.html'
     """
     given = [directories] if isinstance(directories, Path | str) else directories
     places = [Path(directory) for directory in given]
@@ -49,7 +63,7 @@ def write_report(
     return Path(path)
 
 
-def page(material: Material, title: str | None = None) -> str:
+def page(material: ReportData, title: str | None = None) -> str:
     """The whole page."""
     title = title or ", ".join(dict.fromkeys(source.name for source in material.sources))
     sections = {name: made for name, make in _SECTIONS.items() if (made := make(material))}
@@ -90,14 +104,14 @@ def _count(n: int, word: str) -> str:
     return f"{n:,} {word}{'s' * (n != 1)}"
 
 
-def _places(material: Material) -> str:
+def _places(material: ReportData) -> str:
     return ", ".join(f"<code>{shown(source.directory)}</code>" for source in material.sources)
 
 
 # -- the head ------------------------------------------------------------------------------------------------------
 
 
-def _lead(material: Material) -> str:
+def _lead(material: ReportData) -> str:
     """What it is about in a line, and four numbers."""
     runs = material.runs
     words = [_count(len(material.methods), "method")]
@@ -116,7 +130,7 @@ def _lead(material: Material) -> str:
     return f'<p class="lead">{shown(" · ".join(words))}</p><div class="tiles">{made}</div>'
 
 
-def _bests(material: Material) -> list[tuple[str, str]]:
+def _bests(material: ReportData) -> list[tuple[str, str]]:
     """Which method came out best in a column, by its mean."""
     rows = [summarize(method, material.target, material.metric) for method in material.methods]
     word = "accuracy" if material.metric == "test_accuracy" else "loss"
@@ -141,7 +155,7 @@ def _bests(material: Material) -> list[tuple[str, str]]:
 # -- sections ------------------------------------------------------------------------------------------------------
 
 
-def _table(material: Material) -> str:
+def _table(material: ReportData) -> str:
     rows = [summarize(method, material.target, material.metric) for method in material.methods]
     made = comparison_table.cells(rows, material.target, material.metric)
     heads = "".join(f"<th{_name(i < made.names)}>{shown(text)}</th>" for i, text in enumerate(made.headings))
@@ -170,11 +184,11 @@ def _state(state: str) -> str:
     return f'<span class="state {kind}">{shown(state)}</span>'
 
 
-def _searches(material: Material) -> str:
+def _searches(material: ReportData) -> str:
     return "".join(_search(source.search) for source in material.sources if source.search is not None)
 
 
-def _search(search: Search) -> str:
+def _search(search: SearchOutcome) -> str:
     """The curve of each setting that was tried, and what was chosen in words."""
     cards = []
     for path in dict.fromkeys(path for choice in search.choices.values() for path in choice.trials[0].point):
@@ -187,7 +201,7 @@ def _search(search: Search) -> str:
     return f'<div class="pair">{"".join(cards)}</div>{words}'
 
 
-def _tried(path: str, search: Search) -> str:
+def _tried(path: str, search: SearchOutcome) -> str:
     shown_choices = {label: c for label, c in search.choices.items() if path in c.trials[0].point}
     values = [trial.point[path] for choice in shown_choices.values() for trial in choice.trials]
     names = [] if search_plots.are_numbers(values) else list(dict.fromkeys(map(value_in_words, values)))
@@ -202,7 +216,7 @@ def _tried(path: str, search: Search) -> str:
         top = choice.best
         ring = None if top.value is None else (at(top.point[path]), top.value)
         joined = path not in choice.ranges  # of drawn values the best over the others is no curve
-        curves.append(Curve(label, i, points, ring=ring, lost=lost, joined=joined))
+        curves.append(ChartCurve(label, i, points, ring=ring, lost=lost, joined=joined))
     metric = next(iter(shown_choices.values())).metric
     wide = not names and min(values) > 0 and max(values) > 5 * min(values)
     found = range(len(names)) if names else sorted(set(map(float, values)))
@@ -212,7 +226,7 @@ def _tried(path: str, search: Search) -> str:
     return f"<h3>{shown(name)}</h3>{drawn}"
 
 
-def _spreads(material: Material) -> str:
+def _spreads(material: ReportData) -> str:
     made = html_curves.spreads_of(material)
     if not made:
         return (
@@ -227,7 +241,7 @@ def _spreads(material: Material) -> str:
     )
 
 
-def _partitions(material: Material) -> str:
+def _partitions(material: ReportData) -> str:
     found = material.clients()
     if not found:
         return '<p class="note">The runs keep nothing of their clients: they were made by an earlier version.</p>'
@@ -251,7 +265,7 @@ def _partition(clients: ClientSummary) -> str:
     return f'<p>{shown(words)}</p><div class="card scroll">{drawn}</div><p class="note">{what}</p>'
 
 
-def _differences(material: Material) -> str:
+def _differences(material: ReportData) -> str:
     found = differences(material.methods)
     if len(material.methods) == 1:
         return ""
@@ -276,7 +290,7 @@ def _value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _settings(material: Material) -> str:
+def _settings(material: ReportData) -> str:
     differ = differences(material.methods)
     common = {path: v for path, v in flat(material.runs[0].table).items() if path not in differ and path != "run.seed"}
     parts: dict[str, dict[str, Any]] = {}
@@ -297,7 +311,7 @@ def _keys(values: Mapping[str, Any]) -> str:
     return f'<table class="keys"><tbody>{"".join(lines)}</tbody></table>'
 
 
-def _environment(material: Material) -> str:
+def _environment(material: ReportData) -> str:
     found = material.environments()
     if not found:
         return ""
@@ -311,7 +325,7 @@ def _environment(material: Material) -> str:
     return f'<div class="cards">{cards}</div>{warning * (len(found) > 1)}'
 
 
-def _runs(material: Material) -> str:
+def _runs(material: ReportData) -> str:
     """Every run: where it is, how far it came, what it took."""
     metric, lines = material.metric, []
     listed = [(method, run) for method in material.methods for run in method.runs]
@@ -339,7 +353,7 @@ def _runs(material: Material) -> str:
     )
 
 
-_SECTIONS: Mapping[str, Callable[[Material], str]] = {
+_SECTIONS: Mapping[str, Callable[[ReportData], str]] = {
     "Curves": html_curves.section,
     "Table": _table,
     "How settings were chosen": _searches,

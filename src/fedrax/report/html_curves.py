@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from fedrax.report.curves import METRICS, OWN
-from fedrax.report.report_data import Material
-from fedrax.report.runs import Method, last_values, mean_and_deviation, megabytes
-from fedrax.report.svg import Curve, Spread, chart, shown, spreads, swatch
+from fedrax.report.report_data import ReportData
+from fedrax.report.runs import MethodRuns, last_values, mean_and_deviation, megabytes
+from fedrax.report.svg import ChartCurve, ClientQuantiles, chart, shown, spreads, swatch
 from fedrax.simulation.results.events import Event, holds
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ def hiding(methods: int) -> str:
     return "".join(f"body:has(#m{i}:not(:checked)) .m{i}{{display:none}}\n" for i in range(methods))
 
 
-def metrics_of(material: Material) -> list[str]:
+def metrics_of(material: ReportData) -> list[str]:
     """What there are curves of: what methods are compared by, other metrics of test data, the training loss."""
     names = dict.fromkeys(key for run in material.runs for event in run.events for key in event if holds(event, key))
     kinds = ("test_", "train_", *(name for name in METRICS if "_" not in name or name == "frobenius_error"))
@@ -37,7 +37,7 @@ def metrics_of(material: Material) -> list[str]:
     )
 
 
-def section(material: Material) -> str:
+def section(material: ReportData) -> str:
     """The legend, the switch of the axes, and a chart for each metric."""
     metrics = metrics_of(material)
     if not metrics:
@@ -58,7 +58,7 @@ def section(material: Material) -> str:
     return f'{_controls(material)}<div class="pair">{cards}</div><p class="note">{shown(note)}{hint}</p>'
 
 
-def _controls(material: Material) -> str:
+def _controls(material: ReportData) -> str:
     switch = "".join(
         f'<label><input type="radio" name="axis" id="on-{key}"{" checked" * (key == "round")}>{word}</label>'
         for key, (word, _, _) in X_AXES.items()
@@ -70,7 +70,7 @@ def _controls(material: Material) -> str:
     return f'<div class="controls"><div class="axes">{switch}</div><div class="legend">{legend}</div></div>'
 
 
-def _charts(material: Material, metric: str, most: int) -> str:
+def _charts(material: ReportData, metric: str, most: int) -> str:
     """The metric against each of the axes, of which one is shown."""
     name = (METRICS | OWN).get(metric, metric.replace("_", " "))
     made = []
@@ -82,11 +82,11 @@ def _charts(material: Material, metric: str, most: int) -> str:
     return f"<h3>{shown(name)}</h3>{''.join(made)}"
 
 
-def _curve(method: Method, index: int, metric: str, place: Callable[[Event], float], most: int) -> Curve:
+def _curve(method: MethodRuns, index: int, metric: str, place: Callable[[Event], float], most: int) -> ChartCurve:
     """Means at the rounds that every run of the method has come to, and the runs themselves where some have not."""
     known = [events for run in method.runs if (events := [e for e in run.events if holds(e, metric)])]
     if not known:
-        return Curve(method.label, index, [])
+        return ChartCurve(method.label, index, [])
     shared = set.intersection(*({event["round"] for event in events} for events in known))
     by_round = zip(*([e for e in events if e["round"] in shared] for events in known), strict=True)
     points = [
@@ -95,7 +95,7 @@ def _curve(method: Method, index: int, metric: str, place: Callable[[Event], flo
     ]
     uneven = any(len(events) > len(shared) for events in known)
     runs = [_thinned([(place(e), float(e[metric])) for e in events], most) for events in known] if uneven else []
-    return Curve(method.label, index, _thinned(points, most), runs)
+    return ChartCurve(method.label, index, _thinned(points, most), runs)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -109,7 +109,7 @@ def _thinned(points: Sequence[T], most: int) -> list[T]:
     return kept if not points or (len(points) - 1) % step == 0 else [*kept, points[-1]]
 
 
-def spreads_of(material: Material) -> list[str]:
+def spreads_of(material: ReportData) -> list[str]:
     """A picture for each metric that the runs report per client."""
     lasts = [[last_values(run.events) for run in method.runs] for method in material.methods]
     end = "_client_p50"
@@ -125,7 +125,7 @@ def spreads_of(material: Material) -> list[str]:
                 low, median, high, worst, _ = (_mean(column) for column in zip(*values, strict=True))
                 few, many = min(v[4] for v in values), max(v[4] for v in values)
                 samples = f"{few:g}" if few == many else f"{few:g} to {many:g}"
-                rows.append(Spread(method.label, i, low, median, high, worst, samples))
+                rows.append(ClientQuantiles(method.label, i, low, median, high, worst, samples))
         if rows:
             made.append(spreads(rows, f"{name.replace('_', ' ')} of a client"))
     return made

@@ -28,7 +28,7 @@ from fedrax.simulation.settings import Settings, cohort_sampler
 
 
 @dataclass(frozen=True)
-class Answer:
+class EpsilonAnswer:
     """What an asked-for epsilon takes: more noise, or fewer rounds."""
 
     epsilon: float
@@ -41,7 +41,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Part:
+class ReleaseCost:
     """One release, by itself."""
 
     release: Release
@@ -59,8 +59,8 @@ class Forecast:
     spent: PrivacySpent
     by_rounds: bool
     """Whether the draw of cohorts amplifies; else it is participations that count."""
-    parts: tuple[Part, ...]
-    answers: tuple[Answer, ...]
+    parts: tuple[ReleaseCost, ...]
+    answers: tuple[EpsilonAnswer, ...]
     noise_fields: dict[str, float]
     """Hyper-parameters with which all noise grows in proportion, and their values."""
 
@@ -96,21 +96,21 @@ def forecast(
     )
 
 
-def _part(release: Release, whole: Accountant, ledger: Ledger) -> Part:
+def _part(release: Release, whole: Accountant, ledger: Ledger) -> ReleaseCost:
     alone = Ledger(Accountant([release], whole.delta, whole.cohorts), ledger.sizes)
     alone.restore(ledger.counts, ledger.rounds)
     epsilon, by = alone.accountant.bound(alone.count)
-    return Part(release, epsilon, by, alone.epsilon_paper)
+    return ReleaseCost(release, epsilon, by, alone.epsilon_paper)
 
 
-def _answer(epsilon: float, ledger: Ledger, sampler: CohortSampler, most: int) -> Answer:
+def _answer(epsilon: float, ledger: Ledger, sampler: CohortSampler, most: int) -> EpsilonAnswer:
     accountant = ledger.accountant
     try:
         factor = accountant.factor_for(epsilon, ledger.count) if accountant.protects else None
     except FedraxError:  # that no noise is enough
         factor = None
     rounds = ledger.last_round(epsilon, most, sampler.cohort)
-    return Answer(epsilon, factor, rounds, more=rounds == most)
+    return EpsilonAnswer(epsilon, factor, rounds, more=rounds == most)
 
 
 def noise_fields(algorithm: Algorithm) -> dict[str, float]:

@@ -15,7 +15,16 @@ from typing import Any
 from fedrax.errors import FedraxError
 from fedrax.files import reading
 from fedrax.report import search_plots
-from fedrax.report.runs import COMPARISON, Method, Run, find_runs, group, main_metric, read_comparison, target_of
+from fedrax.report.runs import (
+    COMPARISON,
+    MethodRuns,
+    SavedRun,
+    find_runs,
+    group,
+    main_metric,
+    read_comparison,
+    target_of,
+)
 from fedrax.simulation.persistence.client_summary import ClientSummary, read_client_summary
 from fedrax.tuning.selection import SearchRange, SearchResult, Trial
 
@@ -25,7 +34,7 @@ _DEEPEST = 8
 
 
 @dataclass(frozen=True)
-class Search:
+class SearchOutcome:
     """How a comparison's settings were chosen."""
 
     validation: float
@@ -36,22 +45,22 @@ class Search:
 
 
 @dataclass(frozen=True)
-class Source:
+class ReportSource:
     """A directory that a report is asked for, with the methods in it."""
 
     directory: Path
     name: str
-    methods: Sequence[Method]
+    methods: Sequence[MethodRuns]
     target: float | None = None
-    search: Search | None = None
+    search: SearchOutcome | None = None
 
 
 @dataclass(frozen=True)
-class Material:
+class ReportData:
     """All of it together."""
 
-    sources: Sequence[Source]
-    methods: Sequence[Method]
+    sources: Sequence[ReportSource]
+    methods: Sequence[MethodRuns]
     """Of all sources, under names that tell them apart."""
     target: float | None
     given: bool
@@ -63,7 +72,7 @@ class Material:
         return main_metric(self.methods)
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[SavedRun]:
         """Every run."""
         return [run for method in self.methods for run in method.runs]
 
@@ -83,7 +92,7 @@ class Material:
         return [(dict(facts), count) for facts, count in counts.items()]
 
 
-def gather(directories: Sequence[Path], target: float | None = None) -> Material:
+def gather(directories: Sequence[Path], target: float | None = None) -> ReportData:
     """Read the directories, each run once; FedraxError where one holds no run or is damaged.
 
     Runs of no comparison that differ in their seeds only are one method, wherever they lie.
@@ -94,7 +103,7 @@ def gather(directories: Sequence[Path], target: float | None = None) -> Material
         places.setdefault(path.resolve(), path)
     kept = {path: read_comparison(path) for path in places.values()}
     homes: dict[Path, Path] = {}
-    sources: list[Source] = []
+    sources: list[ReportSource] = []
     for path in sorted(kept, key=lambda path: not kept[path]):  # comparisons first: they say more of their runs
         runs = [run for run in find_runs(path) if homes.setdefault(run.directory.resolve(), path) == path]
         if runs:
@@ -103,10 +112,10 @@ def gather(directories: Sequence[Path], target: float | None = None) -> Material
     plain = [method for source in sources if not kept[source.directory] for method in source.methods]
     methods = _told_apart(methods + group([run for method in plain for run in method.runs]), homes)
     theirs = next((source.target for source in sources if source.target is not None), None)
-    return Material(sources, methods, *target_of(methods, target if target is not None else theirs))
+    return ReportData(sources, methods, *target_of(methods, target if target is not None else theirs))
 
 
-def _told_apart(methods: Sequence[Method], homes: Mapping[Path, Path]) -> list[Method]:
+def _told_apart(methods: Sequence[MethodRuns], homes: Mapping[Path, Path]) -> list[MethodRuns]:
     """The methods under distinct labels.
 
     Equal labels get the name of the requested directory before them, or its path, or a number. ``homes`` maps each run
@@ -124,27 +133,29 @@ def _told_apart(methods: Sequence[Method], homes: Mapping[Path, Path]) -> list[M
     return [replace(method, label=label) for method, label in zip(methods, labels, strict=True)]
 
 
-def _source(directory: Path, kept: dict[str, Any], methods: Sequence[Method]) -> Source:
+def _source(directory: Path, kept: dict[str, Any], methods: Sequence[MethodRuns]) -> ReportSource:
     if not kept:
         name = str(methods[0].runs[0].table.get("name", "")) if len(methods) == 1 else directory.resolve().name
-        return Source(directory, name, methods)
+        return ReportSource(directory, name, methods)
     try:
         return _compared(kept, directory, methods)
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
-        raise FedraxError(f"{directory / COMPARISON} is not what a comparison keeps: {error!r:.200}.") from error
+        raise FedraxError(f"{directory / COMPARISON} is damaged: {error!r:.200}.") from error
 
 
-def _compared(kept: Any, directory: Path, methods: Sequence[Method]) -> Source:
+def _compared(kept: Any, directory: Path, methods: Sequence[MethodRuns]) -> ReportSource:
     """The methods in the comparison's order, with the settings that were chosen; checked as it is read."""
     said = {str(row["label"]): str(row.get("settings", "")) for row in kept["methods"]}
     order = {label: place for place, label in enumerate(said)}
     shown = [replace(m, settings=said.get(m.label, m.settings)) for m in methods]
     shown.sort(key=lambda method: order.get(method.label, len(order)))
     target = None if kept.get("target_is_default") or kept.get("target") is None else _number(kept["target"])
-    return Source(directory, str(kept["name"]), shown, target, _search(kept["search"]) if "search" in kept else None)
+    return ReportSource(
+        directory, str(kept["name"]), shown, target, _search(kept["search"]) if "search" in kept else None
+    )
 
 
-def _search(kept: Any) -> Search:
+def _search(kept: Any) -> SearchOutcome:
     choices = {}
     for label, found in kept["methods"].items():
         trials = tuple(_trial(trial) for trial in found["trials"])
@@ -157,7 +168,9 @@ def _search(kept: Any) -> Search:
     share, seeds = _number(kept["validation"]), tuple(int(seed) for seed in kept["seeds"])
     if not all(isinstance(line, str) for line in kept.get("lines", [])):
         raise ValueError("what is said of the search is no text")
-    return Search(share, seeds, choices, list(kept.get("lines", [])) or search_plots.lines(choices, share, seeds))
+    return SearchOutcome(
+        share, seeds, choices, list(kept.get("lines", [])) or search_plots.lines(choices, share, seeds)
+    )
 
 
 def _range(kept: Any) -> SearchRange:
@@ -216,7 +229,7 @@ def flat(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return found
 
 
-def differences(methods: Sequence[Method]) -> dict[str, list[Any]]:
+def differences(methods: Sequence[MethodRuns]) -> dict[str, list[Any]]:
     """The settings in which methods differ, seeds apart: for each path a value a method, None where it has none."""
     tables = [flat(method.runs[0].table) for method in methods]
     paths = dict.fromkeys(path for table in tables for path in table if path not in ("name", "run.seed"))

@@ -1,4 +1,4 @@
-"""Run directories as tables of numbers. Reading them runs no code of the experiment's."""
+"""Run directories read back, and their summary statistics. Reading runs no code that an experiment names."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ from fedrax.simulation.results.events import Event, holds, read_events
 from fedrax.simulation.results.result import cost_to_target
 
 COMPARISON = "comparison.json"
-"""In the directory of a comparison: its methods and its search, in numbers."""
+"""File in the directory of a comparison: its table and its search, as JSON."""
 MAX_COMPARISON = 64 << 20
-"""Its bytes: a thousand points of many methods."""
+"""Largest size in bytes, enough for a thousand grid points of many methods."""
 _DRAWN = 1e150
-"""Up to which an axis has ticks: a run whose means are beyond has diverged."""
+"""Largest mean that is drawn: beyond it an axis has no ticks, and the run has diverged."""
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run directory as it is now."""
+class SavedRun:
+    """The contents of a run directory, whose run may be finished or not."""
 
     directory: Path
+    """The run directory."""
     table: dict[str, Any]
-    """experiment.toml."""
+    """The experiment, as in experiment.toml."""
     events: list[Event]
+    """An event for each finished round."""
     failure: str | None
-    """Why the run stopped early, if it did: a number that was not finite."""
+    """Why the run diverged, if it did."""
     spent: bool = False
-    """Whether the privacy budget ended it."""
+    """Whether the run ended because its privacy budget was spent."""
 
     @property
     def seed(self) -> int:
@@ -46,24 +48,24 @@ class Run:
 
     @property
     def rounds(self) -> int:
-        """Rounds asked for."""
+        """Rounds of the experiment."""
         return int(self.table["run"]["rounds"])
 
     @property
     def validation(self) -> bool:
-        """Whether it was evaluated on validation data, in place of the test data."""
+        """Whether the run was evaluated on validation data instead of test data."""
         return bool(self.table.get("validation"))
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is left to do."""
+        """Whether the run is complete."""
         target = self.table["run"].get("target", "none")
         reached = target != "none" and cost_to_target(self.events, "test_accuracy", target) is not None
         return len(self.events) >= self.rounds or reached or self.spent or self.failure is not None
 
     @property
     def state(self) -> str:
-        """In words."""
+        """The state of the run in words."""
         if self.failure is not None:
             return f"diverged in round {len(self.events) + 1}"
         if self.spent:
@@ -72,34 +74,51 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Method:
-    """Runs of one experiment that differ in their seeds."""
+class MethodRuns:
+    """Runs of one method that differ in their seeds."""
 
     label: str
-    runs: Sequence[Run]
+    runs: Sequence[SavedRun]
     settings: str = ""
-    """What it has otherwise than the methods beside it: what a search chose, settings of its runs."""
+    """Settings in which it differs from the other methods: those that a search chose, those of its runs."""
 
     @property
     def failure(self) -> str | None:
-        """How a run of them diverged, if one did."""
+        """The state of a run that diverged, if one did."""
         return next((run.state for run in self.runs if run.failure is not None), None)
 
 
-def read_run(directory: Path) -> Run:
-    """The run in ``directory``; FedraxError if there is none or its files are damaged."""
+def read_run(directory: Path | str) -> SavedRun:
+    """Read a run directory.
+
+    Args:
+        directory: The run directory.
+
+    Returns:
+        The experiment and the events so far.
+
+    Raises:
+        FedraxError: If the directory holds no run or its files are damaged.
+
+    Example:
+        >>> experiment = fedrax.experiments.Experiment()
+        >>> _ = fedrax.experiments.experiment.write(experiment, "r/experiment.toml")
+        >>> fedrax.report.read_run("r").state
+        'round 0 of 100'
+    """
+    directory = Path(directory)
     table = read_experiment(directory)
     events = read_events(directory) if (directory / "events.jsonl").exists() else []
-    failed = directory / FAILURE  # empty where a full disk left no room for the state
+    failed = directory / FAILURE  # empty after a full disk
     failure = checkpoint.load_meta(failed).get("error") if checkpoint.exists(failed) else None
     kept = directory / CHECKPOINT
     limited = isinstance(table["run"].get("epsilon_budget"), int | float) and checkpoint.exists(kept)
     spent = limited and checkpoint.load_meta(kept).get("stopped") == "budget"
-    return Run(directory, table, events, None if failure is None else str(failure), spent)
+    return SavedRun(directory, table, events, None if failure is None else str(failure), spent)
 
 
 def read_experiment(directory: Path) -> dict[str, Any]:
-    """The table of a run's experiment.toml, in which seed, rounds and target are numbers; FedraxError otherwise."""
+    """Read experiment.toml of a run, whose seed, rounds and target are checked to be numbers."""
     table = read_table(directory / "experiment.toml")
     run, algorithm = table.get("run"), table.get("algorithm")
     if not isinstance(run, dict) or not isinstance(algorithm, dict) or not {"seed", "rounds"} <= run.keys():
@@ -111,8 +130,28 @@ def read_experiment(directory: Path) -> dict[str, Any]:
     return table
 
 
-def find_runs(path: Path) -> list[Run]:
-    """The run in ``path``, or all runs below it; those on validation data only where there are no others."""
+def find_runs(path: Path | str) -> list[SavedRun]:
+    """Read the run in a directory, or all runs below it.
+
+    Runs of a search, on validation data, are returned only where there are no others.
+
+    Args:
+        path: A run directory, or a directory of several such as that of a comparison.
+
+    Returns:
+        The runs, sorted by path.
+
+    Raises:
+        FedraxError: If there is no run, or one is damaged.
+
+    Example:
+        >>> for seed in range(2):
+        ...     experiment = fedrax.experiments.Experiment(run=fedrax.Settings(seed=seed))
+        ...     fedrax.experiments.experiment.write(experiment, f"seeds/{seed}/experiment.toml")
+        >>> [run.seed for run in fedrax.report.find_runs("seeds")]
+        [0, 1]
+    """
+    path = Path(path)
     if (path / "experiment.toml").is_file():
         return [read_run(path)]
     left = _settings_left(path)
@@ -124,14 +163,14 @@ def find_runs(path: Path) -> list[Run]:
 
 
 def _settings_left(path: Path) -> Callable[[Path], bool]:
-    """Whether a directory has a method's runs with settings that a later search of the comparison did not choose."""
+    """Predicate of directories whose runs have settings that a later search of the comparison did not choose."""
     chosen = {path / place for place in read_comparison(path).get("places", [])}
     methods = {place.parent for place in chosen} - {path}
     return lambda directory: directory.parent in methods and directory not in chosen
 
 
 def read_comparison(directory: Path) -> dict[str, Any]:
-    """What a comparison keeps of itself, empty where the directory is of none; FedraxError where it is damaged."""
+    """Read comparison.json; empty where there is none. Raises FedraxError where it is damaged."""
     path = directory / COMPARISON
     if not path.exists():
         return {}
@@ -141,13 +180,13 @@ def read_comparison(directory: Path) -> dict[str, Any]:
         if not isinstance(found, dict) or not all(isinstance(place, str) for place in found.get("places", [])):
             raise ValueError("no table, or places that are no names")
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise FedraxError(f"{path} is not what a comparison keeps: {error!r:.200}.") from error
+        raise FedraxError(f"{path} is damaged: {error!r:.200}.") from error
     return found
 
 
-def _once(runs: Sequence[Run]) -> list[Run]:
-    """Of runs that differ in nothing, not the seed, the one that is furthest: a run made twice is one seed."""
-    found: dict[str, Run] = {}
+def _once(runs: Sequence[SavedRun]) -> list[SavedRun]:
+    """Drop duplicates: of runs of the same experiment and seed the one with most rounds stays."""
+    found: dict[str, SavedRun] = {}
     for run in runs:
         key = json.dumps(run.table, sort_keys=True, default=str)
         if key not in found or len(run.events) > len(found[key].events):
@@ -155,9 +194,9 @@ def _once(runs: Sequence[Run]) -> list[Run]:
     return list(found.values())
 
 
-def group(runs: Sequence[Run]) -> list[Method]:
-    """Runs that differ in their seeds only, together, under a name that tells them apart."""
-    groups: dict[str, list[Run]] = {}
+def group(runs: Sequence[SavedRun]) -> list[MethodRuns]:
+    """Group runs that differ only in their seeds, under unique labels."""
+    groups: dict[str, list[SavedRun]] = {}
     for run in _once(runs):
         settings = {k: v for k, v in run.table["run"].items() if k != "seed"}
         groups.setdefault(json.dumps(run.table | {"run": settings}, sort_keys=True, default=str), []).append(run)
@@ -168,16 +207,16 @@ def group(runs: Sequence[Run]) -> list[Method]:
     if len(groups) == 1 and names[0] == ["experiment"]:
         names.pop(0)
     labels = next((each for each in names if len(set(each)) == len(each)), names[-1])
-    return [Method(label, runs) for label, runs in zip(labels, groups.values(), strict=True)]
+    return [MethodRuns(label, runs) for label, runs in zip(labels, groups.values(), strict=True)]
 
 
 def megabytes(event: Event) -> float:
-    """What all clients received and sent until this round, in MB (10^6 bytes)."""
+    """Cumulative traffic of all clients, down and up, in MB (10^6 bytes)."""
     return (event["bytes_down"] + event["bytes_up"]) / 1e6
 
 
 def last_values(events: Sequence[Event]) -> dict[str, float]:
-    """The last value of every key."""
+    """The last value of every metric."""
     merged: dict[str, float] = {}
     for event in events:
         merged |= event
@@ -185,7 +224,7 @@ def last_values(events: Sequence[Event]) -> dict[str, float]:
 
 
 def summary_line(events: Sequence[Event]) -> str:
-    """A run in a line: 'test accuracy 0.912, test loss 0.31 after 50 rounds, 12.3 MB, 4.2 s'."""
+    """Summarize a run in a line: 'test accuracy 0.912, test loss 0.31 after 50 rounds, 12.3 MB, 4.2 s'."""
     if not events:
         return "no rounds yet"
     last = last_values(events)
@@ -196,16 +235,16 @@ def summary_line(events: Sequence[Event]) -> str:
     return f"{values} after {last['round']} rounds, {megabytes(events[-1]):.4g} MB, {last['seconds']:.3g} s"
 
 
-def main_metric(methods: Sequence[Method]) -> str:
-    """What to compare by: test accuracy where there is one, else test loss."""
+def main_metric(methods: Sequence[MethodRuns]) -> str:
+    """The metric to compare by: test accuracy where there is one, else test loss."""
     keys = {key for method in methods for run in method.runs for event in run.events for key in event}
     return "test_accuracy" if "test_accuracy" in keys else "test_loss"
 
 
-def curve(method: Method, metric: str) -> pl.DataFrame:
-    """Mean and deviation of a metric over the seeds, at the rounds where every run of the method that has it ever does.
+def curve(method: MethodRuns, metric: str) -> pl.DataFrame:
+    """Mean and standard deviation of a metric over seeds, at rounds where every run that ever reports it does.
 
-    Columns: round, megabytes, mean, low, high (mean -+ one standard deviation); empty where nothing can be drawn.
+    Columns: round, megabytes, mean, low, high (mean -+ one standard deviation); empty where there are no such rounds.
     """
     having = [[e for e in run.events if holds(e, metric)] for run in method.runs]
     rows = [
@@ -223,12 +262,12 @@ def curve(method: Method, metric: str) -> pl.DataFrame:
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and sample standard deviation (0 of one value) of numbers whose sum or squares may be beyond all floats."""
+    """Mean and sample standard deviation (0 of one value), without overflow of sums and squares."""
     if not all(map(math.isfinite, values)):
         return sum(values) / len(values), math.nan
-    if min(values) == max(values):  # their mean may be rounded
+    if min(values) == max(values):  # the rounded mean may differ from all of them
         return values[0], 0.0
-    scale = math.ldexp(1.0, math.frexp(max(map(abs, values)))[1] - 1)  # a power of two: nothing is rounded by it
+    scale = math.ldexp(1.0, math.frexp(max(map(abs, values)))[1] - 1)  # scaling by a power of two is exact
     scaled = [value / scale for value in values]
     mean = math.fsum(scaled) / len(scaled)
     squares = math.fsum((value - mean) ** 2 for value in scaled)
@@ -252,8 +291,8 @@ class Statistic:
 
 
 @dataclass(frozen=True)
-class Row:
-    """A method's line in the table of a comparison."""
+class MethodSummary:
+    """A method's row in the table of a comparison: statistics over seeds."""
 
     label: str
     seeds: int
@@ -266,20 +305,20 @@ class Row:
     megabytes: Statistic | None
     seconds: Statistic | None
     epsilon: Statistic | None = None
-    """What private runs have spent."""
+    """Privacy loss of private runs."""
     epsilon_paper: Statistic | None = None
     best: Statistic | None = None
-    """The best value of what methods are compared by, and its round."""
+    """The best value of the metric to compare by, and its round."""
     best_round: Statistic | None = None
     others: dict[str, Statistic] = field(default_factory=dict)
     """Final values of the other metrics on test data."""
     settings: str = ""
     worst_samples: tuple[int, ...] = ()
-    """The samples behind the worst clients, of each seed."""
+    """Sample counts of the worst clients, one for each seed."""
 
 
 OWN_MODELS = ("_personal_", "_finetuned_")
-"""Of metrics of clients' own models."""
+"""Parts of the names of metrics of personal models."""
 
 
 def other_metrics(lasts: Sequence[dict[str, float]]) -> dict[str, Statistic]:
@@ -300,22 +339,22 @@ def other_metrics(lasts: Sequence[dict[str, float]]) -> dict[str, Statistic]:
     return {name: value for name, value in found.items() if value is not None and name not in hidden}
 
 
-def best_of(run: Run, metric: str) -> tuple[float, int] | None:
+def best_of(run: SavedRun, metric: str) -> tuple[float, int] | None:
     """(best value, its first round) of a metric in a run."""
     values = [(event[metric], event["round"]) for event in run.events if metric in event]
     sign = -1 if metric == "test_accuracy" else 1
     return min(values, key=lambda entry: sign * entry[0], default=None)
 
 
-def summarize(method: Method, target: float | None, metric: str = "test_accuracy") -> Row:
-    """Final test values, and what it took to reach the target (over the seeds that did; None if not all did)."""
+def summarize(method: MethodRuns, target: float | None, metric: str = "test_accuracy") -> MethodSummary:
+    """Final test metrics and the cost to reach the target, None unless all seeds reached it."""
     lasts = [last_values(run.events) for run in method.runs]
     reached = [] if target is None else [cost_to_target(list(run.events), metric, target) for run in method.runs]
     took = [entry for entry in reached if entry is not None]
     complete = bool(took) and len(took) == len(method.runs)
     pick = {name: Statistic.of([entry[name] for entry in took]) if complete else None for name in ("rounds", "seconds")}
     tops = [top for run in method.runs if (top := best_of(run, metric)) is not None]
-    return Row(
+    return MethodSummary(
         label=method.label,
         seeds=len(method.runs),
         state=method.failure or _state(method.runs),
@@ -335,8 +374,8 @@ def summarize(method: Method, target: float | None, metric: str = "test_accuracy
     )
 
 
-def _state(runs: Sequence[Run]) -> str:
-    """Of all seeds together."""
+def _state(runs: Sequence[SavedRun]) -> str:
+    """The state of all seeds together."""
     states = {run.state for run in runs}
     if len(states) == 1:
         return states.pop()
@@ -347,16 +386,16 @@ def _state(runs: Sequence[Run]) -> str:
 
 
 def _behind_the_worst(last: dict[str, float]) -> list[int]:
-    """How many samples the worst clients of a table's columns have."""
+    """Sample counts of the worst clients."""
     kind = "accuracy" if any(name.endswith("_accuracy_worst_client") for name in last) else "loss"
     return [int(samples) for name, samples in last.items() if name.endswith(f"_{kind}_worst_client_samples")]
 
 
-def target_of(methods: Sequence[Method], given: float | None = None) -> tuple[float | None, bool]:
-    """(the accuracy whose cost is shown, whether somebody chose it).
+def target_of(methods: Sequence[MethodRuns], given: float | None = None) -> tuple[float | None, bool]:
+    """(target accuracy whose cost is shown, whether it was given).
 
-    ``given``, or the one at which all runs end; else 95 % of the best method's mean final accuracy, to the percent, and
-    None where there is no accuracy.
+    ``given``, or the target at which all runs end; otherwise 95 % of the best method's mean final accuracy, rounded
+    down to the percent, and None without an accuracy.
     """
     ends = {run.table["run"].get("target", "none") for method in methods for run in method.runs}
     if given is None and len(ends) == 1 and "none" not in ends:
@@ -370,7 +409,7 @@ def target_of(methods: Sequence[Method], given: float | None = None) -> tuple[fl
 
 
 def finite(value: Any) -> Any:
-    """For JSON, which knows no infinity: null in its place."""
+    """Replace non-finite floats by None, since JSON has none."""
     if isinstance(value, dict):
         return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,7 +1,7 @@
-"""Who sees a run while it goes on: lines of JSON, TensorBoard, Weights & Biases, MLflow.
+"""Event sinks: lines of JSON, TensorBoard, Weights & Biases, MLflow.
 
-Each is a :class:`fedrax.simulation.Sink` for ``simulate(..., sinks=[...])``. The last three need packages of their
-own, imported when the sink is made. The line of progress is in :mod:`fedrax.simulation.results.progress`.
+Each is a :class:`fedrax.simulation.Sink` for ``simulate(..., sinks=[...])``. The last three need optional packages,
+imported when the sink is made. The progress line is in :mod:`fedrax.simulation.results.progress`.
 """
 
 from __future__ import annotations
@@ -19,24 +19,57 @@ from fedrax.simulation.results.events import Event, RunInfo
 
 
 class JsonSink:
-    """Each event as a line of JSON, to standard output by default."""
+    """Writes each event as a line of JSON.
+
+    Args:
+        file: An open text file; standard output by default.
+
+    Example:
+        >>> import io
+        >>> lines = io.StringIO()
+        >>> sink = fedrax.report.JsonSink(lines)
+        >>> sink.event({"round": 1, "test_accuracy": 0.5})
+        >>> lines.getvalue().strip()
+        '{"round": 1, "test_accuracy": 0.5}'
+    """
 
     def __init__(self, file: TextIO | None = None):
         self._file = file
 
     def start(self, run: RunInfo) -> None:
-        """Nothing to say yet."""
+        """Nothing to write yet.
+
+        Args:
+            run: Facts about the run.
+        """
 
     def event(self, event: Event) -> None:
-        """Write the line."""
+        """Write the event.
+
+        Args:
+            event: The event of a round.
+        """
         print(json.dumps(event), file=self._file or sys.stdout, flush=True)
 
     def finish(self, result: Any | None) -> None:
-        """Nothing to close."""
+        """Nothing to close.
+
+        Args:
+            result: The result, None for a run that failed.
+        """
 
 
 class TensorBoardSink:
-    """Scalars for TensorBoard, against rounds, in ``directory``."""
+    """Logs the numbers of events against rounds for TensorBoard (the extra ``tensorboard``).
+
+    Args:
+        directory: Directory of the log.
+
+    Example:
+        >>> import importlib.util
+        >>> if importlib.util.find_spec("tensorboardX"):
+        ...     sink = fedrax.report.TensorBoardSink("runs/first/tensorboard")
+    """
 
     def __init__(self, directory: Path | str):
         self._module = _optional("tensorboardX", "TensorBoard", "tensorboard")
@@ -44,26 +77,38 @@ class TensorBoardSink:
         self._writer: Any = None
 
     def start(self, run: RunInfo) -> None:
-        """Open the log."""
+        """Open the log.
+
+        Args:
+            run: Facts about the run.
+        """
         if Path(self._directory).is_symlink():
             raise FedraxError(f"{self._directory} is a link, into which no log is written: remove it.")
-        with self._told_where():
+        with self._file_errors():
             self._writer = self._module.SummaryWriter(self._directory)
 
     def event(self, event: Event) -> None:
-        """Log every number."""
-        with self._told_where():
+        """Log every number.
+
+        Args:
+            event: The event of a round.
+        """
+        with self._file_errors():
             for name, value in numbers(event).items():
                 self._writer.add_scalar(name, value, event["round"])
 
     def finish(self, result: Any | None) -> None:
-        """Close the log."""
-        with self._told_where():
+        """Close the log.
+
+        Args:
+            result: The result, None for a run that failed.
+        """
+        with self._file_errors():
             self._writer.close()
 
     @contextmanager
-    def _told_where(self) -> Iterator[None]:
-        """What the system says against writing, as a sentence."""
+    def _file_errors(self) -> Iterator[None]:
+        """Raise errors of the file system as FedraxError."""
         try:
             yield
         except OSError as error:
@@ -71,9 +116,18 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A run of Weights & Biases; its own environment variables (WANDB_MODE=offline, ...) hold.
+    """Logs a run to Weights & Biases (the extra ``wandb``); its environment variables (WANDB_MODE, ...) apply.
 
-    ``config`` is shown with the run, ``directory`` keeps its files.
+    Args:
+        project: Name of the project.
+        name: Name of the run.
+        config: Settings shown with the run.
+        directory: Directory of its files.
+
+    Example:
+        >>> import importlib.util
+        >>> if importlib.util.find_spec("wandb"):
+        ...     sink = fedrax.report.WandbSink("heterogeneity", name="scaffold")
     """
 
     def __init__(
@@ -89,7 +143,11 @@ class WandbSink:
         self._run: Any = None
 
     def start(self, run: RunInfo) -> None:
-        """Begin the run."""
+        """Start the run.
+
+        Args:
+            run: Facts about the run.
+        """
         if self._options["dir"] is not None:
             self._options["dir"].mkdir(parents=True, exist_ok=True)
         try:
@@ -100,23 +158,46 @@ class WandbSink:
             ) from error
 
     def event(self, event: Event) -> None:
-        """Log every number."""
+        """Log every number.
+
+        Args:
+            event: The event of a round.
+        """
         self._run.log(numbers(event), step=event["round"])
 
     def finish(self, result: Any | None) -> None:
-        """End the run, as failed where there is no result."""
+        """End the run.
+
+        Args:
+            result: The result; None marks the run as failed.
+        """
         self._run.finish(exit_code=0 if result is not None else 1)
 
 
 class MlflowSink:
-    """A run of MLflow in the experiment ``experiment``; its own environment variables (MLFLOW_TRACKING_URI) hold."""
+    """Logs a run to MLflow (the extra ``mlflow``), whose environment variables apply (MLFLOW_TRACKING_URI, ...).
+
+    Args:
+        experiment: Name of MLflow's experiment.
+        name: Name of the run.
+        config: Settings logged as parameters.
+
+    Example:
+        >>> import importlib.util
+        >>> if importlib.util.find_spec("mlflow"):
+        ...     sink = fedrax.report.MlflowSink("heterogeneity", name="scaffold")
+    """
 
     def __init__(self, experiment: str, name: str | None = None, config: Mapping[str, Any] | None = None):
         self._module = _optional("mlflow", "MLflow", "mlflow")
         self._experiment, self._name, self._config = experiment, name, dict(config or {})
 
     def start(self, run: RunInfo) -> None:
-        """Begin the run and log its settings."""
+        """Start the run and log its settings.
+
+        Args:
+            run: Facts about the run.
+        """
         begun = False
         try:
             self._module.set_experiment(self._experiment)
@@ -130,21 +211,29 @@ class MlflowSink:
             raise FedraxError(f"MLflow cannot start: {(str(error).splitlines() or [repr(error)])[0]}") from error
 
     def event(self, event: Event) -> None:
-        """Log every number."""
+        """Log every number.
+
+        Args:
+            event: The event of a round.
+        """
         self._module.log_metrics(numbers(event), step=event["round"])
 
     def finish(self, result: Any | None) -> None:
-        """End the run, as failed where there is no result."""
+        """End the run.
+
+        Args:
+            result: The result; None marks the run as failed.
+        """
         self._module.end_run("FINISHED" if result is not None else "FAILED")
 
 
 def numbers(event: Event) -> dict[str, float]:
-    """The event's numbers, its round apart."""
+    """The numbers of an event except its round."""
     return {k: v for k, v in event.items() if k != "round" and isinstance(v, int | float) and not isinstance(v, bool)}
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as one, keys joined by dots."""
+    """A flat table of a nested one, keys joined by dots."""
     flat = {}
     for key, value in table.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}

@@ -51,7 +51,7 @@ def dash(index: int) -> str:
 
 
 @dataclass(frozen=True)
-class Scale:
+class AxisScale:
     """From values to places along an axis."""
 
     low: float
@@ -61,7 +61,9 @@ class Scale:
     log: bool = False
 
     @classmethod
-    def over(cls, values: Iterable[float], start: float, end: float, log: bool = False, margin: float = 0.0) -> Scale:
+    def over(
+        cls, values: Iterable[float], start: float, end: float, log: bool = False, margin: float = 0.0
+    ) -> AxisScale:
         """A scale with all values on it."""
         sound = (value for value in values if math.isfinite(value) and (value > 0 or not log))
         found = [max(-_LARGEST, min(_LARGEST, value)) for value in sound]
@@ -97,7 +99,7 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Curve:
+class ChartCurve:
     """A method's line: points (x, mean, standard deviation), and each run's own points where they differ in length."""
 
     label: str
@@ -113,7 +115,7 @@ class Curve:
 
 
 def chart(
-    curves: Sequence[Curve],
+    curves: Sequence[ChartCurve],
     x_label: str,
     y_label: str,
     *,
@@ -133,10 +135,12 @@ def chart(
     log_y = not share and bool(means) and min(means) > 0 and max(means) > 20 * min(means)
     edges = means if log_y else means + [p[1] + s * p[2] for c in curves for p in c.points for s in (-1, 1)]
     edges += [target] if target is not None else []
-    x = Scale.over(xs if log_x or names else [0, *xs], _LEFT, WIDTH - _RIGHT, log_x, 0.06 if log_x or names else 0.0)
-    y = Scale.over(edges, HEIGHT - _BOTTOM, _TOP, log_y, 0.05)
+    x = AxisScale.over(
+        xs if log_x or names else [0, *xs], _LEFT, WIDTH - _RIGHT, log_x, 0.06 if log_x or names else 0.0
+    )
+    y = AxisScale.over(edges, HEIGHT - _BOTTOM, _TOP, log_y, 0.05)
     if share:
-        y = Scale(max(0.0, y.low), min(1.0, y.high), y.start, y.end) if y.low < 1 and y.high > 0 else y
+        y = AxisScale(max(0.0, y.low), min(1.0, y.high), y.start, y.end) if y.low < 1 and y.high > 0 else y
     parts = [_frame(x, y, x_label, ticks or x.ticks(), names)]
     if target is not None:
         at = y(target)
@@ -173,7 +177,7 @@ def _place(value: float) -> str:
     return f"{value:.0f}" if float(value).is_integer() and abs(value) < 1e15 else f"{value:g}"
 
 
-def _frame(x: Scale, y: Scale, x_label: str, ticks: Sequence[float], names: Sequence[str]) -> str:
+def _frame(x: AxisScale, y: AxisScale, x_label: str, ticks: Sequence[float], names: Sequence[str]) -> str:
     """Axes, their ticks and what the one along is called."""
     parts = []
     for value in y.ticks():
@@ -192,7 +196,7 @@ def _frame(x: Scale, y: Scale, x_label: str, ticks: Sequence[float], names: Sequ
     return "".join(parts)
 
 
-def _line(curve: Curve, x: Scale, y: Scale) -> str:
+def _line(curve: ChartCurve, x: AxisScale, y: AxisScale) -> str:
     """A method's band, line, dots, and its runs one by one."""
     places = [(x(a), y(b)) for a, b, _ in curve.points]
     parts = [f'<g class="{series_class(curve.index)}"><title>{shown(curve.label)}</title>']
@@ -227,7 +231,7 @@ def swatch(index: int) -> str:
 
 
 @dataclass(frozen=True)
-class Spread:
+class ClientQuantiles:
     """A method's metric over its clients."""
 
     label: str
@@ -242,10 +246,10 @@ class Spread:
     """How many samples stand behind the worst client."""
 
 
-def spreads(rows: Sequence[Spread], name: str) -> str:
+def spreads(rows: Sequence[ClientQuantiles], name: str) -> str:
     """A row a method: from the 10th to the 90th percentile of clients, the median, and the worst client."""
     names, height = 150, 34 * len(rows) + 52
-    x = Scale.over([v for r in rows for v in (r.low, r.high, r.worst)], names, WIDTH - 18, margin=0.04)
+    x = AxisScale.over([v for r in rows for v in (r.low, r.high, r.worst)], names, WIDTH - 18, margin=0.04)
     parts = []
     for value in x.ticks():
         at = x(value)
@@ -305,7 +309,7 @@ def bars(columns: Sequence[str], values: Sequence[int]) -> str:
     cell, tall = 15, 150
     below = 16 + 6 * min(18, max(map(len, columns), default=1))
     width, height, top = 70 + cell * len(columns), tall + below + 20, max(values, default=0) or 1
-    scale = Scale(0, top, tall + 8, 8)
+    scale = AxisScale(0, top, tall + 8, 8)
     parts: list[str] = []
     for value in scale.ticks(4):
         at = scale(value)

@@ -24,11 +24,11 @@ from fedrax.escaping import short_path
 from fedrax.experiments import experiment
 from fedrax.experiments.experiment import Experiment
 from fedrax.experiments.nesting import path_for
-from fedrax.experiments.serialization import METHODS, Reader, Table, is_another, replaced_by
+from fedrax.experiments.serialization import METHODS, Reader, TomlTable, is_another, replaced_by
 from fedrax.experiments.user_code import Trust
 from fedrax.tuning.selection import SearchRange
 
-Point = dict[str, Any]
+SettingPoint = dict[str, Any]
 """A value for each path of a grid."""
 LARGEST = 1000
 _VARIED = ("algorithm", "run")
@@ -71,13 +71,13 @@ class Grid:
         """The number of points, ranges left out."""
         return math.prod(len(values) for _, values in self.axes if not isinstance(values, SearchRange))
 
-    def points(self) -> list[Point]:
+    def points(self) -> list[SettingPoint]:
         """Every combination, of a grid without ranges; the last axis moves fastest."""
         paths = [path for path, _ in self.axes]
         values = [values for _, values in self.axes if not isinstance(values, SearchRange)]
         return [dict(zip(paths, point, strict=True)) for point in itertools.product(*values)]
 
-    def ends(self) -> list[Point]:
+    def ends(self) -> list[SettingPoint]:
         """Points that cover both ends of every range and every listed value.
 
         All lower ends with the first values, all upper ends with the last ones, and both with every other listed value.
@@ -174,7 +174,9 @@ def _plain(value: Any) -> Any:
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
-def changed(spec: Experiment, values: Point, source: str, folder: Path = Path(), trust: Trust = "typed") -> Experiment:
+def changed(
+    spec: Experiment, values: SettingPoint, source: str, folder: Path = Path(), trust: Trust = "typed"
+) -> Experiment:
     """``spec`` with the settings at the paths of ``values`` changed, read as those of a file in ``folder`` would be."""
     if not values:
         return spec
@@ -193,7 +195,7 @@ def _order(path: str) -> tuple[int, bool]:
     return path.count("."), not path.endswith(".name")
 
 
-def _put(table: Table, path: str, value: Any, source: str) -> None:
+def _put(table: TomlTable, path: str, value: Any, source: str) -> None:
     *parents, last = path.split(".")
     for depth, parent in enumerate(parents, 1):
         if isinstance(table.get(parent), str) and table[parent] != "none":
@@ -211,7 +213,7 @@ def _put(table: Table, path: str, value: Any, source: str) -> None:
     table[last] = value
 
 
-def folder_of(point: Point) -> str:
+def folder_of(point: SettingPoint) -> str:
     """A directory's name for a point, another one for another point."""
     exact = ",".join(f"{short_path(path)}={value!r}" for path, value in sorted(point.items()))
     name = "".join(c if c.isalnum() or c in "._=,-" else "-" for c in exact)

@@ -16,7 +16,7 @@ from typing import Any
 
 from fedrax.errors import FedraxError
 from fedrax.experiments.comparison import Comparison
-from fedrax.experiments.search.grid import Point, SearchRange
+from fedrax.experiments.search.grid import SearchRange, SettingPoint
 from fedrax.tuning.selection import SearchResult, Trial
 
 AT_ONCE = 5
@@ -25,7 +25,7 @@ DIGITS = 4
 """Significant digits of a proposed number."""
 
 
-class Study:
+class OptunaStudy:
     """The search of one method."""
 
     def __init__(self, comparison: Comparison, label: str, lower_is_better: bool):
@@ -49,7 +49,7 @@ class Study:
         """Whether all trials have been made."""
         return self._left == 0
 
-    def ask(self) -> list[Point]:
+    def ask(self) -> list[SettingPoint]:
         """The next settings, of which some may be the same; none if it is done."""
         with _no_warnings():
             self._asked = [self._study.ask() for _ in range(min(AT_ONCE, self._left))]
@@ -71,7 +71,7 @@ class Study:
         return SearchResult(metric, self._lower, tuple(trials), ranges)
 
 
-def unlike(points: Sequence[Point]) -> list[Point]:
+def unlike(points: Sequence[SettingPoint]) -> list[SettingPoint]:
     """The points without those that are there twice."""
     return [points[i] for i in _first_of_each(points)]
 

@@ -16,11 +16,20 @@ from fedrax.contract.task import Task
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.escaping import settings_in_words
-from fedrax.experiments.comparison import Comparison, Job, state_of
+from fedrax.experiments.comparison import Comparison, RunJob, state_of
 from fedrax.experiments.experiment import Experiment
-from fedrax.experiments.jobs import ExperimentFile, Problem, Watcher, Workers, run_here, run_on, titled, unfinished
-from fedrax.experiments.search.grid import Point
-from fedrax.experiments.search.optuna import Study, unlike
+from fedrax.experiments.jobs import (
+    ComparisonWatcher,
+    ExperimentFile,
+    TaskAndFederation,
+    WorkerPool,
+    run_here,
+    run_on,
+    titled,
+    unfinished,
+)
+from fedrax.experiments.search.grid import SettingPoint
+from fedrax.experiments.search.optuna import OptunaStudy, unlike
 from fedrax.files import inside, read_json, write_text
 from fedrax.simulation import Result, use_all_cores
 from fedrax.simulation.evaluation import is_lower_better
@@ -35,7 +44,11 @@ from fedrax.tuning.sweeps import program_keys, should_vectorize
 
 
 def run_trials(
-    comparison: Comparison, jobs: Sequence[Job], out: Path, problem: Callable[[], Problem], watcher: Watcher
+    comparison: Comparison,
+    jobs: Sequence[RunJob],
+    out: Path,
+    problem: Callable[[], TaskAndFederation],
+    watcher: ComparisonWatcher,
 ) -> None:
     """Run all unfinished trials; those that differ in floats alone as one vectorized sweep where that is faster.
 
@@ -62,13 +75,13 @@ def run_trials(
     run_here(jobs, out, problem, watcher)
 
 
-def _together(jobs: Sequence[Job], seeds: Sequence[int]) -> list[list[list[Job]]]:
+def _together(jobs: Sequence[RunJob], seeds: Sequence[int]) -> list[list[list[RunJob]]]:
     """Points with all of their runs, in groups that one program can run; of each point its jobs."""
-    points: dict[Path, list[Job]] = {}
+    points: dict[Path, list[RunJob]] = {}
     for job in jobs:
         points.setdefault(job.place.parent, []).append(job)
     whole = [jobs for jobs in points.values() if len(jobs) == len(seeds)]
-    groups: dict[str, list[list[Job]]] = {}
+    groups: dict[str, list[list[RunJob]]] = {}
     for jobs in whole:
         groups.setdefault(f"{jobs[0].spec.name} {jobs[0].spec.run!r}", []).append(jobs)
     return [
@@ -79,7 +92,7 @@ def _together(jobs: Sequence[Job], seeds: Sequence[int]) -> list[list[list[Job]]
     ]
 
 
-def _keep(job: Job, out: Path, result: Result) -> None:
+def _keep(job: RunJob, out: Path, result: Result) -> None:
     """A run of several together as a directory like any other. Cut short anywhere, it is one that is not finished."""
     directory = job.inside(out)
     with owned(directory, resume=True):
@@ -120,7 +133,7 @@ def _programs(comparison: Comparison, task: Task, federation: Federation) -> dic
     """
     found: dict[str, dict[str, str]] = {}
     for label in comparison.grids:
-        firsts: dict[str, tuple[Point, Experiment]] = {}
+        firsts: dict[str, tuple[SettingPoint, Experiment]] = {}
         for point, spec in comparison.candidates[label]:
             firsts.setdefault(f"{_without_numbers(spec.algorithm)} {spec.run!r}", (point, spec))
         found[label] = {}
@@ -141,29 +154,31 @@ def search(
     comparison: Comparison,
     out: Path,
     task: Task,
-    problem: Callable[[], Problem],
-    watcher: Watcher,
-    workers: Workers | None = None,
+    problem: Callable[[], TaskAndFederation],
+    watcher: ComparisonWatcher,
+    workers: WorkerPool | None = None,
     data_dir: Path | str | None = None,
 ) -> dict[str, SearchResult]:
     """The best settings of every method that has a grid, by label. ``problem``: the task with the rows held out."""
     use_all_cores()
     metric = selection_metric(task, comparison.search.metric)  # before anything runs
 
-    def run(jobs: Sequence[Job]) -> None:
+    def run(jobs: Sequence[RunJob]) -> None:
         if workers is not None:
             run_on(workers, jobs, out, data_dir, watcher)
             return
         for label in dict.fromkeys(job.spec.name for job in jobs):
             run_trials(comparison, [job for job in jobs if job.spec.name == label], out, problem, watcher)
 
-    def judged(label: str, points: Sequence[Point]) -> list[Trial]:
+    def judged(label: str, points: Sequence[SettingPoint]) -> list[Trial]:
         return [_judged(comparison, label, point, out, metric) for point in points]
 
     lower = is_lower_better(task, metric)
     whole = [label for label in comparison.grids if not comparison.is_sampled(label)]
     sampled = [label for label in comparison.grids if comparison.is_sampled(label)]
-    studies = {label: Study(comparison, label, lower) for label in sampled}  # before anything runs: it needs Optuna
+    studies = {
+        label: OptunaStudy(comparison, label, lower) for label in sampled
+    }  # before anything runs: it needs Optuna
     if workers is not None:
         workers.connect()  # fails before anything is written
     _check_known(comparison, out, *problem())
@@ -181,7 +196,7 @@ def search(
     return {label: choices[label] for label in comparison.grids}
 
 
-def _judged(comparison: Comparison, label: str, point: Point, out: Path, metric: str) -> Trial:
+def _judged(comparison: Comparison, label: str, point: SettingPoint, out: Path, metric: str) -> Trial:
     """What the finished runs of a point say."""
     jobs = comparison.trials_at(label, [point])
     runs = [run for job in jobs if (run := state_of(job.spec, job.inside(out))) is not None]
