@@ -22,7 +22,6 @@ INCOMPLETE = (
     "fedrax.algorithms",
     "fedrax.attacks",
     "fedrax.compression",
-    "fedrax.contract",
     "fedrax.data",
     "fedrax.experiments",
     "fedrax.models",
@@ -30,7 +29,6 @@ INCOMPLETE = (
     "fedrax.privacy",
     "fedrax.profiling",
     "fedrax.robust",
-    "fedrax.simulation",
 )
 """Namespaces in which sections of some docstrings are still missing. A namespace that is complete fails here until it
 is removed from the list."""

@@ -40,7 +40,27 @@ _METHODS = (FunctionType, property, classmethod, staticmethod)
 
 @dataclass_transform(frozen_default=True, kw_only_default=False)
 def hyperparameters(cls: type[T]) -> type[T]:
-    """Class decorator: a frozen dataclass whose floating and nested fields are pytree leaves."""
+    """Make a class a frozen dataclass whose floating and nested fields are pytree leaves.
+
+    All other fields are static: they shape the compiled program and must be hashable.
+
+    Args:
+        cls: the class; its fields are annotated, e.g. ``lr: Positive = 0.1``.
+
+    Returns:
+        The class itself, as a dataclass that is registered as a pytree.
+
+    Raises:
+        FedraxError: if the default of a field is mutable.
+
+    Example:
+        >>> @fedrax.contract.hyperparameters
+        ... class Damping:
+        ...     factor: fedrax.contract.Positive = 0.5
+        ...     steps: int = 3
+        >>> jax.tree.leaves(Damping())
+        [0.5]
+    """
     try:
         cls = dataclasses.dataclass(frozen=True)(cls)
     except ValueError as error:
@@ -159,7 +179,18 @@ def _register(cls: type, leaves: list[str], static: list[str]) -> None:
 def check(config: Any, path: str = "") -> None:
     """Check types and bounds in ``config``, nested objects included, then each object's own ``check`` method.
 
-    Raises FedraxError naming the field, e.g. ``Scaffold.local.lr must be greater than 0, got -1.0``.
+    Args:
+        config: an object of a class that is decorated with `hyperparameters`.
+        path: the name of ``config`` in messages; empty: the name of its class.
+
+    Raises:
+        FedraxError: naming the field, e.g. ``Scaffold.local.lr must be greater than 0, got -1.0``.
+
+    Example:
+        >>> fedrax.contract.check(fedrax.FedAvg())
+        >>> fedrax.contract.check(fedrax.LocalSGD(lr=-1.0))
+        Traceback (most recent call last):
+        fedrax.errors.FedraxError: LocalSGD.lr must be greater than 0, got -1.0
     """
     refuse_unfinished(type(config))
     for field in fields_of(type(config)).values():

@@ -26,7 +26,19 @@ from fedrax.tree import Tree
 
 
 class Step:
-    """One local step: its number, and gradients on its batch at any parameters."""
+    """One local step: its number, and gradients on its batch at any parameters.
+
+    ``LocalSGD.run`` makes one in each local step and passes it to the direction of the method.
+
+    Args:
+        local: the options of local training.
+        data: the client's data in this round.
+        index: int32; the number of the local step in this round, from 0.
+
+    Example:
+        >>> def decayed(gradient, x, memory, step):
+        ...     return jax.tree.map(lambda g: g / (1 + step.index), gradient), memory
+    """
 
     def __init__(self, local: LocalSGD, data: ClientData, index: Array | int):
         self.index = jnp.asarray(index, jnp.int32)
@@ -337,9 +349,18 @@ class LocalSGD:
         return self.optimizer is None or self.optimizer.wants_lr
 
     def takes_one_gradient(self, name: str, *refused: str, hints: Mapping[str, str] | None = None) -> None:
-        """FedraxError where one of the options ``refused`` is set, for a method of one gradient a round.
+        """Check the options of a method whose clients evaluate one gradient per round.
 
-        How many steps there are may be meant for other methods beside it, which is worth a warning.
+        Local steps or epochs other than one may be meant for other methods in a comparison, so they only cause a
+        warning.
+
+        Args:
+            name: the name of the method, for messages.
+            *refused: names of the options that must not be set.
+            hints: what to do instead, by the name of the option; by default, to leave the option out.
+
+        Raises:
+            FedraxError: if one of the options ``refused`` is set.
         """
         for option in refused:
             if getattr(self, option) is not None:

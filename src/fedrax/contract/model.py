@@ -8,13 +8,20 @@ Params = Any  # a pytree of arrays
 
 
 class Variables(NamedTuple):
-    """What a network with running statistics, such as batch norm, is made of.
+    """Parameters and running statistics of a network, e.g. with batch norm.
 
-    Models and tasks of such networks take and give Variables where others deal in plain parameter trees.
+    Models and tasks of such networks take and return Variables where others use plain parameter trees.
+
+    Example:
+        >>> variables = fedrax.contract.Variables({"w": jnp.ones(2)}, {"mean": jnp.zeros(2)})
+        >>> variables.params["w"].shape
+        (2,)
     """
 
-    params: Params  # what is trained
-    statistics: Any  # a pytree of arrays that training moves along, but no gradient
+    params: Params
+    """The trained parameters, a pytree of arrays."""
+    statistics: Any
+    """A pytree of arrays that training updates without a gradient."""
 
 
 def with_statistics(params: Params, statistics: Any) -> Params:
@@ -24,7 +31,13 @@ def with_statistics(params: Params, statistics: Any) -> Params:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Model:
-    """Bring your own as `Model(init, apply)`."""
+    """A model as a pair of pure functions: ``Model(init, apply)``.
+
+    Example:
+        >>> model = fedrax.contract.Model(lambda key: jnp.zeros(3), lambda w, x, key=None: x @ w)
+        >>> model.apply(model.init(jax.random.key(0)), jnp.ones((2, 3))).tolist()
+        [0.0, 0.0]
+    """
 
     init: Callable[..., Params]
     """key -> parameters, or `Variables` where the network keeps running statistics."""
@@ -34,6 +47,7 @@ class Model:
     features: Callable[..., Any] | None = None
     """(parameters, x [B, ...], key=None) -> what the last layer reads [B, F]."""
     name: str = "model"
+    """The name of the model in reports and messages."""
     blocks: tuple[Callable[..., Any], ...] | None = None
     """Functions (parameters, x, key=None) -> x that make up `apply`, one after the other, given one key."""
     train: Callable[..., tuple[Any, Any]] | None = None

@@ -14,12 +14,19 @@ from fedrax.tree import Tree
 
 @jax.tree_util.register_pytree_with_keys_class
 class VectorTable:
-    """M vectors that a client remembers, used one at a time.
+    """M vectors in a client state, used one at a time.
 
-    To an algorithm it is a value with ``table[j]``, ``table.put(j, vector)`` and ``rows``, and these are all it may
-    use of it: no vector algebra on the table as a whole. Where clients take their turns one after another (plans
-    scan and loop, methods of one phase), a client's table stays where it lies, among those of all clients, and a local
-    step moves one row; elsewhere the client works on a copy.
+    An algorithm may use ``table[j]``, ``table.put(j, vector)`` and ``rows`` only: vector algebra on the whole table is
+    not supported. Where clients run one after another (plans scan and loop, methods of one phase), the tables of all
+    clients stay in one array and a local step reads and writes one row of it; elsewhere the client works on a copy.
+
+    Args:
+        rows: the vectors, a pytree with leaves [M, ...].
+
+    Example:
+        >>> table = fedrax.contract.VectorTable(jnp.zeros((3, 2)))
+        >>> table.put(1, jnp.ones(2))[1].tolist()
+        [1.0, 1.0]
     """
 
     def __init__(self, rows: Tree, _client: Array | None = None, _number: int | None = None):
@@ -43,7 +50,15 @@ class VectorTable:
         return jax.tree.map(read, self._rows)
 
     def put(self, j: Any, vector: Tree) -> VectorTable:
-        """The table with row ``j`` replaced; of an index out of range the nearest one."""
+        """Replace one row.
+
+        Args:
+            j: int32; the number of the row. A number out of range is clipped to the nearest row.
+            vector: the new row, a pytree with leaves [...].
+
+        Returns:
+            The new table.
+        """
         if self._client is None:
             return VectorTable(tree.set_row(self._rows, j, vector))
         write = lambda a, v: lax.dynamic_update_slice(a, v.astype(a.dtype)[None, None], self._start(a, j))  # noqa: E731
@@ -60,13 +75,25 @@ class VectorTable:
         )
 
     def tree_flatten_with_keys(self) -> tuple[tuple, int | None]:
-        """For JAX."""
+        """Flatten for JAX.
+
+        Returns:
+            The children with their keys, and the number of the table in the client state.
+        """
         key = jax.tree_util.GetAttrKey
         return ((key("rows"), self._rows), (key("client"), self._client)), self._number
 
     @classmethod
     def tree_unflatten(cls, number: int | None, children: tuple) -> VectorTable:
-        """For JAX."""
+        """Unflatten for JAX.
+
+        Args:
+            number: the number of the table in the client state; None outside of a store.
+            children: the rows, and the client's place in the store.
+
+        Returns:
+            The table.
+        """
         rows, client = children
         return cls(rows, client, number)
 

@@ -23,10 +23,18 @@ WholeSetMetric = Callable[[np.ndarray, np.ndarray], float | None]
 
 
 class Batch(NamedTuple):
-    """Samples as the data set stores them; `Task` turns them into what the model reads."""
+    """Samples as the data set stores them; the functions of `Task` convert them to inputs of the model.
 
-    x: Array | np.ndarray  # [B, ...], any dtype
-    y: Array | np.ndarray  # [B] or, a label for each position, [B, ...]
+    Example:
+        >>> batch = fedrax.contract.Batch(x=np.zeros((8, 28, 28), np.uint8), y=np.zeros(8, int))
+        >>> batch.x.shape
+        (8, 28, 28)
+    """
+
+    x: Array | np.ndarray
+    """The inputs [B, ...], of any dtype."""
+    y: Array | np.ndarray
+    """The labels [B] or, with one label for each position, [B, ...]."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,14 @@ class Task:
     Everywhere "parameters" are the tree that `init` gives: parameters alone or, where the network keeps running
     statistics, `Variables`. Without a key a function runs in evaluation mode, with one in training mode.
 
-    ``features`` and the fields after ``name`` are None where a task cannot say.
+    ``features`` and the fields after ``name`` are None where a task does not provide them.
+
+    Example:
+        >>> def loss(w, batch, key):
+        ...     return (batch.x @ w - batch.y) ** 2
+        >>> task = fedrax.contract.Task(init=lambda key: jnp.zeros(3), loss=loss)
+        >>> task.loss(task.init(None), fedrax.contract.Batch(jnp.ones((2, 3)), jnp.ones(2)), None).tolist()
+        [1.0, 1.0]
     """
 
     init: Callable[[Array], Params]
@@ -85,6 +100,7 @@ class Task:
     features: Callable[..., Array] | None = None
     """(parameters, x [B, ...], key=None) -> penultimate features [B, F], for methods that compare them."""
     name: str = "task"
+    """The name of the task in reports and messages."""
     loss_and_statistics: Callable[[Variables, Batch, Array], tuple[Array, Any]] | None = None
     """(Variables, batch, key) -> (losses [B], the new statistics)."""
     outputs: Callable[..., Array] | None = None
@@ -189,6 +205,10 @@ def classification(model: Model, preprocess: Preprocess | None = None, padding: 
     Returns:
         The task.
 
+    Raises:
+        FedraxError: if ``padding`` is not a 32-bit integer. The task's loss and metrics raise it if the logits and the
+            labels do not match: one vector of logits for each label, integer labels, and at least two classes.
+
     Example:
         >>> model = fedrax.models.Logistic().build((4,), 3)
         >>> fedrax.classification(model).name.split('/')[0]
@@ -219,10 +239,22 @@ def classification(model: Model, preprocess: Preprocess | None = None, padding: 
 
 
 def margin(model: Model, preprocess: Preprocess | None = None) -> Task:
-    """Multiclass hinge loss of the model's scores [B, classes] against integer labels [B]; metric: accuracy.
+    """Create a task with the multiclass hinge loss of scores [B, classes] and labels [B]; metric: accuracy.
 
-    sum over the other classes j of max(0, 1 - score_y + score_j), divided by the number of classes (PyTorch's
-    multi-margin loss). Raises FedraxError where scores and labels do not go together.
+    The labels are integers. The loss is the sum over the other classes j of max(0, 1 - score_y + score_j), divided by
+    the number of classes (PyTorch's multi-margin loss).
+
+    Args:
+        model: the model.
+        preprocess: maps the stored samples to the model's inputs; None: as stored.
+
+    Returns:
+        The task. Its loss and metrics raise FedraxError if the scores and the labels do not match.
+
+    Example:
+        >>> task = fedrax.contract.margin(fedrax.models.Logistic().build((4,), 3))
+        >>> list(task.metrics)
+        ['accuracy']
     """
 
     def loss(scores: Array, labels: Array) -> Array:
@@ -239,9 +271,22 @@ def margin(model: Model, preprocess: Preprocess | None = None) -> Task:
 
 
 def binary_classification(model: Model, preprocess: Preprocess | None = None) -> Task:
-    """Logistic loss of one logit a label ([B] or [B, 1]; [B, ...]) against labels 0 and 1; metric: accuracy.
+    """Create a task with the logistic loss of one logit for each label, 0 or 1; metric: accuracy.
 
-    Of several labels a sample, the loss and the accuracy are means.
+    The logits have the shape of the labels, [B] (or [B, 1]) or [B, ...]. Loss and accuracy of a sample with several
+    labels are means over them.
+
+    Args:
+        model: the model.
+        preprocess: maps the stored samples to the model's inputs; None: as stored.
+
+    Returns:
+        The task.
+
+    Example:
+        >>> task = fedrax.contract.binary_classification(fedrax.models.Logistic().build((4,), 1))
+        >>> task.labels_within
+        (0, 1)
     """
 
     def loss(logit: Array, labels: Array) -> Array:
@@ -285,7 +330,23 @@ def regression(model: Model, preprocess: Preprocess | None = None, truth: Any = 
 
 
 def objective(model: Model, preprocess: Preprocess | None = None, truth: Any = None) -> Task:
-    """The model's one output a sample is the loss itself ([B] or [B, 1]); labels are ignored."""
+    """Create a task whose loss is the model's output itself, [B] or [B, 1]; labels are ignored.
+
+    Args:
+        model: the model, with one output for each sample.
+        preprocess: maps the stored samples to the model's inputs; None: as stored.
+        truth: what generated the data, for models that measure their distance from it.
+
+    Returns:
+        The task.
+
+    Example:
+        >>> def squared_distance(w, x, key=None):
+        ...     return jnp.sum((x - w) ** 2, -1)
+        >>> model = fedrax.contract.Model(lambda key: jnp.zeros(2), squared_distance)
+        >>> fedrax.contract.objective(model).name
+        'objective/model'
+    """
 
     def value(output: Array, y: Array) -> Array:
         if output.shape not in ((len(y),), (len(y), 1)):
@@ -306,11 +367,28 @@ def supervised(
     whole_set: Mapping[str, WholeSetMetric] | None = None,
     truth: Any = None,
 ) -> Task:
-    """A task of one's own: a model, and a loss and metrics of its outputs.
+    """Create a task from a model, a loss of its outputs and metrics of its outputs.
 
-    ``loss`` and each of ``metrics`` are functions (outputs [B, ...], y [B, ...]) -> one value a sample [B], of JAX
-    arrays. ``whole_set`` are metrics of all samples together, ``lower_is_better`` names the metrics of which a smaller
-    value is better; ``preprocess`` and ``truth`` are as in `classification` and `regression`.
+    Args:
+        model: the model.
+        loss: (outputs [B, ...], y [B, ...]) -> losses [B], one for each sample; JAX arrays.
+        metrics: functions (outputs [B, ...], y [B, ...]) -> values [B], by name; JAX arrays.
+        preprocess: maps the stored samples to the model's inputs; None: as stored.
+        name: the first part of the task's name; the second one is the model's.
+        lower_is_better: names of the metrics of which a smaller value is better.
+        whole_set: metrics of all samples together, by name: functions (outputs [n, ...], y [n, ...]) of NumPy arrays to
+            a number, or None where it is not defined.
+        truth: what generated the data, for models that measure their distance from it.
+
+    Returns:
+        The task.
+
+    Example:
+        >>> def absolute_error(outputs, y):
+        ...     return jnp.abs(outputs[:, 0] - y)
+        >>> model = fedrax.models.Logistic().build((4,), 1)
+        >>> list(fedrax.contract.supervised(model, absolute_error, {"mae": absolute_error}).metrics)
+        ['mae']
     """
 
     def inputs(params: Params, x: Array | np.ndarray) -> Array:

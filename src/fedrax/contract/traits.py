@@ -69,7 +69,17 @@ class Traits:
         return Traits(**combined)
 
     def check_run(self, name: str, weights: str, cohort_size: int, varying_cohort: bool) -> None:
-        """Refuse aggregation weights or participation (``cohort_size`` clients at most) that ``name`` cannot take."""
+        """Check that the method supports the aggregation weights and the participation of a run.
+
+        Args:
+            name: the name of the method, for messages.
+            weights: the aggregation weights, as in the settings of a run.
+            cohort_size: the largest number of clients in a round.
+            varying_cohort: whether the cohort size varies between rounds.
+
+        Raises:
+            FedraxError: if the method does not support one of them.
+        """
         if self.uniform_weights and weights != "uniform":
             raise FedraxError(f"{name} is defined for uniform aggregation weights only: set weights to 'uniform'")
         if self.fixed_cohort and varying_cohort:
@@ -79,7 +89,16 @@ class Traits:
             raise FedraxError(f"{name} remembers every client of the cohort: {limit}")
 
     def check_task(self, name: str, task: Any, statistics: tree.Tree) -> None:
-        """Refuse a task that lacks what ``name`` needs of it. statistics: the model's, empty where it has none."""
+        """Check that a task provides what the method requires.
+
+        Args:
+            name: the name of the method, for messages.
+            task: the task.
+            statistics: the running statistics of the model, a pytree; empty where it has none.
+
+        Raises:
+            FedraxError: if the task lacks features or blocks, or has running statistics that are not supported.
+        """
         if self.features and task.features is None:
             raise FedraxError(f"{name} needs a model with features: give Model(..., features=...)")
         if self.blocks and not getattr(task, "blocks", None):
@@ -93,9 +112,15 @@ class Traits:
             )
 
     def check_parts(self, task: Any, variables: tree.Tree, x: Any) -> None:
-        """Refuse features and blocks that cannot be computed, and warn of those that leave nothing to do.
+        """Check by tracing that the required features and blocks can be computed, and warn if they have no effect.
 
-        variables: what the task's functions take; x: samples [n, ...]. Nothing is computed.
+        Args:
+            task: the task.
+            variables: parameters or `Variables`, as the task's functions take them.
+            x: samples [n, ...]; only their shape and dtype are used.
+
+        Raises:
+            FedraxError: if features or blocks cannot be traced.
         """
         kind, key = jax.dtypes.canonicalize_dtype(x.dtype), jax.random.key(0)
         some = jax.ShapeDtypeStruct((MANY, *x.shape[1:]), kind)

@@ -39,12 +39,21 @@ class Changes(NamedTuple):
 
 @jax.tree_util.register_pytree_with_keys_class
 class ServerVectors:
-    """K vectors v_k of the parameters' kind, for servers that remember clients.
+    """K vectors v_k with the structure of the parameters, for server states with one vector per client.
 
-    A client hands in one, as ``ClientOutput(each=ServerVectors.of(update))``; the server finds the cohort's in
-    ``cohort.each``. ``ServerVectors.zeros`` in ``init`` makes room for others in its state. In the compiled plans every
-    device of a process holds a part of each vector and does its share of the work. An algorithm uses what is public
-    here and nothing else.
+    A client uploads one as ``ClientOutput(each=ServerVectors.of(update))``; the server reads those of the cohort in
+    ``cohort.each``. ``ServerVectors.zeros`` in ``init`` allocates vectors in the server state. In the compiled plans
+    each device of a process holds a part of every vector and computes on that part. An algorithm must use the public
+    methods only, and create vectors with `of` and `zeros`.
+
+    Args:
+        parts: the entries of each leaf [K, n], or this device's part of them.
+        form: the tree structure of a vector and the shapes of its leaves.
+
+    Example:
+        >>> vectors = fedrax.contract.ServerVectors.zeros(2, like={"w": jnp.ones(3)})
+        >>> len(vectors), vectors.combine(jnp.ones(2))["w"].tolist()
+        (2, [0.0, 0.0, 0.0])
     """
 
     def __init__(self, parts: Sequence[Any], form: Form, _axis: str | None = None, _changes: Changes | None = None):
@@ -53,13 +62,28 @@ class ServerVectors:
 
     @classmethod
     def of(cls, vector: Tree) -> ServerVectors:
-        """A single vector, without the axis of K."""
+        """Create a single vector, without the axis K.
+
+        Args:
+            vector: a pytree of arrays.
+
+        Returns:
+            The vector, for an upload.
+        """
         leaves, structure = jax.tree.flatten(vector)
         return cls([x.reshape(-1) for x in leaves], Form(structure, tuple(x.shape for x in leaves)))
 
     @classmethod
     def zeros(cls, count: int, like: Tree) -> ServerVectors:
-        """``count`` vectors of zeros."""
+        """Create vectors of zeros.
+
+        Args:
+            count: K, the number of vectors.
+            like: a pytree of arrays whose structure, shapes and dtypes each vector has.
+
+        Returns:
+            The K vectors.
+        """
         one = cls.of(like)
         return cls([jnp.zeros((count, *part.shape), part.dtype) for part in one._parts], one._form)
 
@@ -68,14 +92,26 @@ class ServerVectors:
         return len(self._parts[0])
 
     def combine(self, factors: Array) -> Tree:
-        """sum_k factors_k v_k. factors: [K], or [leaves, K] where every leaf has its own."""
+        """Compute the linear combination sum_k factors_k v_k.
+
+        Args:
+            factors: [K], or [leaves, K] with separate factors for each leaf.
+
+        Returns:
+            The combination, a pytree like one vector.
+        """
         each = jnp.broadcast_to(factors, (len(self._parts), len(self)))
         return self._whole([jnp.tensordot(f.astype(v.dtype), v, 1) for f, v in zip(each, self._parts, strict=True)])
 
     def products(self, rows: Array, vector: Tree) -> tuple[Array, Array]:
-        """Inner products with all v_k, leaf by leaf: of those with numbers ``rows`` [R], and of ``vector``.
+        """Compute inner products with all v_k, separately for each leaf.
 
-        ([leaves, R, K], [leaves, K]). A number out of range stands for the nearest.
+        Args:
+            rows: int [R], the numbers of R of the vectors. A number out of range is clipped to the nearest.
+            vector: another vector, a pytree.
+
+        Returns:
+            The inner products of the vectors ``rows`` [leaves, R, K] and those of ``vector`` [leaves, K].
         """
 
         def of(v: Array, p: Array) -> Array:
@@ -88,9 +124,17 @@ class ServerVectors:
         return products[:, :-1], products[:, -1]
 
     def accumulate(self, rows: Array, kept: Array, updates: ServerVectors) -> ServerVectors:
-        """v_k becomes kept[j] v_k plus vector j of ``updates`` where k = rows[j]; a number out of range is passed over.
+        """Replace v_k by kept[j] v_k plus vector j of ``updates``, where k = rows[j].
 
-        Row by row: XLA:CPU does it in place, where a scatter of all rows takes several times as long.
+        It works row by row: XLA:CPU does that in place, where a scatter of all rows takes several times as long.
+
+        Args:
+            rows: int [R], the numbers of the vectors to replace. Numbers from K on are ignored.
+            kept: [R], the factors of the old vectors.
+            updates: R vectors, as in ``cohort.each``.
+
+        Returns:
+            The new vectors.
         """
         if (updates._form, updates._axis) != (self._form, self._axis):
             raise TypeError(
@@ -148,18 +192,34 @@ class ServerVectors:
         return [lax.dynamic_index_in_dim(x, mine, keepdims=False) for x in pieces]
 
     def tree_flatten_with_keys(self) -> tuple[tuple, tuple]:
-        """For JAX."""
+        """Flatten for JAX.
+
+        Returns:
+            The parts with their keys, and the static data.
+        """
         names = leaf_names(jax.tree.unflatten(self._form.structure, range(len(self._parts))))
         keys = map(jax.tree_util.GetAttrKey, names)
         return tuple(zip(keys, self._parts, strict=True)), (self._form, self._axis)
 
     def tree_flatten(self) -> tuple[tuple, tuple]:
-        """For JAX."""
+        """Flatten for JAX.
+
+        Returns:
+            The parts, and the static data.
+        """
         return self._parts, (self._form, self._axis)
 
     @classmethod
     def tree_unflatten(cls, fixed: tuple, parts: Sequence[Array]) -> ServerVectors:
-        """For JAX."""
+        """Unflatten for JAX.
+
+        Args:
+            fixed: the static data.
+            parts: the parts.
+
+        Returns:
+            The vectors.
+        """
         return cls(parts, *fixed)
 
 
