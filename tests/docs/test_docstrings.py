@@ -26,7 +26,6 @@ INCOMPLETE = (
     "fedrax.experiments",
     "fedrax.models",
     "fedrax.personalization",
-    "fedrax.privacy",
     "fedrax.profiling",
     "fedrax.robust",
 )

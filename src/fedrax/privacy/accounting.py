@@ -40,7 +40,12 @@ _HALVED = 1000
 
 @dataclass(frozen=True)
 class CohortSampling:
-    """How the clients of a round are drawn."""
+    """How the clients of a round are drawn.
+
+    Example:
+        >>> fedrax.privacy.CohortSampling("poisson", rate=0.1).claimed("none").drawn
+        'known'
+    """
 
     drawn: Literal["poisson", "fixed", "known", "refilled"] = "known"
     """Each client by itself ("poisson"); so many of all ("fixed"); or in a way that hides nobody: all or given ones
@@ -49,7 +54,17 @@ class CohortSampling:
     """With the first two, the share of the clients, a round."""
 
     def claimed(self, amplification: Amplification) -> CohortSampling:
-        """These, as what may be claimed of them; FedraxError where another kind of draw is claimed."""
+        """The sampling that the accountant may use.
+
+        Args:
+            amplification: "auto" for this sampling, "none" for no amplification, else the kind of draw that is claimed.
+
+        Returns:
+            This sampling, or one without amplification.
+
+        Raises:
+            FedraxError: Another kind of draw is claimed.
+        """
         if amplification == "none":
             return CohortSampling("refilled" if self.place_is_taken else "known")
         if amplification not in ("auto", self.drawn):
@@ -90,7 +105,19 @@ class Accountant:
     (:attr:`Release.remembers`). ``unit`` and ``neighbors`` say what the number is about; releases that differ
     in them are compared in the weaker words: samples rather than clients, replacement rather than presence.
 
-    Raises FedraxError without dp-accounting, or for a delta outside of (0, 1).
+    Args:
+        releases: The Gaussian answers that a client gives in each round that it takes part in.
+        delta: The delta of the guarantee, between 0 and 1.
+        cohorts: How the clients of a round are drawn.
+
+    Raises:
+        FedraxError: delta is outside of (0, 1), a noise multiplier is too small or too large, or the package
+            dp-accounting is missing.
+
+    Example:
+        >>> accountant = fedrax.privacy.Accountant([fedrax.privacy.Release(noise=2.0)], delta=1e-5)
+        >>> accountant.epsilon(1) < accountant.epsilon(10)
+        True
     """
 
     def __init__(self, releases: Sequence[Release], delta: float, cohorts: CohortSampling = CohortSampling()):
@@ -118,7 +145,14 @@ class Accountant:
         return all(release.noise > 0 for release in self.releases)
 
     def epsilon(self, count: int) -> float:
-        """Sound: an upper bound on the epsilon of ``count`` counts, which never falls with them; inf: none."""
+        """A sound upper bound on epsilon, nondecreasing in ``count``.
+
+        Args:
+            count: Rounds where :attr:`by_rounds` is set, else participations of one client.
+
+        Returns:
+            The bound at the accountant's delta; inf where a release has no noise.
+        """
         return self.bound(count).epsilon
 
     @lru_cache(maxsize=4096)  # noqa: B019 - an accountant lives as long as its run
@@ -142,11 +176,18 @@ class Accountant:
         return any(r.paper_noise is not None or r.paper_epsilon is not None for r in self.releases)
 
     def epsilon_paper(self, count: int, samples: int) -> float | None:
-        """What the methods' papers claim for ``count`` rounds of a client of ``samples`` samples; None: nothing else.
+        """The epsilon that the methods' papers claim, which need not be sound.
 
-        Gaussian answers as Theorem 6.2 of Upcycled-FL composes them, others as Theorem 6.3, with what each release
-        gives as its paper's; see :mod:`fedrax.privacy.printed_bounds`. inf where a theorem does not hold for so few
-        samples.
+        Gaussian answers are composed as in Theorem 6.2 of Upcycled-FL, others as in Theorem 6.3, with the noise or the
+        epsilon that each release states as its paper's; see :mod:`fedrax.privacy.printed_bounds`.
+
+        Args:
+            count: Rounds that the client takes part in.
+            samples: Samples of the client.
+
+        Returns:
+            The claimed epsilon; inf where a theorem does not hold for so few samples; None where no paper claims
+            anything other than :meth:`epsilon`.
         """
         if not self.has_paper:
             return None
@@ -164,20 +205,46 @@ class Accountant:
     # -- inverse questions ---------------------------------------------------------------------------------------
 
     def counts_within(self, epsilon: float, most: int = MOST_COUNTS) -> int:
-        """The most counts whose epsilon is at most ``epsilon``, up to ``most``."""
+        """The largest count whose epsilon is at most ``epsilon``.
+
+        Args:
+            epsilon: The budget.
+            most: The largest count to consider.
+
+        Returns:
+            The count, between 0 and ``most``.
+        """
         enough = 1
         while enough < most and self.epsilon(enough) <= epsilon:
             enough = min(2 * enough, most)
         return bisect.bisect_right(range(1, enough + 1), epsilon, key=self.epsilon)
 
     def scaled(self, factor: float) -> Accountant:
-        """With ``factor`` times the noise of every release."""
+        """This accountant with the noise of every release multiplied by ``factor``.
+
+        Args:
+            factor: The factor on the noise multipliers.
+
+        Returns:
+            A new accountant, without the claims of papers.
+        """
         sound = {"paper_noise": None, "paper_epsilon": None, "paper_samples": 0.0}
         grown = [dataclasses.replace(r, noise=r.noise * factor, **sound) for r in self.releases]
         return Accountant(grown, self.delta, self.cohorts)
 
     def factor_for(self, epsilon: float, count: int) -> float:
-        """The factor on all noise with which ``count`` counts have ``epsilon``: to 0.1 %, and never too small."""
+        """The factor on all noise multipliers with which ``count`` counts have ``epsilon``.
+
+        Args:
+            epsilon: The epsilon to reach.
+            count: Rounds or participations, as in :meth:`epsilon`.
+
+        Returns:
+            The factor, accurate to 0.1 % and never too small.
+
+        Raises:
+            FedraxError: A release has no noise, or no factor reaches ``epsilon``.
+        """
         if not self.protects:
             raise FedraxError("no factor makes noise of none: give the method a noise above 0, of any size")
         if count == 0:

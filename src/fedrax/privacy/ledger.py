@@ -49,7 +49,18 @@ class PrivacySpent:
 
 
 class Ledger:
-    """The account of a run whose clients have ``sizes`` samples."""
+    """Counts the participations of a run's clients, and the epsilon spent by them.
+
+    Args:
+        accountant: Computes epsilon from the counts.
+        sizes: Samples of each client, int [clients].
+
+    Example:
+        >>> accountant = fedrax.privacy.Accountant([fedrax.privacy.Release(noise=2.0)], delta=1e-5)
+        >>> ledger = fedrax.privacy.Ledger(accountant, np.array([10, 20]))
+        >>> ledger.spend(np.array([1]))["epsilon"] == accountant.epsilon(1)
+        True
+    """
 
     def __init__(self, accountant: Accountant, sizes: np.ndarray):
         self.accountant, self.sizes = accountant, sizes
@@ -65,7 +76,15 @@ class Ledger:
         return self.rounds if self.accountant.by_rounds else int(self.counts.max())
 
     def spend(self, clients: np.ndarray) -> dict[str, Any]:
-        """Enter one round's clients; what an event says of it: ``epsilon`` is None where there is no finite one."""
+        """Enter the clients of one round.
+
+        Args:
+            clients: The numbers of the clients that took part, int [cohort].
+
+        Returns:
+            The entries of the round's event: ``epsilon``, and ``epsilon_paper`` where a paper claims one. Each is None
+            where it is not finite.
+        """
         np.add.at(self.counts, clients, 1)
         self.rounds += 1
         self._claim(clients)
@@ -88,9 +107,15 @@ class Ledger:
             self.epsilon_paper = max(self.epsilon_paper, *claims)
 
     def last_round(self, budget: float | None, rounds: int, cohort: Callable[[int], np.ndarray]) -> int:
-        """The last of ``rounds`` rounds that an epsilon of ``budget`` allows; ``cohort(r)``: the clients of round r.
+        """The number of rounds that a budget allows, from the beginning of the run, whatever the ledger holds.
 
-        Rounds count from 0. Of a run from its beginning, whatever the ledger holds; all where there is no budget.
+        Args:
+            budget: The largest epsilon; None for no budget.
+            rounds: Rounds that are planned.
+            cohort: Gives the clients of a round, which counts from 0.
+
+        Returns:
+            The number of rounds, at most ``rounds``.
         """
         if budget is None:
             return rounds
@@ -106,6 +131,11 @@ class Ledger:
         return rounds
 
     def restore(self, counts: np.ndarray, rounds: int) -> None:
-        """Go on from what a checkpoint holds."""
+        """Restore the counts of a checkpoint.
+
+        Args:
+            counts: Participations of each client, int [clients].
+            rounds: Completed rounds.
+        """
         self.counts, self.rounds = np.array(counts, np.int32), rounds
         self._claim(np.arange(len(counts)))

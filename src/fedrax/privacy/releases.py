@@ -10,6 +10,10 @@ class Release:
 
     A private method describes what one round releases by a tuple of these (``releases()``); the accountant composes
     them over rounds, with the cohorts' sampling of the run.
+
+    Example:
+        >>> fedrax.privacy.ClientDP(noise=2.0).releases()[0].noise
+        2.0
     """
 
     noise: float

@@ -31,7 +31,22 @@ _DOUBT = 3.5
 def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
     """At most the chance that an (epsilon, delta) method lets ``correct`` or more of ``guesses`` be right.
 
-    P <= P[B >= v] + 2 m delta max_i P[v - i <= B < v] / i, with B binomial of r guesses and e^eps / (1 + e^eps).
+    P <= P[B >= v] + 2 m delta max_i P[v - i <= B < v] / i, with B binomial of r guesses and e^eps / (1 + e^eps)
+    (Steinke, Nasr and Jagielski 2023).
+
+    Args:
+        canaries: m, canaries that were in or out by fair coins.
+        guesses: r, canaries that the attacker guessed about.
+        correct: v, guesses that were right.
+        epsilon: The epsilon to test.
+        delta: The delta to test.
+
+    Returns:
+        An upper bound on the p-value.
+
+    Example:
+        >>> round(fedrax.privacy.one_run_p_value(canaries=10, guesses=2, correct=2, epsilon=0.0, delta=0.0), 6)
+        0.25
     """
     chance = 1 / (1 + math.exp(-epsilon))
     tail = float(binom.sf(correct - 1, guesses, chance))
@@ -43,9 +58,26 @@ def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, d
 def one_run_epsilon(
     canaries: int, guesses: int, correct: int, delta: float = 0.0, confidence: float = CONFIDENCE
 ) -> float:
-    """The largest epsilon that so many right guesses rule out; 0 where they rule out none.
+    """A lower bound on epsilon from the guesses of one run (Steinke, Nasr and Jagielski 2023).
 
-    canaries: m, in or out by fair coins. guesses: r, of which canaries the attacker dared to say it.
+    Args:
+        canaries: m, canaries that were in or out by fair coins.
+        guesses: r, canaries that the attacker guessed about.
+        correct: Guesses that were right.
+        delta: The delta at which epsilon is bounded.
+        confidence: The confidence of the bound.
+
+    Returns:
+        The largest epsilon that is ruled out; 0 where none is.
+
+    Raises:
+        FedraxError: The numbers do not satisfy correct <= guesses <= canaries.
+
+    Example:
+        >>> fedrax.privacy.one_run_epsilon(canaries=100, guesses=20, correct=10)
+        0.0
+        >>> fedrax.privacy.one_run_epsilon(canaries=100, guesses=20, correct=20) > 1
+        True
     """
     if not 0 <= correct <= guesses <= canaries:
         raise FedraxError(f"{correct} right ones of {guesses} guesses about {canaries} canaries cannot be")
@@ -54,9 +86,18 @@ def one_run_epsilon(
 
 
 def guess_membership(scores: np.ndarray, share: float) -> np.ndarray:
-    """Guesses from ``scores`` [m], high where a canary seems to be in: 1 (in), -1 (out), 0 for the others.
+    """Guess which canaries were in the data.
 
-    The ``share`` of canaries about which to say anything, half of them in, must be fixed before the run.
+    Args:
+        scores: One score for each canary, float [m]; high where it seems to be in.
+        share: The share of canaries to guess about, half of them in. It must be fixed before the run.
+
+    Returns:
+        The guesses, int [m]: 1 (in), -1 (out) or 0 (no guess).
+
+    Example:
+        >>> fedrax.privacy.guess_membership(np.array([0.1, 0.9, 0.5, 0.4]), share=0.5).tolist()
+        [-1, 1, 0, 0]
     """
     count = max(1, round(share * len(scores) / 2))
     order, guesses = np.argsort(scores, kind="stable"), np.zeros(len(scores), int)
@@ -82,7 +123,7 @@ class DistinguishingBound(NamedTuple):
 def distinguish(
     one: np.ndarray, other: np.ndarray, delta: float, confidence: float = CONFIDENCE
 ) -> DistinguishingBound:
-    """Lower bounds from what an attacker saw of two neighboring worlds, [runs, numbers] each.
+    """Lower bounds from what an attacker saw of two neighboring worlds.
 
     The first half of the runs finds the direction and the threshold, the second half is tested by them, so that the
     confidence holds however they were found. Of all bounds together.
@@ -91,7 +132,23 @@ def distinguish(
     two worlds are two normal distributions, mu deviations apart. Where they look like such, mu is bounded by the means
     and the spread of the second half, which takes fewer runs than error rates do.
 
-    Raises FedraxError for fewer than 40 runs of a world, and for numbers that are not finite.
+    Args:
+        one: What was seen of the first world, float [runs, numbers].
+        other: What was seen of the second world, float [runs, numbers].
+        delta: The delta at which epsilon is bounded.
+        confidence: The confidence of all bounds together.
+
+    Returns:
+        The bounds on epsilon and mu, and the runs that they rest on.
+
+    Raises:
+        FedraxError: A world has fewer than 40 runs, or a number is not finite.
+
+    Example:
+        >>> rng = np.random.default_rng(0)
+        >>> one, other = rng.normal(size=(400, 1)), rng.normal(size=(400, 1)) + 4
+        >>> fedrax.privacy.distinguish(one, other, delta=1e-5).mu > 1
+        True
     """
     check_runs(min(len(one), len(other)))
     if not (np.isfinite(one).all() and np.isfinite(other).all()):
@@ -176,7 +233,23 @@ def _is_normal(seen: np.ndarray) -> bool:
 
 
 def epsilon_of_mu(mu: float, delta: float) -> float:
-    """The epsilon at ``delta`` of a Gaussian answer with noise multiplier 1 / mu: at least that of a proven mu."""
+    """The epsilon of a Gaussian answer with noise multiplier 1 / mu.
+
+    A lower bound on mu thus gives a lower bound on epsilon (Dong, Roth and Su 2022).
+
+    Args:
+        mu: The distance between the two worlds, in standard deviations of the noise.
+        delta: The delta at which epsilon is stated.
+
+    Returns:
+        Epsilon; 0 where mu is not positive, and at most 500.
+
+    Example:
+        >>> fedrax.privacy.epsilon_of_mu(0.0, delta=1e-5)
+        0.0
+        >>> fedrax.privacy.epsilon_of_mu(1.0, delta=1e-5) < fedrax.privacy.epsilon_of_mu(2.0, delta=1e-5)
+        True
+    """
     if mu <= 0:
         return 0.0
     spent = lambda e: float(norm.cdf(mu / 2 - e / mu) - math.exp(e) * norm.cdf(-mu / 2 - e / mu))  # noqa: E731

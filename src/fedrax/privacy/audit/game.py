@@ -47,16 +47,38 @@ def observe_client(
     size: int | None = None,
     precision: OperandFormat = "highest",
 ) -> np.ndarray:
-    """What is seen of a federation whose only client has the samples ``client``, float [runs, numbers].
+    """What an adversary observes of a federation with one client, in many runs that differ in their randomness.
 
-    seen: by the "server", all that the client sends in each phase of ``rounds`` rounds; by the "public", all that
-    the server sends and says, and the parameters after each round. Each run begins with ``params`` and has random keys
-    of its own; the same ``seed`` gives the same ones, so two worlds to be told apart take two seeds. drawn, rate: how
-    the client comes into a round, and with which chance; 0 is a world without it. bystander: samples of the same shape
-    of the client in its place. size: the client has so many of the samples, from the first on, and nobody the others;
-    all by default. precision: of the run's matrix products.
+    Args:
+        algorithm: The method that is run.
+        task: The learning task.
+        params: The parameters that each run begins with.
+        client: The samples of the client.
+        runs: How many runs to make, each with random keys of its own.
+        rounds: Rounds of each run.
+        seen: "server" observes everything that the client sends in each phase; "public" observes everything that the
+            server sends and reports, and the parameters after each round.
+        seed: Determines the random keys. Two worlds to be told apart need two seeds.
+        drawn: How the client comes into a round.
+        rate: The probability that the client is in a round, where it is drawn; 0 is a world without it.
+        bystander: The samples of the client that takes its place with "fixed" draws, of the same shape.
+        size: Use only so many of the client's samples, from the first on; all by default.
+        precision: The precision of the run's matrix products.
 
-    Raises FedraxError where draws are to hide a client from the server, and for more than memory should hold.
+    Returns:
+        The observed numbers, float [runs, numbers].
+
+    Raises:
+        FedraxError: Draws are to hide a client from the server, there are too many rounds, or the result is too large
+            for memory.
+
+    Example:
+        >>> model = fedrax.models.Logistic().build((2,), 2)
+        >>> task, params = fedrax.classification(model), model.init(jax.random.key(0))
+        >>> client = fedrax.contract.Batch(np.ones((1, 2), np.float32), np.array([0]))
+        >>> method = fedrax.privacy.ClientDP(inner=fedrax.algorithms.FedSGD(), at="client")
+        >>> fedrax.privacy.observe_client(method, task, params, client, runs=3).shape[0]
+        3
     """
     if drawn != "always" and seen == "server":
         raise FedraxError("the server knows who takes part: the draw of cohorts hides nobody from it")

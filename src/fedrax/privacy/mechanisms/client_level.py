@@ -53,6 +53,11 @@ class ClientDP(Wrapper):
     ("client", the local model). A round of P phases gives each a bound of C / sqrt(P). The server divides by the number
     of clients that it expects, which for a Poisson cohort is not how many came. What stays on a client is exact; of
     what clients report beside their uploads nothing is kept but the count of gradients.
+
+    Example:
+        >>> clip = fedrax.privacy.Flat(bound=0.5)
+        >>> fedrax.privacy.ClientDP(clip=clip, noise=2.0).releases()[0].seen
+        'public'
     """
 
     inner: Algorithm = FedAvg()

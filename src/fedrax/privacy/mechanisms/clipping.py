@@ -15,7 +15,13 @@ from fedrax.tree import Tree
 
 @hyperparameters
 class Flat:
-    """u min(1, C / |u|), the length |u| taken over everything that a client sends."""
+    """u min(1, C / |u|), the length |u| taken over everything that a client sends.
+
+    Example:
+        >>> clipped, within = fedrax.privacy.Flat()({"w": jnp.array([3.0, 4.0])}, 1.0)
+        >>> bool(jnp.allclose(clipped["w"], jnp.array([0.6, 0.8]))), bool(within)
+        (True, False)
+    """
 
     bound: Positive = 1.0
     """C."""
@@ -30,6 +36,11 @@ class PerLeaf:
     """Each of the L leaves to a length of C / sqrt(L), so that all together are within C (McMahan et al. 2018).
 
     For networks with layers of very different gradients.
+
+    Example:
+        >>> clipped, within = fedrax.privacy.PerLeaf()({"w": jnp.array([3.0, 4.0]), "b": jnp.zeros(1)}, 2**0.5)
+        >>> bool(jnp.allclose(clipped["w"], jnp.array([0.6, 0.8]))), bool(within)
+        (True, False)
     """
 
     bound: Positive = 1.0
@@ -49,6 +60,11 @@ class Adaptive:
     Each client also sends b_i = 1 if |u_i| <= C, else 0; their mean is noised to b, and C <- C exp(-lr (b - quantile)).
     The noise on the sum of b_i - 1/2 has standard deviation ``count_noise``, and that on the updates is raised so that
     both together give away what the stated noise multiplier z allows: z_update^-2 = z^-2 - (2 count_noise)^-2.
+
+    Example:
+        >>> clip = fedrax.privacy.Adaptive(count_noise=2.0)
+        >>> bool(clip.multiplier(1.0) > 1.0)
+        True
     """
 
     bound: Positive = 0.1
@@ -65,7 +81,14 @@ class Adaptive:
         return shortened(update, bound)
 
     def multiplier(self, noise: Any) -> Any:
-        """z_update."""
+        """The noise multiplier z_update of the updates.
+
+        Args:
+            noise: z, the stated noise multiplier of updates and count together.
+
+        Returns:
+            z_update, at least z.
+        """
         share = 1 - (noise / (2 * self.count_noise)) ** 2
         return noise / jnp.sqrt(share)
 

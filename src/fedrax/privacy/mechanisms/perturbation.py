@@ -78,6 +78,11 @@ class OutputPerturbation(_LocalModels):
     model: the noised one takes its place in all of it. Whatever the data, the clipped model lies in a ball of radius
     tau, so that other data of a client move it by up to 2 tau. (Theorem 6.2 counts tau / n_i, for models that are means
     of one term for each of n_i samples. Local steps do not make such.)
+
+    Example:
+        >>> (release,) = fedrax.privacy.OutputPerturbation(tau=1.0, sigma=4.0).releases()
+        >>> release.noise, release.neighbors
+        (2.0, 'replacement')
     """
 
     inner: Algorithm = FedAvg()
@@ -111,6 +116,11 @@ class ObjectivePerturbation(_LocalModels):
     after Chaudhuri et al. (2011). Theorem 6.3 claims pure differential privacy for exact minima of strongly convex
     local losses of generalized linear models with features of length at most 1, which steps of SGD only come near;
     nothing that holds in the worst case is claimed here, see ``releases``.
+
+    Example:
+        >>> inner = fedrax.algorithms.FedProx(mu=1.0)
+        >>> fedrax.privacy.ObjectivePerturbation(inner=inner, alpha=10.0).releases()[0].noise
+        0.0
     """
 
     inner: Algorithm = FedProx()

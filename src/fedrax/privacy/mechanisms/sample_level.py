@@ -38,6 +38,12 @@ class SampleDP(Wrapper):
     the server and everybody else, in methods whose clients take one gradient in each of a fixed number of local steps
     and see their samples in no other way. Samples are worked on ``microbatch`` at a time, so that as many gradients are
     in memory. Losses of the clients are not reported.
+
+    Example:
+        >>> inner = fedrax.algorithms.FedAvg(local=fedrax.LocalSGD(lr=0.1, steps=5, batch_size=10))
+        >>> (release,) = fedrax.privacy.SampleDP(inner=inner, noise=1.5).releases()
+        >>> release.unit, release.times
+        ('sample', 5)
     """
 
     inner: Algorithm = FedAvg(local=LocalSGD(steps=5))
