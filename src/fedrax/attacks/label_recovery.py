@@ -17,6 +17,22 @@ def recover_labels(gradient: Tree, samples: int, leaf: str = "output/bias") -> n
     class's share of the samples. So of a single sample the one negative entry is its label, whatever the model says;
     of several, the lowest entry is taken as often as there are samples, each time lifted by a sample's share, which
     is right as long as the model is not yet sure of anything.
+
+    Args:
+        gradient: The gradient, with the structure of the parameters.
+        samples: Samples behind the gradient.
+        leaf: The path of the last layer's bias.
+
+    Returns:
+        The labels, int [samples].
+
+    Raises:
+        FedraxError: The gradient has no vector ``leaf``.
+
+    Example:
+        >>> gradient = {"output": {"bias": jnp.array([0.3, -0.7, 0.4])}}
+        >>> fedrax.attacks.recover_labels(gradient, samples=1).tolist()
+        [1]
     """
     found = dict(zip(tree.leaf_names(gradient), map(np.array, jax.tree.leaves(gradient)), strict=True))
     if leaf not in found or found[leaf].ndim != 1 or len(found[leaf]) < 2:

@@ -20,7 +20,20 @@ from fedrax.tree import Tree
 
 
 def parameter_vectors(message: Tree, params: Tree) -> dict[str, Tree]:
-    """The parts of ``message`` with the structure and shapes of ``params``, by path ("" for the whole)."""
+    """The parts of a message with the structure and shapes of the parameters.
+
+    Args:
+        message: Any pytree that was sent.
+        params: The model's parameters.
+
+    Returns:
+        The parts by their path in the message; "" is the path of the whole.
+
+    Example:
+        >>> message = {"model": {"w": jnp.ones(2)}, "count": jnp.ones(())}
+        >>> list(fedrax.attacks.parameter_vectors(message, {"w": jnp.zeros(2)}))
+        ['model']
+    """
     parts = jax.tree_util.tree_flatten_with_path(message, is_leaf=lambda part: _alike(part, params))[0]
     return {_path(path): part for path, part in parts if _alike(part, params)}
 
@@ -59,13 +72,20 @@ def _path(path: tuple) -> str:
 
 
 class CandidateGradient(NamedTuple):
-    """A vector made of messages that may be a gradient of a client's data, and where it was taken, as far as known."""
+    """A vector made of messages that may be a gradient of a client's data, and where it was taken, as far as known.
+
+    Example:
+        >>> params = {"w": jnp.zeros(2)}
+        >>> fedrax.attacks.CandidateGradient("phase 1, params, last", params, {"w": jnp.ones(2)}).name
+        'phase 1, params, last'
+    """
 
     name: str
     """Phase, part of the message, and what was made of it."""
     params: Tree
     """The parameters that the client had been sent."""
     vector: Tree
+    """The candidate for the gradient at ``params``, of their structure and shapes."""
 
 
 def of_one_client(exchanges: Sequence[RecordedExchange]) -> list[RecordedExchange]:
@@ -81,11 +101,30 @@ def candidate_gradients(
 ) -> list[CandidateGradient]:
     """What could be the gradient of a client's data at a point that the attacker knows.
 
-    exchanges: of one client, as far as the attacker saw them; those of a server are all. params: of the model's kind.
     Each vector of the client's messages, in the last one ("last"), summed up over all ("sum", which turns increments
     of a state that began at zero into the state), and less the one before ("difference"). A vector descends where it
     is a gradient with the sign turned round, so each is there with both signs. None where part of the parameters stays
     at home: then nobody knows where a gradient was taken.
+
+    Args:
+        algorithm: The method that was run.
+        exchanges: The messages of one client that the attacker saw; a server saw all of them.
+        params: Parameters of the model, for their structure and shapes.
+
+    Returns:
+        The candidates, phase by phase.
+
+    Raises:
+        FedraxError: The exchanges are not those of exactly one client.
+
+    Example:
+        >>> method, model = fedrax.algorithms.FedSGD(), fedrax.models.Logistic().build((2,), 2)
+        >>> federation = fedrax.Federation.from_arrays(np.eye(2, dtype=np.float32), np.arange(2), np.arange(2))
+        >>> task, record = fedrax.classification(model), fedrax.simulation.MessageSelection(clients=(0,))
+        >>> params = task.init(jax.random.key(0))
+        >>> run = fedrax.simulate(method, task, federation, params=params, rounds=1, cohort_size=2, record=record)
+        >>> len(fedrax.attacks.candidate_gradients(method, run.exchanges, params))
+        2
     """
     exchanges = of_one_client(exchanges)
     found: list[CandidateGradient] = []

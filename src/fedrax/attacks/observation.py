@@ -29,7 +29,13 @@ Predict = Callable[[Any, Batch, int | None], tuple[Tree, ...]]
 
 
 class Observation(NamedTuple):
-    """What an attacker saw and how it came about."""
+    """What an attacker saw and how it came about.
+
+    Example:
+        >>> seen = fedrax.attacks.Observation(lambda known, data, classes: (data.x - known,), 1.0, (jnp.zeros(3),))
+        >>> len(seen.target)
+        1
+    """
 
     predict: Predict
     """(known, candidate data, classes) -> what these data would have made; hashable. classes: C where the candidate's
@@ -76,7 +82,25 @@ class _Gradient:
 def as_gradient(
     task: Task, params: Tree, gradient: Tree, reduction: Reduction = "mean", statistics: Tree = ()
 ) -> Observation:
-    """The view that ``gradient`` is the client's full gradient at ``params``, of its samples' mean or summed loss."""
+    """The view that ``gradient`` is the client's full gradient at ``params`` (Zhu et al. 2019).
+
+    Args:
+        task: The learning task.
+        params: The parameters at which the gradient was taken.
+        gradient: The gradient, with the structure of ``params``.
+        reduction: Whether the loss is the "mean" or the "sum" over the client's samples.
+        statistics: The model's statistics that the client had, where it has any.
+
+    Returns:
+        The observation to give to :meth:`Attack.invert`.
+
+    Example:
+        >>> task = fedrax.classification(fedrax.models.Logistic().build((2,), 2))
+        >>> params = task.init(jax.random.key(0))
+        >>> view = fedrax.attacks.as_gradient(task, params, jax.tree.map(jnp.ones_like, params))
+        >>> len(view.target)
+        1
+    """
     return Observation(_Gradient(task, reduction), (params, statistics), (gradient,))
 
 
@@ -126,14 +150,36 @@ def as_client_program(
 ) -> Observation:
     """The view that the client ran its method on the data that are looked for.
 
-    params: those of the run's start, from which a client's state begins. exchanges: of one client, a server's or those
-    that an eavesdropper saw; they are gone through in order, its state carried from one to the next. matched: the
-    rounds, counted from 1, whose messages are matched, all by default; others only move the client's state, which
-    helps an eavesdropper where the state depends on the last few rounds alone. program: the method whose client is
-    run, where it is another than the one whose messages were seen: the one inside a wrapper that rounds, say, and has
-    no derivative. key: what the attacker takes for the client's random draws, which it does not know. Batches other
-    than the full one are therefore drawn in another order than the client's, and matched as well as that goes. What
-    travels as whole numbers is not matched where the method itself is run, for it has no derivative.
+    The exchanges are run in order, and the client's state is carried from one to the next. Batches other than the full
+    one are drawn in another order than the client's, since the attacker does not know its random key. What travels as
+    whole numbers is not matched where the method itself is run, because it has no derivative.
+
+    Args:
+        task: The learning task.
+        algorithm: The method whose messages were seen.
+        params: The parameters at the start of the run, from which a client's state begins.
+        exchanges: The messages of one client that the server or an eavesdropper saw.
+        num_clients: Clients of the federation.
+        cohort_size: Clients of a round.
+        matched: The rounds, counted from 1, whose messages are matched; all by default. The others only move the
+            client's state, which helps an eavesdropper where the state depends on the last few rounds alone.
+        program: The method whose client is run, where it differs from ``algorithm``: for example the one inside a
+            wrapper that rounds and so has no derivative.
+        key: The attacker's guess of the key of the client's random draws.
+
+    Returns:
+        The observation to give to :meth:`Attack.invert`.
+
+    Raises:
+        FedraxError: The exchanges are not those of exactly one client, or have none of the rounds in ``matched``.
+
+    Example:
+        >>> method, task = fedrax.algorithms.FedSGD(), fedrax.classification(fedrax.models.Logistic().build((2,), 2))
+        >>> federation = fedrax.Federation.from_arrays(np.eye(2, dtype=np.float32), np.arange(2), np.arange(2))
+        >>> params, record = task.init(jax.random.key(0)), fedrax.simulation.MessageSelection(clients=(0,))
+        >>> run = fedrax.simulate(method, task, federation, params=params, rounds=1, cohort_size=2, record=record)
+        >>> len(fedrax.attacks.as_client_program(task, method, params, run.exchanges, 2, 2).target)
+        1
     """
     exchanges = of_one_client(exchanges)
     rounds = {one.round for one in exchanges}

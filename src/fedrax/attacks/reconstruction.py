@@ -31,7 +31,15 @@ _TINY = 1e-30
 
 
 class Reconstruction(NamedTuple):
-    """What an attack made of a view."""
+    """What an attack made of a view.
+
+    Example:
+        >>> task = fedrax.classification(fedrax.models.Logistic().build((2,), 2))
+        >>> params = task.init(jax.random.key(0))
+        >>> view = fedrax.attacks.as_gradient(task, params, jax.tree.map(jnp.ones_like, params))
+        >>> fedrax.attacks.dlg(steps=2).invert(view, (1, 2), classes=2).x.shape
+        (1, 2)
+    """
 
     x: np.ndarray
     """The data [n, ...] in the model's scale: of the step and restart with the smallest distance."""
@@ -52,9 +60,14 @@ class Attack:
     """An optimizer on candidate data.
 
     :func:`dlg`, :func:`gradient_descent` and :func:`inverting_gradients` make the attacks of the literature.
+
+    Example:
+        >>> fedrax.attacks.Attack(fedrax.attacks.gradient_descent(0.1).optimizer, steps=5, distance="cosine").restarts
+        1
     """
 
     optimizer: Optimizer
+    """Moves the candidate data."""
     steps: int
     """Of the optimizer: evaluations of the distance and its gradient, besides the start's."""
     distance: Distance
@@ -77,13 +90,23 @@ class Attack:
         seed: int = 0,
         frames: int = 0,
     ) -> Reconstruction:
-        """Look for the data behind ``view``.
+        """Search for the data behind an observation.
 
-        shape: [n, ...] of the data in the model's scale. y: their labels [n], where known; else ``classes``, C, is
-        given and they are looked for too, as chances. start: candidate data to begin with; by default standard normal
-        noise, and uniform noise within a box. frames: how many of the candidates on the way to return.
+        Args:
+            view: What the attacker saw, and how data would have made it.
+            shape: The shape [n, ...] of the data, in the model's scale.
+            classes: The number C of classes, where the labels are not known: they are then searched for too, as
+                probabilities.
+            y: The labels [n], where known.
+            start: Candidate data to begin with; by default standard normal noise, or uniform noise within a box.
+            seed: Determines the random starts.
+            frames: How many of the intermediate candidates to return.
 
-        Raises FedraxError for a method whose client cannot be differentiated.
+        Returns:
+            The candidate with the smallest distance.
+
+        Raises:
+            FedraxError: The client of the method cannot be differentiated, or the arguments do not fit the attack.
         """
         shape = tuple(shape)
         self._check(shape, classes, y)
@@ -143,12 +166,36 @@ def dlg(steps: int = 300, restarts: int = 1, distance: Distance = "relative") ->
     """Deep leakage from gradients (Zhu et al. 2019): squared distance, L-BFGS, data and labels together.
 
     The distance is relative to what was seen, so that messages of unlike size count alike.
+
+    Args:
+        steps: Steps of the optimizer.
+        restarts: Random starts, of which the best result is kept.
+        distance: The distance between the seen vectors and those that candidate data make.
+
+    Returns:
+        The attack.
+
+    Example:
+        >>> fedrax.attacks.dlg(steps=50).distance
+        'relative'
     """
     return Attack(LBFGS(), steps, distance, restarts=restarts)
 
 
 def gradient_descent(lr: float, steps: int = 100) -> Attack:
-    """DLG by plain gradient descent on the squared distance, as in Section 5.4 of the LoSAC paper."""
+    """DLG by plain gradient descent on the squared distance, as in Section 5.4 of the LoSAC paper.
+
+    Args:
+        lr: The step size.
+        steps: Steps of gradient descent.
+
+    Returns:
+        The attack.
+
+    Example:
+        >>> fedrax.attacks.gradient_descent(lr=0.1).distance
+        'squared'
+    """
     return Attack(Descent(lr), steps, "squared")
 
 
@@ -162,6 +209,20 @@ def inverting_gradients(
     """Inverting gradients (Geiping et al. 2020): cosine distance and total variation, Adam on the gradient's sign.
 
     The step size falls to a tenth after 3/8, 5/8 and 7/8 of the steps, as theirs does.
+
+    Args:
+        steps: Steps of Adam.
+        lr: The initial step size.
+        total_variation: The weight of total variation; for images only unless 0.
+        box: The lowest and the highest value of a pixel; None for no limits.
+        restarts: Random starts, of which the best result is kept.
+
+    Returns:
+        The attack.
+
+    Example:
+        >>> fedrax.attacks.inverting_gradients(steps=100).distance
+        'cosine'
     """
     return Attack(SignedAdam(lr), steps, "cosine", total_variation, box, restarts)
 

@@ -12,7 +12,12 @@ from fedrax.errors import FedraxError
 
 
 class ReconstructionScore(NamedTuple):
-    """Reconstructed against true data."""
+    """Reconstructed against true data.
+
+    Example:
+        >>> fedrax.attacks.score(np.zeros((1, 3)), np.ones((1, 3))).psnr
+        0.0
+    """
 
     frobenius: float
     """|D^ - D|_F, over all samples."""
@@ -25,7 +30,22 @@ class ReconstructionScore(NamedTuple):
 
 
 def matching(found: Any, true: Any) -> np.ndarray:
-    """[n]; for each true sample the number of the reconstructed one, such that |D^ - D|_F is least."""
+    """The assignment of reconstructed to true samples with the least |D^ - D|_F.
+
+    Args:
+        found: Reconstructed data [n, ...].
+        true: True data [n, ...].
+
+    Returns:
+        For each true sample the number of the reconstructed one, int [n].
+
+    Raises:
+        FedraxError: The shapes differ.
+
+    Example:
+        >>> fedrax.attacks.matching(np.array([[1.0], [0.0]]), np.array([[0.1], [0.9]])).tolist()
+        [1, 0]
+    """
     a, b = (np.asarray(data, float).reshape(len(data), -1) for data in (found, true))
     if a.shape != b.shape:
         raise FedraxError(f"data of shape {np.shape(found)} are no reconstruction of {np.shape(true)}")
@@ -34,13 +54,43 @@ def matching(found: Any, true: Any) -> np.ndarray:
 
 
 def frobenius(found: Any, true: Any) -> float:
-    """|D^ - D|_F after the best matching."""
+    """|D^ - D|_F after the best matching.
+
+    Args:
+        found: Reconstructed data [n, ...].
+        true: True data [n, ...].
+
+    Returns:
+        The Frobenius norm of the difference, over all samples.
+
+    Example:
+        >>> fedrax.attacks.frobenius(np.array([[1.0], [0.0]]), np.array([[0.0], [3.0]]))
+        2.0
+    """
     order = matching(found, true)
     return float(np.linalg.norm(np.asarray(found, float)[order] - np.asarray(true, float)))
 
 
 def score(found: Any, true: Any, labels: Any = None, true_labels: Any = None, span: float = 1.0) -> ReconstructionScore:
-    """Compare data [n, ...] in one scale; ``span``: from the darkest to the brightest pixel there can be."""
+    """Compare reconstructed and true data of the same scale.
+
+    Args:
+        found: Reconstructed data [n, ...].
+        true: True data [n, ...].
+        labels: Reconstructed labels [n].
+        true_labels: True labels [n].
+        span: The difference of the largest and the smallest possible value of a pixel.
+
+    Returns:
+        The measures of similarity.
+
+    Raises:
+        FedraxError: The shapes of the data differ.
+
+    Example:
+        >>> fedrax.attacks.score(np.ones((2, 3)), np.ones((2, 3)), labels=[0, 1], true_labels=[1, 1]).labels
+        0.5
+    """
     found, true = np.asarray(found, float), np.asarray(true, float)
     order = matching(found, true)
     pairs = list(zip(found[order], true, strict=True))
@@ -54,7 +104,20 @@ def score(found: Any, true: Any, labels: Any = None, true_labels: Any = None, sp
 
 
 def psnr(found: np.ndarray, true: np.ndarray, span: float = 1.0) -> float:
-    """10 log10(span² / mean squared error) of one sample, in dB."""
+    """The peak signal-to-noise ratio of one sample: 10 log10(span² / mean squared error).
+
+    Args:
+        found: The reconstructed sample.
+        true: The true sample.
+        span: The difference of the largest and the smallest possible value of a pixel.
+
+    Returns:
+        The ratio in dB; inf where the samples are equal.
+
+    Example:
+        >>> round(float(fedrax.attacks.psnr(np.full(4, 0.1), np.zeros(4))), 6)
+        20.0
+    """
     error = float(np.mean((found - true) ** 2))
     return float("inf") if error == 0 else 10 * np.log10(span**2 / error)
 
@@ -63,6 +126,19 @@ def ssim(found: np.ndarray, true: np.ndarray, span: float = 1.0) -> float:
     """Structural similarity of two images [H, W] or [H, W, C] (Wang et al. 2004), with their Gaussian window.
 
     sigma = 1.5 within 11 x 11 pixels, constants 0.01 and 0.03; at the rim the image is mirrored.
+
+    Args:
+        found: The reconstructed image.
+        true: The true image.
+        span: The difference of the largest and the smallest possible value of a pixel.
+
+    Returns:
+        The mean similarity over the pixels; 1 for equal images.
+
+    Example:
+        >>> image = np.eye(8)
+        >>> round(fedrax.attacks.ssim(image, image), 6)
+        1.0
     """
     axes = (0, 1)
     blur = lambda image: gaussian_filter(image, 1.5, radius=5, axes=axes, mode="reflect")  # noqa: E731
@@ -76,7 +152,19 @@ def ssim(found: np.ndarray, true: np.ndarray, span: float = 1.0) -> float:
 
 
 def label_recovery(labels: Any, true: Any) -> float:
-    """The share of the true labels, as a multiset, that are among those found."""
+    """The share of the true labels, as a multiset, that are among those found.
+
+    Args:
+        labels: Reconstructed labels [n].
+        true: True labels [n].
+
+    Returns:
+        The share, from 0 to 1.
+
+    Example:
+        >>> fedrax.attacks.label_recovery([1, 0, 2, 2], [0, 1, 1, 2])
+        0.75
+    """
     labels, true = np.asarray(labels).ravel(), np.asarray(true).ravel()
     hits = sum(min((labels == c).sum(), (true == c).sum()) for c in np.unique(true))
     return float(hits / len(true))
