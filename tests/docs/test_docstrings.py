@@ -22,7 +22,6 @@ INCOMPLETE = (
     "fedrax.algorithms",
     "fedrax.compression",
     "fedrax.data",
-    "fedrax.experiments",
     "fedrax.models",
     "fedrax.personalization",
     "fedrax.profiling",

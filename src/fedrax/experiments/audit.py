@@ -1,8 +1,8 @@
-"""Audits: what attackers can prove of a private experiment, beside what its ledger claims.
+"""Privacy audits: lower bounds on epsilon by attacks, beside the guarantee of the ledger.
 
-Two attackers. One watches a client in many runs of a few rounds, with its own data and with other data, and knows both:
-the strongest there is, against one release. The other sees the model of one whole run, in which the labels of many
-canaries were exchanged by the flip of a coin, and guesses the coins.
+Two adversaries. The first observes a client in many runs of a few rounds, with its data and with neighboring data, both
+of which it knows: the strongest attack on one release. The second sees the model after one whole run in which the labels
+of canaries were flipped at random, and guesses which.
 """
 
 from __future__ import annotations
@@ -38,39 +38,56 @@ from fedrax.simulation.settings import cohort_sampler
 
 ProtectedUnit = Literal["client", "sample"]
 SHARE = 1 / 3
-"""Of the canaries, about which the attacker of one run says anything."""
+"""Share of the canaries about which the one-run adversary guesses."""
 
 
 @dataclass(frozen=True)
 class Audit:
-    """What was proven, at 95 %, and what is claimed, both about one ``unit``: its presence, or other data of it."""
+    """The lower bound on epsilon that an attack proves at 95 % confidence, and the claimed upper bound.
+
+    Example:
+        >>> audit = fedrax.experiments.Audit(
+        ...     "watches a client", "client", "replacement", 1, 2000, proven=1.2, claimed=1.0, claimed_paper=None, delta=1e-5
+        ... )
+        >>> audit.refuted
+        True
+    """
 
     attacker: Literal["watches a client", "guesses canaries"]
+    """The attack."""
     unit: ProtectedUnit
+    """The protected unit."""
     neighbors: Literal["presence", "replacement"]
+    """Whether neighboring datasets differ in the presence of a unit or in its data."""
     rounds: int
+    """Rounds that the adversary observes."""
     trials: int
-    """Runs of each world that the bound rests on, or guesses."""
+    """Runs for each hypothesis, or guesses."""
     proven: float
-    """epsilon is at least this."""
+    """Lower bound on epsilon."""
     claimed: float
-    """epsilon is at most this, by the sound accountant."""
+    """Upper bound on epsilon by the sound accountant."""
     claimed_paper: float | None
-    """Or this, as the method's paper has it, about one sample."""
+    """Upper bound for one sample by the method's paper."""
     delta: float
+    """delta of the guarantee."""
 
     @property
     def refuted(self) -> bool:
-        """Whether the sound claim is wrong: the mechanism does not do what it says."""
+        """Whether the lower bound exceeds the claim: the mechanism violates its guarantee."""
         return self.proven > self.claimed
 
     @property
     def paper_refuted(self) -> bool:
-        """Whether the paper's claim is wrong."""
+        """Whether the lower bound exceeds the paper's claim."""
         return self.claimed_paper is not None and self.proven > self.claimed_paper
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The audit as JSON values, None for infinity.
+
+        Returns:
+            The fields, ``refuted`` and ``paper_refuted``.
+        """
         made = dataclasses.asdict(self) | {"refuted": self.refuted, "paper_refuted": self.paper_refuted}
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in made.items()}
 
@@ -89,16 +106,38 @@ def watch_a_client(
     rate: float = 1.0,
     confidence: float = CONFIDENCE,
 ) -> Audit:
-    """Tell a client's data from the same with other labels (of all samples, or of one) by what ``rounds`` let out.
+    """Audit by distinguishing a client's data from neighboring data in many runs of ``rounds`` rounds.
 
-    As the only client, and by many ``runs`` of each world. The server sees all that the client sends; where noise is
-    added to a sum the public sees what the server sends and says, and the model after each round. drawn: "poisson", the
-    client takes part in a round with the chance ``rate``, and in the other world it is not there; "fixed", another
-    client is there where it is not drawn. The claim is then about rounds of such cohorts, in the first case about
-    presence. So it is where samples are drawn into batches by coins: in the other world one sample is not there. unit:
-    by default what the method protects.
+    The client is the only one. Neighboring data have other labels (of all samples, or of one). The adversary sees every
+    upload of the client; where noise is added to a sum, the broadcast messages and the model after each round.
 
-    Raises FedraxError for a method that is not private, labels that are no classes, or draws that the server sees.
+    Args:
+        algorithm: A private method.
+        task: The task.
+        federation: The clients and their data.
+        settings: Settings of the run: seed, delta and precision.
+        client: The client to attack.
+        unit: The protected unit; by default that of the method.
+        rounds: Rounds to observe.
+        runs: Runs for each hypothesis.
+        drawn: Sampling of the client: "always"; "poisson", with probability ``rate`` in a round, where neighboring data
+            are without the client; "fixed", where another client replaces it when it is not sampled.
+        rate: Sampling probability.
+        confidence: Confidence of the lower bound.
+
+    Returns:
+        The lower bound and the claims. They are about presence for Poisson sampling of clients or of mini-batches.
+
+    Raises:
+        FedraxError: For a method without noise, labels that are not classes, or a client that does not exist.
+
+    Example:
+        >>> federation = fedrax.Federation.from_dataset(fedrax.data.load("digits"), fedrax.data.Shards(10, 2), seed=0)
+        >>> task = fedrax.classification(fedrax.models.Logistic().build((8, 8), 10))
+        >>> fedrax.experiments.watch_a_client(fedrax.FedAvg(), task, federation, fedrax.Settings())
+        Traceback (most recent call last):
+        ...
+        fedrax.errors.FedraxError: FedAvg adds no noise: there is no claim to audit
     """
     releases = _releases(algorithm)
     unit = _unit(releases, unit)
@@ -135,11 +174,11 @@ def watch_a_client(
 def _worlds(
     federation: Federation, client: int, unit: ProtectedUnit, drawn: Participation, rate: float, coins: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is watched in either world. coins: whether samples come into batches by coins of their own."""
+    """Arguments of ``watch`` for both hypotheses. coins: whether mini-batches are Poisson samples."""
     mine = slice(*federation.offsets[client : client + 2])
     x, y = federation.train.x[mine], federation.train.y[mine]
     changed = np.arange(len(y)) if unit == "client" else np.arange(1)
-    if coins:  # the first sample comes last, and is there or not
+    if coins:  # the first sample is moved to the end, where it is present or not
         samples = Batch(np.roll(x, -1, 0), np.roll(y, -1, 0))
         return {"client": samples, "size": len(y)}, {"client": samples, "size": len(y) - 1}
     if drawn == "poisson":
@@ -159,12 +198,31 @@ def guess_canaries(
     unit: ProtectedUnit | None = None,
     canaries: int = 200,
 ) -> Audit:
-    """Train once, with the labels of each canary (a client or a sample) exchanged or not, and guess which were.
+    """Audit with one run: flip the labels of random canaries, train, and guess which were flipped.
 
-    By the loss of the last model on either version, over what is usual for canaries of the same class. unit: by
-    default what the method protects.
+    The guess compares the final model's loss on both versions with the mean over canaries of the same class.
 
-    Raises FedraxError for a method that is not private, or more canaries than there are clients or samples.
+    Args:
+        algorithm: A private method.
+        task: The task.
+        federation: The clients and their data.
+        settings: Settings of the run.
+        unit: What a canary is; by default the protected unit of the method.
+        canaries: Number of canaries.
+
+    Returns:
+        The lower bound and the claims.
+
+    Raises:
+        FedraxError: For a method without noise, or more canaries than clients or samples.
+
+    Example:
+        >>> federation = fedrax.Federation.from_dataset(fedrax.data.load("digits"), fedrax.data.Shards(10, 2), seed=0)
+        >>> task = fedrax.classification(fedrax.models.Logistic().build((8, 8), 10))
+        >>> fedrax.experiments.guess_canaries(fedrax.FedAvg(), task, federation, fedrax.Settings())
+        Traceback (most recent call last):
+        ...
+        fedrax.errors.FedraxError: FedAvg adds no noise: there is no claim to audit
     """
     releases = _releases(algorithm)
     unit = _unit(releases, unit)
@@ -186,7 +244,7 @@ def guess_canaries(
         return np.asarray(task.loss(result.params, batch, jax.random.key(0)), float)
 
     gains, mine = losses(federation.train.y) - losses(exchanged), federation.train.y[rows]
-    # over the mean of the same exchange: how much one class gained over another tells nothing of a canary
+    # minus the mean over the same flip: how well a class is fitted says nothing about a canary
     gains -= (np.bincount(mine, gains) / np.maximum(np.bincount(mine), 1))[mine]
     place = np.searchsorted(chosen, owner[rows])
     guesses = guess_membership(np.bincount(place, gains, canaries) / np.bincount(place, minlength=canaries), SHARE)
@@ -208,7 +266,7 @@ def guess_canaries(
 def _claims(
     algorithm: Algorithm, releases: tuple, federation: Federation, settings: Settings, rounds: int
 ) -> tuple[float, float | None]:
-    """What the ledger of ``rounds`` rounds claims about other data: soundly, and by the paper."""
+    """Claims of the ledger after ``rounds`` rounds about replacement: sound, and by the paper."""
     sampler = cohort_sampler(settings, federation.sizes)
     ledger = ledger_of(algorithm, dataclasses.replace(settings, epsilon_budget=None), sampler)
     assert ledger is not None
@@ -230,7 +288,7 @@ def _releases(algorithm: Algorithm) -> tuple:
 
 
 def _unit(releases: tuple, unit: ProtectedUnit | None) -> ProtectedUnit:
-    """Whose labels are exchanged, where the claim is about that."""
+    """The unit whose labels are flipped, checked against the claim."""
     protected: ProtectedUnit = "sample" if any(release.unit == "sample" for release in releases) else "client"
     if unit == "client" and protected == "sample":
         raise FedraxError("the claim is about one sample, not about all of a client's: set unit to 'sample'")
@@ -238,7 +296,7 @@ def _unit(releases: tuple, unit: ProtectedUnit | None) -> ProtectedUnit:
 
 
 def _check_admitted(algorithm: Algorithm, task: Task, settings: Settings, start: Any) -> None:
-    """Refuse what a run of the method would."""
+    """Check that a run of the method would accept the task and settings."""
     name, needs = type(algorithm).__name__, algorithm.traits
     statistics = start.statistics if isinstance(start, Variables) else ()
     needs.check_run(name, settings.weights, 1, varying_cohort=False)

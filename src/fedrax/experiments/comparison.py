@@ -1,10 +1,10 @@
-"""Several algorithms, several seeds, one partition: what is compared.
+"""Comparisons: several algorithms and seeds on one partition.
 
 A comparison is an experiment file with ``seeds``, optionally a ``target`` accuracy, and a table ``[[compare]]``
-for each method: an algorithm's table, with a ``label`` if the name does not tell methods apart. What all methods
-share may stand in ``[algorithm]``; where a wrapper has no such setting it is for the method inside. A ``grid`` has
-settings tried before, on validation data; a method's own replaces the common one. A method's table ``run`` changes
-settings of the run for it alone.
+for each method: an algorithm's table, with a ``label`` if the name is not unique. ``[algorithm]`` holds settings that
+all methods share; a setting that a wrapper does not have is for the method inside. A ``grid`` lists settings that are
+selected on validation data; a method's own replaces the common one. A method's table ``run`` changes settings of the
+run for it alone.
 
     seeds = [0, 1, 2]
     grid = { algorithm.local.lr = [0.01, 0.03, 0.1, 0.3] }
@@ -54,17 +54,17 @@ from fedrax.simulation.settings import Seed, Settings
 OUTPUTS = (
     "table.md", "comparison.json", "curves.png", "curves.svg", "grid.png", "grid.svg", "report.html", "search",
 )  # fmt: skip
-"""What stands beside the methods' directories."""
+"""Files of a comparison beside the directories of its methods."""
 SHARED = ("data", "partition", "model", "task")
-"""What all methods have in common."""
+"""Tables that all methods have in common."""
 OF_ROWS, OF_ALL = ("normalize", "validation"), ("seeds", "target", "search")
-"""And besides: of an experiment, and of the comparison itself, where a file gives it."""
+"""Keys that all methods have in common: of an experiment, and of the comparison."""
 OF_METHODS = (*SHARED, *OF_ROWS)
-"""All that may not differ between methods."""
+"""Tables and keys that may not differ between methods."""
 
 
 class OtherExperimentError(FedraxError):
-    """A directory holds what another comparison has left."""
+    """A directory holds runs of another comparison."""
 
 
 @dataclass(frozen=True)
@@ -72,29 +72,43 @@ class SearchSettings:
     """How the settings of a grid are chosen: the table ``[search]``."""
 
     validation: Annotated[float, Bound(gt=0, lt=1)] = 0.2
-    """Share of each client's training rows that is held out to choose by; in the end methods train on all rows."""
+    """Share of each client's training rows that is held out; the final runs train on all rows."""
     seeds: tuple[Seed, ...] = ()
-    """Seeds of the runs to choose by; the first of the comparison's by default."""
+    """Seeds of the runs of the search; by default the first seed of the comparison."""
     metric: str | None = None
-    """What to choose by, after the last round; accuracy by default, the loss where there is none."""
+    """Metric after the last round; by default accuracy, or the loss without it."""
     trials: PositiveInt | None = None
-    """Settings of each method that Optuna tries, in place of every point of its grid; ranges need it."""
+    """Number of settings of each method that Optuna tries instead of the whole grid; ranges need it."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Methods, as experiments that differ in their names (the methods' labels), algorithms and runs, and seeds."""
+    """Methods to compare on the same data, model and task, with several seeds.
+
+    Example:
+        >>> methods = tuple(
+        ...     fedrax.experiments.Experiment(name=name, algorithm=algorithm)
+        ...     for name, algorithm in [("FedAvg", fedrax.FedAvg()), ("SCAFFOLD", fedrax.Scaffold())]
+        ... )
+        >>> comparison = fedrax.experiments.Comparison("drift", methods, seeds=(0, 1), target=None)
+        >>> len(comparison.runs({}))
+        4
+    """
 
     name: str
+    """Name of the comparison."""
     methods: tuple[Experiment, ...]
+    """Experiments that differ in their names (the labels of the methods), algorithms and run settings."""
     seeds: tuple[int, ...]
+    """Seeds of the runs of each method."""
     target: float | None
-    """Accuracy whose cost in rounds, bytes and seconds is reported; runs go on after it."""
+    """Accuracy whose cost in rounds, bytes and seconds is reported; runs continue after it."""
     grids: Mapping[str, Grid] = field(default_factory=dict)
     """The grids of the methods that have one, by label."""
     search: SearchSettings = SearchSettings()
+    """How settings are selected."""
     run: Settings = field(default_factory=Settings)
-    """Settings of the methods that have none of their own."""
+    """Run settings of the methods without their own."""
 
     def __repr__(self) -> str:
         """A line, and one for each method."""
@@ -111,7 +125,7 @@ class Comparison:
         return f"; {self.search.trials} trials" if self.is_sampled(label) else f"; a grid of {mine.size} points"
 
     def check(self) -> None:
-        """Refuse a comparison that is none."""
+        """Raise FedraxError for a comparison that cannot be run."""
         self._check_labels()
         if not self.methods:
             raise FedraxError("there is nothing to compare: give [[compare]] tables, or several files or algorithms.")
@@ -130,7 +144,7 @@ class Comparison:
                 raise FedraxError(f"{job.title}: {error}") from error
 
     def _check_shared(self) -> None:
-        """All methods are run on the data of the first one, with its model and task."""
+        """Raise FedraxError where methods differ in data, partition, model or task."""
         first, *others = self.methods
         wanted = experiment.to_table(first)
         for method in others:
@@ -158,7 +172,7 @@ class Comparison:
                 )
 
     def _check_labels(self) -> None:
-        """Each method needs a directory of its own."""
+        """Raise FedraxError where labels are not distinct names of directories."""
         places: dict[str, str] = {name: name for name in OUTPUTS}
         for label in (method.name for method in self.methods):
             if not label.strip() or not label.isprintable():
@@ -174,19 +188,26 @@ class Comparison:
 
     @property
     def search_seeds(self) -> tuple[int, ...]:
-        """Seeds of the runs to choose by."""
+        """Seeds of the runs of the search."""
         return self.search.seeds or self.seeds[:1]
 
     def is_sampled(self, label: str) -> bool:
-        """Whether Optuna chooses which settings of a method are tried."""
+        """Whether Optuna selects the settings of a method that are tried.
+
+        Args:
+            label: The method.
+
+        Returns:
+            True for a grid with ranges or with more points than trials.
+        """
         mine, trials = self.grids.get(label), self.search.trials
         return mine is not None and trials is not None and (bool(mine.ranges) or mine.size > trials)
 
     @cached_property
     def candidates(self) -> dict[str, list[tuple[SettingPoint, Experiment]]]:
-        """The points of each method's grid and its experiments there; of a method without grid the one it has.
+        """The points of each method's grid with its experiment there, one empty point for a method without a grid.
 
-        Where points are sampled, those in which every value and every end of a range stands once: see `Grid.ends`.
+        For sampled grids the points of `Grid.ends`, which cover every value and every end of a range.
         """
         found: dict[str, list[tuple[SettingPoint, Experiment]]] = {}
         for method in self.methods:
@@ -200,7 +221,15 @@ class Comparison:
         return {}
 
     def at(self, method: Experiment, point: SettingPoint) -> Experiment:
-        """The method's experiment at a point of its grid."""
+        """The experiment of a method at a point of its grid.
+
+        Args:
+            method: The method.
+            point: A value for each path of the grid.
+
+        Returns:
+            The experiment with the values.
+        """
         key = method.name, repr(point)
         if key not in self._made:
             mine = self.grids.get(method.name, Grid(()))
@@ -208,25 +237,51 @@ class Comparison:
         return self._made[key]
 
     def runs(self, chosen: Mapping[str, SettingPoint]) -> list[RunJob]:
-        """Every run of the comparison, seed by seed; ``chosen`` are the settings of methods that have grids."""
+        """Every run of the comparison, seed by seed.
+
+        Args:
+            chosen: Selected settings of the methods with grids, by label.
+
+        Returns:
+            The runs.
+        """
         points = [(method, chosen.get(method.name, {})) for method in self.methods]
         specs = [(point, self.at(method, point)) for method, point in points]
         return [RunJob.of(spec, seed, point) for seed in self.seeds for point, spec in specs]
 
     def trials(self, label: str) -> list[RunJob]:
-        """The runs to choose a method's settings by, point by point; none of a method without grid, or sampled."""
+        """The runs of the grid search of a method, point by point.
+
+        Args:
+            label: The method.
+
+        Returns:
+            The runs; none for a method without a grid, or whose settings Optuna selects.
+        """
         if label not in self.grids or self.is_sampled(label):
             return []
         return self.trials_at(label, [point for point, _ in self.candidates[label]])
 
     def trials_at(self, label: str, points: Sequence[SettingPoint]) -> list[RunJob]:
-        """The runs to judge some settings of a method by."""
+        """The runs that evaluate some settings of a method on validation data.
+
+        Args:
+            label: The method.
+            points: The settings.
+
+        Returns:
+            A run for each point and seed of the search.
+        """
         method = next(method for method in self.methods if method.name == label)
         held = [(p, dataclasses.replace(self.at(method, p), validation=self.search.validation)) for p in points]
         return [RunJob.of(spec, seed, point) for point, spec in held for seed in self.search_seeds]
 
     def possible(self) -> Iterator[RunJob]:
-        """Every run that there may be, whatever is chosen."""
+        """Every run that the comparison may make, whatever settings are selected.
+
+        Yields:
+            The runs.
+        """
         for label, found in self.candidates.items():
             yield from self.trials(label)
             yield from (RunJob.of(spec, seed, point) for point, spec in found for seed in self.seeds)
@@ -234,7 +289,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class RunJob:
-    """A run, and where it is kept below the comparison's directory."""
+    """A run of a comparison and its directory below that of the comparison."""
 
     spec: Experiment
     place: Path
@@ -243,7 +298,7 @@ class RunJob:
 
     @classmethod
     def of(cls, spec: Experiment, seed: int, point: SettingPoint) -> RunJob:
-        """The run of a method's experiment with one seed."""
+        """The run of an experiment with one seed."""
         place = Path("search") if spec.validation else Path()
         place = place / safe_name(spec.name) / (grid.folder_of(point) if point else "") / f"seed-{seed}"
         words = f" ({settings_in_words(point)})" if point else ""
@@ -251,7 +306,7 @@ class RunJob:
         return cls(dataclasses.replace(spec, run=run), place, f"{spec.name}{words}, seed {seed}", point)
 
     def inside(self, out: Path) -> Path:
-        """Its directory in that of the comparison; FedraxError where a link leads out of it."""
+        """Its directory in that of the comparison; raises FedraxError where a link leads out of it."""
         return files.inside(out, self.place)
 
 
@@ -262,7 +317,7 @@ def safe_name(name: str) -> str:
 
 
 def from_table(table: Mapping[str, Any], source: str, folder: Path = Path(), trust: Trust = "beside") -> Comparison:
-    """The comparison that a table describes; a table without ``[[compare]]`` is one method."""
+    """Read a comparison from a table; a table without ``[[compare]]`` is one method."""
     reader = Reader(source, folder, trust=trust)
     shared = {key: value for key, value in table.items() if key not in OF_COMPARISONS}
     entries = table.get("compare", [{}])
@@ -297,7 +352,7 @@ def from_table(table: Mapping[str, Any], source: str, folder: Path = Path(), tru
 
 
 def _refuse_seed(table: Mapping[str, Any], where: str) -> None:
-    """The runs of a comparison have its seeds; one in [run] would be without effect."""
+    """Raise FedraxError for run.seed, which would be ignored."""
     run = table.get("run")
     if isinstance(run, Mapping) and "seed" in run:
         raise FedraxError(
@@ -322,7 +377,7 @@ def merged(base: Any, over: Any) -> Any:
 
 
 def read(paths: list[Path]) -> Comparison:
-    """The comparison of one file, or of the methods of several that share data, partition, model and run."""
+    """Read the comparison of one file, or of several files that share data, partition, model and run."""
     tables = [experiment.read_file(path) for path in paths]
     for path, table in zip(paths, tables, strict=True):
         if "compare" in table:
@@ -349,7 +404,11 @@ def _of_first(part: Comparison, name: str) -> Any:
 
 
 def state_of(spec: Experiment, directory: Path) -> SavedRun | None:
-    """The run of ``spec`` that ``directory`` holds, None if it holds none; AnotherExperiment if it is of another."""
+    """Read the run of ``spec`` in ``directory``, None if there is none.
+
+    Raises:
+        OtherExperimentError: If the directory holds a run of another experiment.
+    """
     file = directory / "experiment.toml"
     if not file.exists():
         return None
@@ -361,12 +420,12 @@ def state_of(spec: Experiment, directory: Path) -> SavedRun | None:
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any], shared: Sequence[str] = OF_METHODS) -> str | None:
-    """What of that which all methods share differs between the tables of two experiments."""
+    """The first shared table or key in which two experiments differ, None if there is none."""
     return next((f"[{name}]" if name in SHARED else name for name in shared if one.get(name) != other.get(name)), None)
 
 
 def methods_in(comparison: Comparison, out: Path, chosen: Mapping[str, SettingPoint]) -> list[MethodRuns]:
-    """The comparison's runs as they are on disk, method by method."""
+    """The saved runs of a comparison, method by method."""
     runs: dict[str, list[SavedRun]] = {method.name: [] for method in comparison.methods}
     for job in comparison.runs(chosen):
         run = state_of(job.spec, job.inside(out))

@@ -1,4 +1,4 @@
-"""An experiment: data, partition, model, algorithm and settings, as an object and as a TOML file.
+"""Experiments: data, partition, model, algorithm and settings, as an object and as a TOML file.
 
     name = "digits"
 
@@ -112,20 +112,32 @@ MODEL = ClassChoice("model", lambda: MODELS, _own_model)
 
 @dataclass(frozen=True)
 class Experiment:
-    """Everything that decides the numbers of a run. The defaults make a small experiment on bundled data."""
+    """Everything that determines the results of a run. The defaults are a small experiment on bundled data.
+
+    Example:
+        >>> experiment = fedrax.experiments.Experiment(algorithm=fedrax.Scaffold(), run=fedrax.Settings(rounds=50))
+        >>> experiment.algorithm_name
+        'scaffold'
+    """
 
     name: str = "experiment"
-    """What to call it."""
+    """Name of the experiment."""
     data: Annotated[Any, DATA] = dataclasses.field(default_factory=lambda: _data_classes()["digits"]())
+    """The data set: options of a reader of `fedrax.data.DATASETS`."""
     partition: Annotated[Any, PARTITION] = dataclasses.field(default_factory=lambda: _partition_classes()["shards"]())
+    """How samples are distributed over clients."""
     model: Annotated[Any, MODEL] = dataclasses.field(default_factory=lambda: MODELS["2nn"]())
+    """The model: options of an entry of `fedrax.models.MODELS`."""
     task: Annotated[Any, TASK] = dataclasses.field(default_factory=Auto)
+    """Loss and metrics."""
     algorithm: Annotated[Algorithm, ALGORITHM] = dataclasses.field(default_factory=FedAvg)
+    """The method."""
     normalize: bool = True
     """Standardize images by their data set's mean and deviation a channel; without, pixels lie in [0, 1]."""
     validation: float = 0.0
     """Share of each client's training rows that is held out and evaluated on, in place of the test data."""
     run: Settings = dataclasses.field(default_factory=Settings)
+    """Settings of the run."""
 
     def __repr__(self) -> str:
         """A few lines: what is run on what."""

@@ -1,4 +1,4 @@
-"""A comparison from its description to its outcome: settings chosen, runs made, table and curves kept."""
+"""Run a comparison: select settings, run the methods, save the table and the curves."""
 
 from __future__ import annotations
 
@@ -39,18 +39,28 @@ from fedrax.tuning.selection import SearchResult
 
 @dataclass(frozen=True, repr=False)
 class ComparisonResult:
-    """What came of a comparison."""
+    """The outcome of a comparison.
+
+    Example:
+        >>> method = fedrax.experiments.Experiment(run=fedrax.Settings(rounds=1, cohort_size=2))
+        >>> comparison = fedrax.experiments.Comparison("one round", (method,), seeds=(0,), target=None)
+        >>> result = fedrax.experiments.compare(comparison, directory="outcome", progress=False)
+        >>> [row.label for row in result.rows], result.diverged
+        (['experiment'], False)
+    """
 
     comparison: Comparison
+    """The comparison."""
     directory: Path
-    """Where the runs are, and beside them table.md, comparison.json, the curves and the picture of the search."""
+    """Directory of the runs, table.md, comparison.json, the curves and the figure of the search."""
     methods: tuple[MethodRuns, ...]
+    """The runs of each method."""
     choices: Mapping[str, SearchResult]
-    """What the search said of each method that has a grid, by label."""
+    """Search results of the methods with grids, by label."""
 
     @property
     def metric(self) -> str:
-        """What methods are compared by."""
+        """The metric that methods are compared by."""
         return main_metric(self.methods)
 
     @property
@@ -71,17 +81,21 @@ class ComparisonResult:
 
     @property
     def rows(self) -> list[MethodSummary]:
-        """The table, a row a method."""
+        """The table, a row for each method."""
         target, metric = self.target, self.metric
         return [summarize(method, target, metric) for method in self.methods]
 
     @property
     def diverged(self) -> bool:
-        """Whether a run of a method, with the settings that it has in the end, diverged."""
+        """Whether a run with the selected settings diverged."""
         return any(method.failure is not None for method in self.methods)
 
     def lines(self) -> list[str]:
-        """What the table does not say: how settings were chosen, and what its target is."""
+        """How settings were selected and what the target is.
+
+        Returns:
+            Lines to print below the table.
+        """
         spec = self.comparison
         how = (spec.search.validation, spec.search_seeds, spec.search.trials)
         said = search_plots.lines(self.choices, *how) if self.choices else []
@@ -89,7 +103,11 @@ class ComparisonResult:
         return said + [legend] * bool(legend)
 
     def summary(self) -> dict[str, Any]:
-        """Everything as numbers and words, for JSON."""
+        """The table and the search as JSON values.
+
+        Returns:
+            The content of comparison.json.
+        """
         spec = self.comparison
         found: dict[str, Any] = {
             "name": spec.name,
@@ -108,11 +126,11 @@ class ComparisonResult:
 
     @property
     def pictures(self) -> list[Path]:
-        """The curves and, where settings were searched, what was tried, as PNG; each is there as SVG, too."""
+        """PNG files of the curves and of the search, each with an SVG file beside it."""
         return [self.directory / f"{name}.png" for name in ["curves", *["grid"] * bool(self.choices)]]
 
     def save(self) -> None:
-        """Write table.md, comparison.json and the pictures, as :func:`compare` does."""
+        """Write table.md, comparison.json and the figures, as :func:`compare` does."""
         out, name = self.directory, self.comparison.name
         files.write_text(out / COMPARISON, json.dumps(self.summary(), indent=2) + "\n")
         files.write_text(out / "table.md", comparison_table.markdown(self.rows, self.target, self.metric))
@@ -121,7 +139,7 @@ class ComparisonResult:
             curves.save_curves(search_plots.draw_grids(self.choices, name), out / "grid")
 
     def __repr__(self) -> str:
-        """The table, and what it does not say."""
+        """The table in Markdown, and the lines below it."""
         return "\n".join([comparison_table.markdown(self.rows, self.target, self.metric), *self.lines()])
 
     def _repr_markdown_(self) -> str:
@@ -129,10 +147,21 @@ class ComparisonResult:
 
 
 def read_file(path: str | Path) -> Experiment | Comparison:
-    """What a TOML file describes: an :class:`Experiment`, or a :class:`Comparison` where it has ``[[compare]]`` tables.
+    """Read an experiment or a comparison from a TOML file.
 
-    What :func:`fedrax.simulate` takes is ``experiment.build(found)`` and ``found.run``; a comparison goes to
-    :func:`fedrax.compare`, and its ``methods`` are experiments. Raises FedraxError for a file that is neither.
+    Args:
+        path: The file.
+
+    Returns:
+        A :class:`Comparison` for a file with ``[[compare]]`` tables, otherwise an :class:`Experiment`.
+
+    Raises:
+        FedraxError: For a file that is neither.
+
+    Example:
+        >>> fedrax.experiments.experiment.write(fedrax.experiments.Experiment(), "first.toml")
+        >>> fedrax.experiments.read_file("first.toml").run.rounds
+        100
     """
     path = Path(path)
     if "compare" not in experiment.read_file(path):
@@ -155,21 +184,39 @@ def compare(
     watcher: ComparisonWatcher | None = None,
     progress: bool = True,
 ) -> ComparisonResult:
-    """Choose each method's settings, run it with every seed, and keep runs, table and curves: ``fedrax compare``.
+    """Select the settings of each method, run it with every seed, and save runs, table and curves.
 
-    source: the file of a comparison, files with a method each, or a :class:`Comparison`. grid: in place of the file's
-    grids, for all methods: ``{"algorithm.local.lr": [0.01, 0.1]}``. trials: how many settings of each method Optuna is
-    to try in place of the whole grid, which may then have ranges: ``{"algorithm.local.lr": "0.001..1:log"}``. seeds,
-    target: in place of the file's. directory:
-    by default the first of runs/NAME, runs/NAME-2, ... that is free or this comparison's own; what is finished there
-    is not run again. executor: whose workers run it, in place of this process: a ``concurrent.futures.Executor`` or a
-    function that makes one, called again where an executor broke with a lost worker; or the address of a scheduler,
-    ``"dask://HOST:PORT"`` or ``"ray://HOST:PORT"``. Workers share the file system.
-    progress: show it in terminals and notebooks, on standard error. watcher: who hears of it in place of that.
+    The Python form of ``fedrax compare``. Results do not depend on where runs are executed, on equal devices.
 
-    The numbers are the same wherever runs are made, on equal devices.
+    Args:
+        source: The file of a comparison, files with a method each, or a :class:`Comparison`.
+        grid: Replaces the grids of all methods: ``{"algorithm.local.lr": [0.01, 0.1]}``.
+        trials: Number of settings of each method that Optuna tries instead of the whole grid, which may then have
+            ranges: ``{"algorithm.local.lr": "0.001..1:log"}``.
+        seeds: Replaces the seeds of the file.
+        target: Replaces the target of the file.
+        directory: Where to save; by default the first of runs/NAME, runs/NAME-2, ... that is free or holds this
+            comparison. Finished runs in it are not repeated.
+        data_dir: Directory of data files; by default $FEDRAX_DATA.
+        executor: Runs on the workers of a ``concurrent.futures.Executor``, of a function that makes one (called again
+            after a lost worker broke the executor), or of a scheduler, ``"dask://HOST:PORT"`` or
+            ``"ray://HOST:PORT"``. Workers need the same file system. By default runs are executed in this process.
+        watcher: Receives the progress instead of the display.
+        progress: Show progress on standard error, in terminals and notebooks.
 
-    Raises FedraxError for a comparison that is none, and KeyboardInterrupt after Ctrl-C: call it again to go on.
+    Returns:
+        The runs, their table and the search results.
+
+    Raises:
+        FedraxError: For an invalid comparison.
+        KeyboardInterrupt: After Ctrl-C; the same call resumes.
+
+    Example:
+        >>> method = fedrax.experiments.Experiment(run=fedrax.Settings(rounds=1, cohort_size=2))
+        >>> comparison = fedrax.experiments.Comparison("one round", (method,), seeds=(0,), target=None)
+        >>> result = fedrax.experiments.compare(comparison, directory="compared", progress=False)
+        >>> sorted(path.name for path in result.directory.glob("*.md"))
+        ['table.md']
     """
     spec = source if isinstance(source, Comparison) else comparison.read(_paths(source))
     changes: dict[str, Any] = {}
@@ -207,7 +254,7 @@ def _paths(source: str | Path | Sequence[str | Path]) -> list[Path]:
 
 
 def _with_lists(grid: Mapping[str, Any]) -> dict[str, Any]:
-    """The grid with lists in place of tuples, ranges and arrays."""
+    """A grid with lists instead of tuples, ranges and arrays."""
     one = (str, Mapping)
     return {path: list(v) if isinstance(v, Iterable) and not isinstance(v, one) else v for path, v in grid.items()}
 
@@ -215,7 +262,7 @@ def _with_lists(grid: Mapping[str, Any]) -> dict[str, Any]:
 def default_directory(spec: Comparison) -> Path:
     """The first of runs/NAME, runs/NAME-2, ... that is free or holds runs of this comparison.
 
-    FedraxError where one of them cannot be read.
+    Raises FedraxError where one of them cannot be read.
     """
     stem = Path("runs") / comparison.safe_name(spec.name)
     number = 1
@@ -259,7 +306,7 @@ def _run(
 
 
 def _say_which(jobs: Sequence[RunJob], out: Path) -> None:
-    """Let what is kept of an earlier search speak of the runs that are to come: those of other settings are its own."""
+    """Update the run directories in comparison.json of an earlier search, so that reports ignore its other settings."""
     with contextlib.suppress(FedraxError):
         kept = read_comparison(out)
         if kept:
@@ -268,7 +315,7 @@ def _say_which(jobs: Sequence[RunJob], out: Path) -> None:
 
 
 def _labeled(spec: Comparison, out: Path, chosen: Mapping[str, dict[str, Any]]) -> list[MethodRuns]:
-    """The methods with what sets them apart: settings that were chosen, and those of their runs."""
+    """The runs of each method, with its selected settings and its own run settings."""
     found = []
     for method in comparison.methods_in(spec, out, chosen):
         run = next(one.run for one in spec.methods if one.name == method.label)
