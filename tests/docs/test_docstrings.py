@@ -20,7 +20,6 @@ from docs.reference_pages import NAMESPACES
 INCOMPLETE = (
     "fedrax",
     "fedrax.algorithms",
-    "fedrax.compression",
     "fedrax.data",
     "fedrax.models",
     "fedrax.personalization",

@@ -35,6 +35,12 @@ class EFSign(ErrorFeedback):
     With the rest e_i and the update u, w = e_i + u and d its numbers: (|w|_1 / d) sign(w) goes up and e_i <- w less
     that. Karimireddy, Rebjock, Stich and Jaggi (2019), Algorithm 1, with an update of many local steps for u. See
     :class:`fedrax.compression.error_feedback.ErrorFeedback` for what the update is.
+
+    Example:
+        >>> method = fedrax.compression.EFSign(inner=fedrax.FedAvg())
+        >>> sent = method.compressed({"w": jnp.array([3.0, -1.0])})
+        >>> sent.dense()["w"].tolist()
+        [2.0, -2.0]
     """
 
     inner: Algorithm = FedAvg()

@@ -25,6 +25,10 @@ class ErrorFeedback(Wrapper):
     The update is the upload of ``inner``, or the field ``params`` of it, whose other fields travel whole. A round of
     several phases keeps a rest for each. Subclasses define ``compressed`` and ``travels_as``. Stich, Cordonnier and
     Jaggi (2018); its convergence in Karimireddy et al. (2019). A client that takes part rarely sends its rest late.
+
+    Example:
+        >>> issubclass(fedrax.compression.TopK, fedrax.compression.ErrorFeedback)
+        True
     """
 
     travels_as: ClassVar[type]
@@ -32,7 +36,14 @@ class ErrorFeedback(Wrapper):
 
     @abstractmethod
     def compressed(self, values: Tree) -> Any:
-        """C(values) as it travels, an object of ``travels_as``."""
+        """C(values) as it travels, an object of ``travels_as``.
+
+        Args:
+            values: pytree of arrays in the shapes of the model: the error e_i plus the update u.
+
+        Returns:
+            C(values), an instance of ``travels_as``.
+        """
 
     def init_client_own(self, params: Tree) -> Tree:
         """A rest for each phase: nothing is left out yet."""

@@ -39,6 +39,11 @@ class Quantized(Wrapper):
     on [0, 1) for each number, and is received as s q, whose expectation is u. That is the stochastic quantization of
     QSGD (Alistarh et al. 2017, section 3.1) and FedPAQ (Reisizadeh et al. 2020) on a uniform grid of the largest
     magnitude. Whole numbers in an upload travel as they are, and so does what goes up as ``each`` or ``total``.
+
+    Example:
+        >>> method = fedrax.compression.Quantized(inner=fedrax.FedAvg(), bits=4)
+        >>> method.bits
+        4
     """
 
     inner: Algorithm = FedAvg()
@@ -76,6 +81,11 @@ class QuantizedBroadcast(Wrapper):
     Each array goes down as q = round(u / s) with s = max |u| / (2^(bits - 1) - 1), and clients start from s q, which is
     off by up to s / 2: training may stall as far from where it would end. What the server keeps is not rounded. Whole
     numbers travel as they are.
+
+    Example:
+        >>> method = fedrax.compression.QuantizedBroadcast(inner=fedrax.FedAvg(), bits=8)
+        >>> method.bits
+        8
     """
 
     inner: Algorithm = FedAvg()

@@ -63,6 +63,11 @@ class RandomK(Wrapper):
     Konecny et al. 2016, Wangni et al. 2018). A seed of eight bytes goes up in place of the indices. Nothing is
     remembered. Whole numbers in an upload travel as they are, and so do single ones (numbers of steps, norms), and what
     goes up as ``each`` or ``total``; an upload of nothing else is refused.
+
+    Example:
+        >>> method = fedrax.compression.RandomK(inner=fedrax.FedAvg(), fraction=0.05)
+        >>> method.fraction
+        0.05
     """
 
     inner: Algorithm = FedAvg()

@@ -88,6 +88,12 @@ class TopK(ErrorFeedback):
 
     The update is the upload of ``inner``, or the field ``params`` of it, whose other fields travel whole. A round of
     several phases keeps a rest for each.
+
+    Example:
+        >>> method = fedrax.compression.TopK(inner=fedrax.FedAvg(), fraction=0.5)
+        >>> sent = method.compressed({"w": jnp.array([1.0, -4.0, 3.0, 0.5])})
+        >>> sent.dense()["w"].tolist()
+        [0.0, -4.0, 3.0, 0.0]
     """
 
     inner: Algorithm = FedAvg()
