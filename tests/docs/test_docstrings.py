@@ -22,7 +22,6 @@ INCOMPLETE = (
     "fedrax.algorithms",
     "fedrax.data",
     "fedrax.models",
-    "fedrax.personalization",
     "fedrax.profiling",
     "fedrax.robust",
 )

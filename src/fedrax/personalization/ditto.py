@@ -24,6 +24,11 @@ class Ditto(Wrapper):
     x are the global parameters that the client was sent. They, and all that travels, are those of ``inner``: FedAvg in
     Algorithm 1, or any other solver. v_i starts at the initial parameters and stays on its client. lambda = 0 is
     training alone. Running statistics (batch norm) are those of the global model.
+
+    Example:
+        >>> method = fedrax.personalization.Ditto(inner=fedrax.FedAvg(), lam=0.5)
+        >>> method.lam
+        0.5
     """
 
     inner: Algorithm = FedAvg()

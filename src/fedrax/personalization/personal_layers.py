@@ -50,6 +50,11 @@ class Personalized(Wrapper):
 
     For methods of one phase that send parameters down and an update of them up, and nothing besides: momentum,
     gradients and lengths of updates would tell of what stays. The clients' own models are evaluated as personal ones.
+
+    Example:
+        >>> method = fedrax.personalization.Personalized(inner=fedrax.FedAvg(), at_home=("output/*",))
+        >>> method.at_home
+        ('output/*',)
     """
 
     inner: Algorithm = FedAvg()
