@@ -23,7 +23,6 @@ INCOMPLETE = (
     "fedrax.data",
     "fedrax.models",
     "fedrax.profiling",
-    "fedrax.robust",
 )
 """Namespaces in which sections of some docstrings are still missing. A namespace that is complete fails here until it
 is removed from the list."""

@@ -25,9 +25,16 @@ from fedrax.tree import Tree
 
 @hyperparameters
 class Scaling:
-    """Uploads times ``factor``: -1 flips their signs, -5 and 10 overwhelm the others'."""
+    """Uploads times ``factor``: -1 flips their signs, -5 and 10 overwhelm the others'.
+
+    Example:
+        >>> method = fedrax.robust.Attacked(inner=fedrax.FedAvg(), attack=fedrax.robust.Scaling(factor=-5.0))
+        >>> method.attack.factor
+        -5.0
+    """
 
     factor: float = -1.0
+    """Factor by which malicious clients multiply their uploads."""
 
     def __call__(self, cohort: Cohort, malicious: Array) -> Tree:
         """What the malicious clients send, in their rows [K, ...]; other rows do not count. malicious: bool [K]."""
@@ -36,9 +43,16 @@ class Scaling:
 
 @hyperparameters
 class Gaussian:
-    """Noise from N(0, sigma^2) in place of each number."""
+    """Noise from N(0, sigma^2) in place of each number.
+
+    Example:
+        >>> method = fedrax.robust.Attacked(inner=fedrax.FedAvg(), attack=fedrax.robust.Gaussian(sigma=2.0))
+        >>> method.attack.sigma
+        2.0
+    """
 
     sigma: Positive = 1.0
+    """Standard deviation of the noise."""
 
     def __call__(self, cohort: Cohort, malicious: Array) -> Tree:
         """As of :class:`Scaling`."""
@@ -62,6 +76,11 @@ class ALittle:
     Phi(z) = (n - m - r) / (n - m) with m attackers of n and r = floor(n / 2 + 1) - m (Baruch, Baruch and Goldberg 2019,
     Algorithm 3). Phi(z) is kept within 0.5 and 0.999, its value where attackers are the majority. A single attacker
     sends its honest upload.
+
+    Example:
+        >>> method = fedrax.robust.Attacked(inner=fedrax.FedAvg(), attack=fedrax.robust.ALittle(z=1.5))
+        >>> method.attack.z
+        1.5
     """
 
     z: Positive | None = None
@@ -82,16 +101,30 @@ class ALittle:
 
 @hyperparameters
 class LabelFlip:
-    """Data, not uploads: of ``classes`` classes label y is taken for classes - 1 - y (Fang et al. 2020)."""
+    """Data, not uploads: of ``classes`` classes label y is taken for classes - 1 - y (Fang et al. 2020).
+
+    Example:
+        >>> attack = fedrax.robust.LabelFlip(classes=3)
+        >>> attack.flipped(jnp.array([0, 1, 2])).tolist()
+        [2, 1, 0]
+    """
 
     classes: PositiveInt = 10
+    """Number of classes of the task."""
 
     def __call__(self, cohort: Cohort, malicious: Array) -> Tree:
         """As of :class:`Scaling`: honest uploads, of dishonest labels."""
         return cohort.uploads
 
     def flipped(self, labels: Any) -> Array:
-        """Labels from 0 to classes - 1, the other way round; others, as those of padding, stay."""
+        """Labels from 0 to classes - 1, the other way round; others, as those of padding, stay.
+
+        Args:
+            labels: integer labels of any shape.
+
+        Returns:
+            The flipped labels, in the shape of ``labels``.
+        """
         inside = (labels >= 0) & (labels < self.classes)
         return jnp.where(inside, self.classes - 1 - labels, labels)
 
@@ -108,6 +141,11 @@ class Attacked(Wrapper):
     ``clients``. ``inner``'s server sees their uploads as it would receive them, so that a wrapper ``Robust`` belongs
     inside. Statistics of batch norm are not attacked. Events hold as ``malicious`` what the malicious uploads of the
     round weigh, the sum of their p_i: with uniform weights their share.
+
+    Example:
+        >>> method = fedrax.robust.Attacked(inner=fedrax.FedAvg(), attack=fedrax.robust.Scaling(), clients=(1,))
+        >>> method.malicious(jnp.arange(3), num_clients=3).tolist()
+        [False, True, False]
     """
 
     inner: Algorithm = FedAvg()
@@ -131,7 +169,15 @@ class Attacked(Wrapper):
         return Traits(stacked_uploads=not isinstance(self.attack, LabelFlip))
 
     def malicious(self, clients: Array, num_clients: int) -> Array:
-        """Which of ``clients``, by number, are malicious; numbers from ``num_clients`` on are nobody's."""
+        """Which of ``clients``, by number, are malicious; numbers from ``num_clients`` on are nobody's.
+
+        Args:
+            clients: int32 client numbers.
+            num_clients: N, the number of clients of the federation.
+
+        Returns:
+            bool, in the shape of ``clients``.
+        """
         if self.clients:
             if max(self.clients) >= num_clients:
                 raise FedraxError(f"the list of malicious clients must hold numbers from 0 to {num_clients - 1}")

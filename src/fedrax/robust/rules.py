@@ -86,7 +86,13 @@ def squared_distances(cohort: Cohort) -> Array:
 
 @hyperparameters
 class Median:
-    """The median of each coordinate; of an even number the mean of the two in the middle (Yin et al. 2018, Def. 1)."""
+    """The median of each coordinate; of an even number the mean of the two in the middle (Yin et al. 2018, Def. 1).
+
+    Example:
+        >>> method = fedrax.robust.Robust(inner=fedrax.FedAvg(), rule=fedrax.robust.Median())
+        >>> method.rule.uniform_weights
+        True
+    """
 
     @property
     def uniform_weights(self) -> bool:
@@ -104,7 +110,13 @@ class Median:
 
 @hyperparameters
 class TrimmedMean:
-    """The mean of each coordinate without its floor(trim n) least and as many greatest (Yin et al. 2018, Def. 2)."""
+    """The mean of each coordinate without its floor(trim n) least and as many greatest (Yin et al. 2018, Def. 2).
+
+    Example:
+        >>> method = fedrax.robust.Robust(inner=fedrax.FedAvg(), rule=fedrax.robust.TrimmedMean(trim=0.1))
+        >>> method.rule.trim
+        0.1
+    """
 
     trim: Annotated[float, Bound(ge=0, lt=0.5)] = 0.2
     """beta: the share taken off at either end."""
@@ -130,9 +142,15 @@ class NormBound:
     """The mean of the uploads, each shortened to length ``bound`` where it is longer (Sun et al. 2019).
 
     One that holds what is no number, or none that is finite, counts as zero.
+
+    Example:
+        >>> method = fedrax.robust.Robust(inner=fedrax.FedAvg(), rule=fedrax.robust.NormBound(bound=5.0))
+        >>> method.rule.bound
+        5.0
     """
 
     bound: Positive = 1.0
+    """Maximum Euclidean norm of an upload."""
 
     @property
     def uniform_weights(self) -> bool:
@@ -155,9 +173,15 @@ class GeometricMedian:
     z <- sum_k b_k u_k / sum_k b_k with b_k = p_k / max(nu, |z - u_k|), ``iterations`` times, from the mean of the
     uploads, those shortened that are farther than the median from the one of median length: from the plain mean, a
     single lie can be so long that these steps do not lead back.
+
+    Example:
+        >>> method = fedrax.robust.Robust(inner=fedrax.FedAvg(), rule=fedrax.robust.GeometricMedian(iterations=4))
+        >>> method.rule.iterations
+        4
     """
 
     iterations: PositiveInt = 8
+    """Number of Weiszfeld iterations."""
     nu: Positive = 1e-6
     """The shortest distance that is told from none."""
 
@@ -192,6 +216,11 @@ class Krum:
 
     n uploads, at most f of them lies; distances are squared and added up (Blanchard et al. 2017, section 4). The proof
     needs n > 2 f + 2; with fewer than one neighbor left, one is counted.
+
+    Example:
+        >>> method = fedrax.robust.Robust(inner=fedrax.FedAvg(), rule=fedrax.robust.Krum(attackers=2, keep=3))
+        >>> method.rule.attackers
+        2
     """
 
     attackers: NonNegativeInt = 1

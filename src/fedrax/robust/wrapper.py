@@ -26,6 +26,11 @@ class Robust(Wrapper):
 
     In every phase; the rule sees each upload as ``inner`` receives it, decoded. All uploads of a cohort are in each
     device's memory at once.
+
+    Example:
+        >>> method = fedrax.robust.Robust(inner=fedrax.FedAvg(), rule=fedrax.robust.Median())
+        >>> method.own_traits.stacked_uploads
+        True
     """
 
     inner: Algorithm = FedAvg()
