@@ -19,7 +19,6 @@ from docs.reference_pages import NAMESPACES
 
 INCOMPLETE = (
     "fedrax",
-    "fedrax.algorithms",
     "fedrax.data",
     "fedrax.models",
     "fedrax.profiling",

@@ -26,10 +26,17 @@ class Episode(Algorithm):
     """d = g_i - G_i + G; all steps of all clients are clipped in a round where |G| > gamma / eta, none otherwise.
 
     A clipped step is -gamma d / |d|. gamma and eta decay together (``local.schedule``). Source: Algorithm 1.
+
+    Example:
+        >>> method = fedrax.algorithms.Episode(local=fedrax.LocalSGD(lr=0.1, steps=5), gamma=1.0)
+        >>> method.gamma
+        1.0
     """
 
     local: LocalSGD = LocalSGD()
+    """Local training of each client: learning rate, number of steps, mini-batch size."""
     server_optimizer: ServerOptimizer = SGD()
+    """Optimizer that the server applies to the mean update."""
     gamma: Positive | None = None
     """Length of a clipped step; leave out for EPISODE without clipping."""
 
@@ -53,7 +60,16 @@ class Episode(Algorithm):
         return Server(params, tree.zeros_like(params), self.server_optimizer.init(params))
 
     def resample(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
-        """Phase 1: G_i, kept for phase 2 as the client's state within the round, with weight decay."""
+        """Phase 1: G_i, kept for phase 2 as the client's state within the round, with weight decay.
+
+        Args:
+            message: pytree of the global parameters x.
+            state: client state before the round; not read.
+            data: the client's data.
+
+        Returns:
+            G_i with weight decay, as upload and as the client's state for phase 2.
+        """
         fresh = data.resampled()
         loss, gradient = Step(self.local, fresh, 0).gradient(message)
         gradient = self.local.decayed(gradient, message)
@@ -61,7 +77,15 @@ class Episode(Algorithm):
         return ClientOutput(upload=gradient, state=gradient, info=info)
 
     def center(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
-        """Phase 1: G."""
+        """Phase 1: G.
+
+        Args:
+            server: server state.
+            cohort: the cohort's aggregate, whose ``mean`` is that of the G_i.
+
+        Returns:
+            The server state with G in ``gradient``, and an empty info.
+        """
         return server._replace(gradient=cohort.mean), {}
 
     def broadcast(self, server: Server) -> Message:
@@ -104,9 +128,15 @@ class NaiveParallelClip(Algorithm):
     """One step a round on the cohort's mean minibatch gradient G: x <- x - min(eta, gamma / |G|) G.
 
     eta is ``local.lr`` and gamma ``local.clip``; ``local`` also gives batches and schedule, and a prox.
+
+    Example:
+        >>> method = fedrax.algorithms.NaiveParallelClip(local=fedrax.LocalSGD(lr=0.1, steps=1, clip=1.0))
+        >>> method.local.clip
+        1.0
     """
 
     local: LocalSGD = LocalSGD(steps=1)
+    """Mini-batch size, learning rate, clipping threshold and proximal operator of the one step of a round."""
 
     def check(self) -> None:
         """Refuse what belongs to local steps."""

@@ -43,9 +43,15 @@ class FedADMM(Algorithm):
 
     The server minimizes over z, from the last pi_i + rho x_i of all clients. What it keeps of them is their sum;
     clients send by how much their term has changed.
+
+    Example:
+        >>> method = fedrax.algorithms.FedADMM(local=fedrax.LocalSGD(lr=0.1, steps=5), rho=1.0)
+        >>> method.rho
+        1.0
     """
 
     local: LocalSGD = LocalSGD()
+    """Local training of each client: learning rate, number of steps, mini-batch size."""
     rho: Positive = 5.0
     """Strength of the pull of x_i and z towards each other, to be tuned with the step size.
 

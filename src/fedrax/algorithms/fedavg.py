@@ -23,7 +23,13 @@ from fedrax.tree import Tree
 
 @hyperparameters
 class FedAvg(Averaging):
-    """Local SGD, averaged: x <- x + eta_g sum_i p_i Delta_i with Delta_i = x_i - x."""
+    """Local SGD, averaged: x <- x + eta_g sum_i p_i Delta_i with Delta_i = x_i - x.
+
+    Example:
+        >>> method = fedrax.algorithms.FedAvg(local=fedrax.LocalSGD(lr=0.1, steps=5))
+        >>> method.local.steps
+        5
+    """
 
     def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
         """Local SGD from the global parameters."""
@@ -36,6 +42,11 @@ class FedProx(Averaging):
     """FedAvg with the proximal term mu/2 |x_i - x|^2 in the local loss.
 
     Its gradient mu (x_i - x) is added to g_i before local momentum.
+
+    Example:
+        >>> method = fedrax.algorithms.FedProx(local=fedrax.LocalSGD(lr=0.1, steps=5), mu=0.01)
+        >>> method.mu
+        0.01
     """
 
     mu: NonNegative = 0.1
@@ -52,10 +63,17 @@ class FedSGD(Algorithm):
     """One gradient a round over each client's whole data, averaged: x <- x - lr sum_i p_i grad f_i(x).
 
     Also known as DSGD. The step is the server optimizer's; ``local`` gives reduction and weight decay.
+
+    Example:
+        >>> method = fedrax.algorithms.FedSGD(server_optimizer=fedrax.optim.SGD(lr=0.5))
+        >>> method.server_optimizer.lr
+        0.5
     """
 
     local: LocalSGD = LocalSGD(batch_size="full", steps=1)
+    """Reduction and weight decay of the gradient."""
     server_optimizer: ServerOptimizer = SGD(lr=0.1)
+    """Optimizer that the server applies to the mean gradient."""
 
     traits = Traits(no_statistics=True)
     """Running statistics are computed on batches, of which it has none."""

@@ -46,10 +46,17 @@ class FedBuff(Algorithm):
     begins between two steps of the server: clients compute at once and their uploads wait, which gives the numbers of
     clients that take their time. In a ``ClientDP`` that adds its noise at the server every sum that is kept has noise
     of its own, and a step meets that of ``max_delay`` + 1 rounds: leave ``max_delay`` no longer than delays are.
+
+    Example:
+        >>> method = fedrax.algorithms.FedBuff(local=fedrax.LocalSGD(lr=0.1, steps=5), max_delay=4)
+        >>> method.max_delay
+        4
     """
 
     local: LocalSGD = LocalSGD()
+    """Local training of each client: learning rate, number of steps, mini-batch size."""
     server_optimizer: ServerOptimizer = SGD()
+    """Optimizer that the server applies to the mean update."""
     power: NonNegative = 0.5
     """How fast an upload's weight falls with its delay; 0: not at all."""
     max_delay: NonNegativeInt = 10

@@ -52,10 +52,17 @@ class FedCM(Algorithm):
     """d = alpha g_i + (1 - alpha) m, with m = -sum_i p_i Delta_i / (eta T_i) of the round before, zero at first.
 
     Algorithm 2 of the paper, whose server step is lr * eta * T of ours. alpha = 1 is FedAvg.
+
+    Example:
+        >>> method = fedrax.algorithms.FedCM(local=fedrax.LocalSGD(lr=0.1, steps=5), alpha=0.1)
+        >>> method.alpha
+        0.1
     """
 
     local: LocalSGD = LocalSGD()
+    """Local training of each client: learning rate, number of steps, mini-batch size."""
     server_optimizer: ServerOptimizer = SGD()
+    """Optimizer that the server applies to the mean update."""
     alpha: Annotated[float, Bound(gt=0, le=1)] = 0.1
     """What the client's own gradient weighs against the momentum."""
 

@@ -36,9 +36,15 @@ class FedDyn(Algorithm):
     Then lambda_i <- lambda_i - alpha (x_i - x), and over the S clients of the cohort, of N,
     h <- h - alpha/N sum (x_i - x) and x <- mean x_i - h / alpha. Algorithm 1, with one alpha for all clients: the
     authors' code takes alpha times mean n / n_i on a client of n_i samples.
+
+    Example:
+        >>> method = fedrax.algorithms.FedDyn(local=fedrax.LocalSGD(lr=0.1, steps=5), alpha=0.1)
+        >>> method.alpha
+        0.1
     """
 
     local: LocalSGD = LocalSGD()
+    """Local training of each client: learning rate, number of steps, mini-batch size."""
     alpha: Positive = 0.1
     """Strength of the pull towards the global parameters; the server moves by h / alpha."""
 

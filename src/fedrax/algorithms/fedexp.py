@@ -34,9 +34,15 @@ class FedExP(Algorithm):
 
     Delta = sum_i p_i Delta_i is short where the clients' updates point in different directions: there the server's
     step is longer than FedAvg's. It is in the events as ``server_lr``.
+
+    Example:
+        >>> method = fedrax.algorithms.FedExP(local=fedrax.LocalSGD(lr=0.1, steps=5), epsilon=0.01)
+        >>> method.epsilon
+        0.01
     """
 
     local: LocalSGD = LocalSGD()
+    """Local training of each client: learning rate, number of steps, mini-batch size."""
     epsilon: Positive = 1e-3
     """Keeps the step bounded where the updates cancel."""
 

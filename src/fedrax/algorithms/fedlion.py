@@ -44,9 +44,15 @@ class FedLion(Algorithm):
     After T steps the server takes x <- x - eta mean_i sum_t sign(...) and m <- mean_i m_i. Algorithm 1; eta, how far
     every parameter moves in a step, is ``local.lr``. The sum of T signs takes four bits a parameter up to T = 7, eight
     up to T = 127.
+
+    Example:
+        >>> method = fedrax.algorithms.FedLion(local=fedrax.LocalSGD(lr=1e-3, steps=5), beta1=0.95)
+        >>> method.beta1
+        0.95
     """
 
     local: LocalSGD = LocalSGD(lr=1e-3)
+    """Local training of each client: learning rate, number of steps, mini-batch size."""
     beta1: Decay = 0.9
     """What the momentum weighs against the gradient in a step's sign."""
     beta2: Decay = 0.99

@@ -29,6 +29,11 @@ class FedMLB(Averaging):
     network of one block has none, and trains as in FedAvg. KL(p || q) = sum p log(p / q) of the two softmax outputs at
     the temperature. Neither argument is held fixed, as in the authors' code: hybrids and main move towards each
     other. FedMLBM is this with momentum on the server. For classification.
+
+    Example:
+        >>> method = fedrax.algorithms.FedMLB(local=fedrax.LocalSGD(lr=0.1, steps=5), temperature=2.0)
+        >>> method.temperature
+        2.0
     """
 
     lambda1: NonNegative = 1.0

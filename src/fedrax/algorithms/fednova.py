@@ -38,10 +38,17 @@ class FedNova(Algorithm):
     The local steps end at x - eta sum_k a_ik g_ik, where g_ik is the gradient of step k. Divided by the sum of its
     a_ik every client's update weighs the same, however many steps it took, and the fixed point is no longer that
     of the clients who took most. (With ``mu`` the authors' code has sum_i p_i T_i in the place of tau_eff.)
+
+    Example:
+        >>> method = fedrax.algorithms.FedNova(local=fedrax.LocalSGD(lr=0.1, steps=5), mu=0.01)
+        >>> method.mu
+        0.01
     """
 
     local: LocalSGD = LocalSGD()
+    """Local training of each client: learning rate, number of steps, mini-batch size."""
     server_optimizer: ServerOptimizer = SGD()
+    """Optimizer that the server applies to the mean update."""
     mu: Positive | None = None
     """Strength of a proximal term mu/2 |x_i - x|^2 in the local loss, as FedProx has it."""
 

@@ -87,6 +87,11 @@ class GradMAW(Averaging):
 
     p~ is the nearest to the gradient with no negative inner product with the gradients, on the same batch, at the
     point before and at x, and with x_i - x.
+
+    Example:
+        >>> method = fedrax.algorithms.GradMAW(local=fedrax.LocalSGD(lr=0.1, steps=5), scope="vector")
+        >>> method.scope
+        'vector'
     """
 
     previous: Literal["global", "local"] = "global"
@@ -114,6 +119,7 @@ class ServerMemory(Algorithm):
     """
 
     local: LocalSGD = LocalSGD()
+    """Local training of each client: learning rate, number of steps, mini-batch size."""
     server_lr: Positive = 1.0
     """eta_g."""
     beta1: Decay = 0.5
@@ -225,6 +231,11 @@ class GradMAS(ServerMemory):
     """GradMA on the server alone: m = beta1 m~ + d, corrected by the server memory.
 
     See :class:`ServerMemory`.
+
+    Example:
+        >>> method = fedrax.algorithms.GradMAS(local=fedrax.LocalSGD(lr=0.1, steps=5))
+        >>> method.local.steps
+        5
     """
 
     def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
@@ -235,7 +246,13 @@ class GradMAS(ServerMemory):
 
 @hyperparameters
 class GradMA(ServerMemory):
-    """GradMA: corrected steps on the workers and on the server (Algorithm 1)."""
+    """GradMA: corrected steps on the workers and on the server (Algorithm 1).
+
+    Example:
+        >>> method = fedrax.algorithms.GradMA(local=fedrax.LocalSGD(lr=0.1, steps=5), previous="local")
+        >>> method.previous
+        'local'
+    """
 
     previous: Literal["global", "local"] = "global"
     """x_{-1}: the global parameters x (what the authors ran), or the worker's last local model (as printed)."""

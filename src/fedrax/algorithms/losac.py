@@ -74,9 +74,15 @@ class LoSAC(Algorithm):
     makes phi about M N / S times the gradient sum that Eq. 12 calls it. At equal step sizes the printed form
     therefore takes larger effective steps than other methods; tune the step size of each when comparing.
     The consistent reading is a SAGA memory in the proper scale.
+
+    Example:
+        >>> method = fedrax.algorithms.LoSAC(local=fedrax.LocalSGD(lr=0.1, steps=5, blocks=5), reading="consistent")
+        >>> method.reading
+        'consistent'
     """
 
     local: LocalSGD = LocalSGD(steps=5, blocks=5)
+    """Local training of each client; ``blocks`` is M, the number of data blocks with a stored gradient."""
     reading: Literal["printed", "consistent", "auto"] = "auto"
     """Scales of Eq. 11-13: as printed, or such that Eq. 12 holds. auto: as printed, but consistent where a
     prox is given, because the printed scales would solve the problem with a weaker regularizer."""
@@ -156,10 +162,17 @@ class FedSaga(Algorithm):
 
     The server steps by the mean over the cohort. The paper prints (1/N) sum_S Delta_i (Algorithm 1, line 6), which is a
     ``server_optimizer`` of ``lr = S / N``.
+
+    Example:
+        >>> method = fedrax.algorithms.FedSaga(local=fedrax.LocalSGD(lr=0.1, steps=5, blocks=5))
+        >>> method.local.blocks
+        5
     """
 
     local: LocalSGD = LocalSGD(steps=5, blocks=5)
+    """Local training of each client; ``blocks`` is M, the number of data blocks with a stored gradient."""
     server_optimizer: ServerOptimizer = SGD()
+    """Optimizer that the server applies to the mean update."""
 
     def check(self) -> None:
         """Blocks are needed; a momentum buffer is no block's gradient."""

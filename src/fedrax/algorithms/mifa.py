@@ -36,10 +36,17 @@ class MIFA(Algorithm):
     What is remembered of a client is G_i = Delta_i / eta of the round that it took part in, and the server's step is
     eta of its own round (Algorithm 1): under a ``local.schedule`` no older update weighs more than a new one. Where
     eta does not change that is Delta_i itself.
+
+    Example:
+        >>> method = fedrax.algorithms.MIFA(local=fedrax.LocalSGD(lr=0.1, steps=5), memory="server")
+        >>> method.memory
+        'server'
     """
 
     local: LocalSGD = LocalSGD()
+    """Local training of each client: learning rate, number of steps, mini-batch size."""
     server_optimizer: ServerOptimizer = SGD()
+    """Optimizer that the server applies to the mean of all clients' last updates."""
     memory: Literal["clients", "server"] = "clients"
     """Who keeps G_i: each client its own, sending the change, or the server all N, clients sending G_i."""
 

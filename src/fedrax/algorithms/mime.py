@@ -39,7 +39,9 @@ class CenteredGradients(Algorithm):
     """Two phases: the cohort's mean full gradient c at x, then local steps that know it."""
 
     local: LocalSGD = LocalSGD()
+    """Local training of each client: learning rate, number of steps, mini-batch size."""
     server_optimizer: ServerOptimizer = SGD()
+    """Optimizer that the server applies to the mean update."""
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -91,7 +93,13 @@ class CenteredGradients(Algorithm):
 
 @hyperparameters
 class MimeSVRG(CenteredGradients):
-    """d = g_i(x_i; xi) - g_i(x; xi) + c, with c = mean over the cohort of grad f_j(x)."""
+    """d = g_i(x_i; xi) - g_i(x; xi) + c, with c = mean over the cohort of grad f_j(x).
+
+    Example:
+        >>> method = fedrax.algorithms.MimeSVRG(local=fedrax.LocalSGD(lr=0.1, steps=5))
+        >>> method.local.steps
+        5
+    """
 
     def direction(self, message: Message, corrected: Tree) -> Tree:
         """Phase 2: the corrected gradient."""
@@ -130,6 +138,11 @@ class Mime(CenteredGradients):
     """d = (1 - beta)(g_i(x_i; xi) - g_i(x; xi) + c) + beta s; after the round s <- (1 - beta) c + beta s.
 
     s is zero at first. beta = 0 is MimeSVRG.
+
+    Example:
+        >>> method = fedrax.algorithms.Mime(local=fedrax.LocalSGD(lr=0.1, steps=5), beta=0.9)
+        >>> method.beta
+        0.9
     """
 
     beta: Decay = 0.9
@@ -181,10 +194,17 @@ class MimeLite(Algorithm):
     """d = (1 - beta) g_i(x_i; xi) + beta s, in one exchange; then s <- (1 - beta) mean grad f_i(x) + beta s.
 
     s is zero at first. beta = 0 is FedAvg.
+
+    Example:
+        >>> method = fedrax.algorithms.MimeLite(local=fedrax.LocalSGD(lr=0.1, steps=5), beta=0.9)
+        >>> method.beta
+        0.9
     """
 
     local: LocalSGD = LocalSGD()
+    """Local training of each client: learning rate, number of steps, mini-batch size."""
     server_optimizer: ServerOptimizer = SGD()
+    """Optimizer that the server applies to the mean update."""
     beta: Decay = 0.9
     """What the momentum weighs against the client's own gradient."""
 

@@ -32,6 +32,11 @@ class MOON(Averaging):
     s+ and s- are the cosine similarities of the sample's penultimate features under x_i with those under the global
     parameters and under the client's previous local model (at first the initial parameters). Gradients flow into x_i
     alone; the two other models run in evaluation mode. MOONM is this with momentum on the server. Algorithm 1.
+
+    Example:
+        >>> method = fedrax.algorithms.MOON(local=fedrax.LocalSGD(lr=0.1, steps=5), mu=0.5)
+        >>> method.mu
+        0.5
     """
 
     mu: NonNegative = 1.0

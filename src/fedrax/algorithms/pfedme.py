@@ -36,10 +36,17 @@ class PFedMe(Algorithm):
     w starts at x in every round and x <- x + beta mean (w - x), where beta is ``server_optimizer.lr``. eta is
     ``local.lr``; weight decay belongs to f_i, clipping and a proximal operator to the step of w. The loss in the
     events is that at w. Algorithm 1.
+
+    Example:
+        >>> method = fedrax.algorithms.PFedMe(local=fedrax.LocalSGD(lr=0.005, steps=5), lam=15.0)
+        >>> method.lam
+        15.0
     """
 
     local: LocalSGD = LocalSGD(lr=0.005)
+    """Local training of w: learning rate eta, number of steps, mini-batch size."""
     server_optimizer: ServerOptimizer = SGD()
+    """Optimizer that the server applies to the mean update."""
     lam: Positive = 15.0
     """lambda: how near a client's own model stays to w."""
     inner_steps: PositiveInt = 5

@@ -42,10 +42,17 @@ class QFedAvg(Algorithm):
     With F_i = f_i(x) over all of a client's data and L = 1 / eta for the unknown Lipschitz constant, client i sends
     F_i^q L Delta_i and h_i = q F_i^(q-1) |L Delta_i|^2 + L F_i^q, and x <- x + sum_i p_i F_i^q L Delta_i / sum_i p_i
     h_i. The losses must not be negative; as in the authors' code 1e-10 is added to them. q = 0 is FedAvg.
+
+    Example:
+        >>> method = fedrax.algorithms.QFedAvg(local=fedrax.LocalSGD(lr=0.1, steps=5), q=2.0)
+        >>> method.q
+        2.0
     """
 
     local: LocalSGD = LocalSGD()
+    """Local training of each client: learning rate, number of steps, mini-batch size."""
     server_optimizer: ServerOptimizer = SGD()
+    """Optimizer that the server applies to the mean update."""
     q: NonNegative = 1.0
     """How much fairness counts."""
 

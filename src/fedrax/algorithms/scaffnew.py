@@ -50,9 +50,15 @@ class Scaffnew(Algorithm):
     The paper has all clients take part. With S of N this is TAMUNA without compression (Condat et al. 2023) at chi = 1:
     the h_i still sum to zero, as only means over the cohort are taken off, but the proof asks for a
     chi <= N (S - 1) / (S (N - 1)) < 1. With S = 1 all h_i stay zero, and it is local SGD.
+
+    Example:
+        >>> method = fedrax.algorithms.Scaffnew(local=fedrax.LocalSGD(lr=0.1), p=0.1)
+        >>> method.p
+        0.1
     """
 
     local: LocalSGD = LocalSGD()
+    """Local training of each client; the number of steps is random and must be unset."""
     p: Annotated[float, Bound(gt=0, le=1)] = 0.2
     """The chance of meeting after a local step."""
 
@@ -97,7 +103,16 @@ class Scaffnew(Algorithm):
         return Server(tree.add(server.params, cohort.mean)), {}
 
     def renew(self, message: Tree, state: Moved, data: ClientData) -> ClientOutput:
-        """h_i by the distance to the mean."""
+        """h_i by the distance to the mean.
+
+        Args:
+            message: pytree x, the new global parameters.
+            state: the client's x_i and h_i after the local steps.
+            data: the client's data; only its round number is read.
+
+        Returns:
+            An empty upload and the new h_i as client state.
+        """
         lr: Array = jnp.asarray(self.local.step_size(data.round))
         # A schedule may have brought the step size down to zero: such steps say nothing of the gradient.
         rate = jnp.where(lr > 0, self.p / jnp.where(lr > 0, lr, 1), 0)

@@ -50,10 +50,17 @@ class Scaffold(Algorithm):
     """d = g_i - c_i + c; after every round c = mean of c_i over all clients.
 
     With ``local.clip`` the corrected gradient is clipped at every step; with ``local.prox`` it is SCAFFOLD-Prox.
+
+    Example:
+        >>> method = fedrax.algorithms.Scaffold(local=fedrax.LocalSGD(lr=0.1, steps=5), option="I")
+        >>> method.option
+        'I'
     """
 
     local: LocalSGD = LocalSGD()
+    """Local training of each client: learning rate, number of steps, mini-batch size."""
     server_optimizer: ServerOptimizer = SGD()
+    """Optimizer that the server applies to the mean update."""
     option: Literal["I", "II"] = "II"
     """How c_i is renewed: I, the full gradient at x; II, the mean gradient along the local steps, neither with weight
     decay or momentum in it."""

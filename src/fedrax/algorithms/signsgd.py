@@ -37,9 +37,15 @@ class SignSGD(Algorithm):
     The gradient is that of one batch. With ``beta`` the signs are those of m_i <- beta m_i + (1 - beta) g_i, which a
     client keeps: SIGNUM. Weight decay is the server's, x <- x - eta (sign(...) + decay x). Where the votes are equal x
     stays, and a gradient of zero votes as a positive one. Algorithm 3; eta is ``local.lr``.
+
+    Example:
+        >>> method = fedrax.algorithms.SignSGD(local=fedrax.LocalSGD(lr=1e-3, steps=1), beta=0.9)
+        >>> method.beta
+        0.9
     """
 
     local: LocalSGD = LocalSGD(lr=1e-3, steps=1)
+    """Mini-batch size, learning rate and weight decay; one step a round."""
     beta: Decay | None = None
     """Momentum on the clients."""
 

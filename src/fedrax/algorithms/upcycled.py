@@ -24,6 +24,11 @@ class Upcycled(Wrapper):
     A round is two iterations of the paper. Around FedAvg this equals FedAvg with server step 1 + a, and so for
     Scaffold when its states are not extrapolated: what changes is then the count of iterations that touch data,
     which the privacy accounting rewards.
+
+    Example:
+        >>> method = fedrax.algorithms.Upcycled(inner=fedrax.FedProx(), a=0.5)
+        >>> method.a
+        0.5
     """
 
     inner: Algorithm = FedAvg()
@@ -76,5 +81,19 @@ class Upcycled(Wrapper):
 
 
 def upcycle(algorithm: Algorithm, a: float = 0.5, **options: Any) -> Upcycled:
-    """``algorithm`` with the extra server move; see :class:`Upcycled`."""
+    """``algorithm`` with the extra server move; see :class:`Upcycled`.
+
+    Args:
+        algorithm: the method to wrap.
+        a: extrapolation factor.
+        **options: further fields of :class:`Upcycled`.
+
+    Returns:
+        The wrapped method.
+
+    Example:
+        >>> method = fedrax.algorithms.upcycle(fedrax.FedProx(), a=0.25)
+        >>> method.a
+        0.25
+    """
     return Upcycled(inner=algorithm, a=a, **options)
