@@ -107,18 +107,16 @@ def sections(session: Session) -> list[str]:
         "limit",
         "operations a round and device",
         "µs each",
-        "bounds",
+        "kinds of time",
         "foreign CPU",
     )
-    sentences = "\n".join(f"- {name}: {profile['verdict']['sentence']}" for name, profile in names.items())
     return [
         "# Where a round's time goes",
         text,
         "## Parts of a round",
         markdown_table(("", "ms", *parts), body),
-        "## What is achieved, and what bounds it",
+        "## What is achieved",
         markdown_table(head, achieved),
-        sentences,
         "## The heaviest operations",
         markdown_table(("", "operation", "shapes", "share", "achieves", "of limit"), heaviest(session)),
     ]

@@ -337,6 +337,5 @@ def test_profile_as_json_and_in_a_directory(fedrax: Callable[..., Outcome], tiny
     made = json.loads(outcome.out)
     assert made["algorithm"] == "Episode" and {1, 2} <= {part["phase"] for part in made["parts"]}
     assert made == json.loads((tmp_path / "kept/profile.json").read_text())
-    assert (tmp_path / "kept/profile.png").read_bytes().startswith(b"\x89PNG")
-    assert {"profile.svg", "experiment.toml"} <= {path.name for path in (tmp_path / "kept").iterdir()}
+    assert {"profile.json", "experiment.toml"} <= {path.name for path in (tmp_path / "kept").iterdir()}
     assert list((tmp_path / "raw").glob("**/*.xplane.pb"))

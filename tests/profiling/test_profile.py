@@ -17,8 +17,8 @@ import fedrax
 from fedrax.algorithms.upcycled import Upcycled
 from fedrax.errors import FedraxError
 from fedrax.models import LSTM, Logistic, TwoNN, from_linen
-from fedrax.profiling import MachineLimits, Profile, machine_limits, measurement, profile, rendering
-from fedrax.profiling.advice import heaviest, judge
+from fedrax.profiling import MachineLimits, Profile, machine_limits, measurement, profile
+from fedrax.profiling.advice import advise, heaviest
 from fedrax.profiling.attribution import OperationTime
 from fedrax.profiling.hlo import OperationDescription, ProgramText
 from fedrax.simulation.client_evaluation import PersonalEvaluator
@@ -65,7 +65,6 @@ def run(algorithm: Any = None, model: Any = None, shape: tuple[int, ...] = (20,)
         (made.operations, [part.operations for part in made.parts]),
     ):
         assert math.isclose(sum(parts), whole)
-    assert made.verdict.bound in ("compile", max(made.kinds, key=made.kinds.__getitem__))
     return made
 
 
@@ -145,7 +144,6 @@ def test_plans_that_are_not_one_program_are_timed_as_a_whole():
     assert {part.name for part in made.parts} == {"rounds", "evaluate", "host"} and not made.heaviest
     assert any("Plan loop is not one program" in note for note in made.notes)
     assert made.flops_a_round == 0 and made.compile_seconds == 0
-    assert rendering.draw(made).axes
 
 
 @pytest.mark.slow
@@ -155,14 +153,13 @@ def test_layers_of_a_network_are_named_and_its_convolutions_in_the_fast_form(mon
     monkeypatch.setattr(measurement, "ProgramText", lambda text: texts.append(text) or ProgramText(text))
     layers = [nn.Conv(16, (3, 3)), nn.relu, nn.Conv(16, (3, 3)), lambda x: x.reshape(len(x), -1), nn.Dense(CLASSES)]
     task = fedrax.classification(from_linen(nn.Sequential(layers), jnp.ones((1, 8, 8, 1))))
-    made = profile(
+    profile(
         fedrax.FedAvg(local=LOCAL), task, federation(8, 8, 1), fedrax.Settings(rounds=2, cohort_size=COHORT), rounds=2
     )
     program = ProgramText(texts[0])
     found = {program.describe(name)[:3] for name in program.operations}
     assert {("convolution", "Sequential/layers_2", way) for way in ("forward", "backward")} <= found
     assert set(re.findall(r"dim_labels=(\S+),", texts[0])) == {"b01f_01io->b01f"}
-    assert len(rendering.draw(made).axes) == 1 + bool(made.heaviest)
 
 
 @pytest.mark.parametrize("rounds", [0, -3])
@@ -271,24 +268,24 @@ def test_advice_for_an_operation(setup: Setup, operation: OperationTime, words: 
 
 
 @pytest.mark.parametrize(
-    ("kinds", "bound", "advice"),
+    ("kinds", "advice"),
     [
-        ({"small": 9.0, "host": 1.0}, "small", "larger batch"),
-        ({"products": 8.0, "waiting": 2.0}, "products", "unequal size"),
-        ({"evaluation": 6.0, "gather": 4.0}, "evaluation", "run.eval_every"),
-        ({"exchange": 6.0}, "exchange", "More clients"),
-        ({"memory": 6.0}, "memory", None),
+        ({"small": 9.0, "host": 1.0}, "larger batch"),
+        ({"products": 8.0, "waiting": 2.0}, "different sizes"),
+        ({"evaluation": 6.0, "gather": 4.0}, "run.eval_every"),
+        ({"exchange": 6.0}, "more clients"),
+        ({"memory": 6.0}, None),
     ],
 )
-def test_the_verdict(setup: Setup, kinds: dict[str, float], bound: str, advice: str | None):
-    made = judge(setup, kinds, products_of_limit=0.1, compile_seconds=0.0)
-    assert made.bound == bound and (made.advice is None if advice is None else advice in (made.advice or ""))
-    assert judge(setup, kinds, products_of_limit=0.1, compile_seconds=9.0).bound == "compile"
+def test_advice_for_a_kind_of_time(setup: Setup, kinds: dict[str, float], advice: str | None):
+    made = " ".join(advise(setup, kinds, 0.0))
+    assert made == "" if advice is None else advice in made
+    assert "Compiling takes 9.0 s" in advise(setup, kinds, 9.0)[0]
 
 
 def test_stored_order_is_advised_where_batches_would_be_slices(setup: Setup):
     def advice(setup: Setup) -> str:
-        return judge(setup, {"gather": 9.0, "memory": 1.0}, products_of_limit=0.1, compile_seconds=0.0).advice or ""
+        return " ".join(advise(setup, {"gather": 9.0, "memory": 1.0}, 0.0))
 
     def of(width: int, local: fedrax.LocalSGD = LOCAL) -> Setup:
         algorithm, task, _, settings = arguments(fedrax.FedAvg(local=local), None, (width,), devices=1)
@@ -304,7 +301,7 @@ def test_stored_order_is_advised_where_batches_would_be_slices(setup: Setup):
 def test_advice_names_the_keys_of_the_method_inside_a_wrapper():
     _, task, rows, settings = arguments(None, None, (20,), devices=1)
     wrapped = prepare(Upcycled(Upcycled(fedrax.FedAvg(local=LOCAL))), task, rows, settings)
-    advice = judge(wrapped, {"small": 9.0}, products_of_limit=0.1, compile_seconds=0.0).advice or ""
+    advice = " ".join(advise(wrapped, {"small": 9.0}, 0.0))
     assert "(algorithm.inner.inner.local.batch_size)" in advice
 
 

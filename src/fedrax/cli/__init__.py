@@ -33,7 +33,7 @@ COMMANDS = {
     "diagnose": "measure client heterogeneity, gradient noise and curvature; write a comparison to run",
     "privacy": "what a private experiment spends, without training; the noise or the rounds for an epsilon",
     "audit": "attack a private experiment: a lower bound on its epsilon beside the claimed one",
-    "profile": "where a round's time goes, and what bounds it",
+    "profile": "the time of a round by its parts, its heaviest operations, and what to do",
     "list": "list algorithms, data sets, models, optimizers, ...",
 }
 

@@ -1,4 +1,4 @@
-"""``fedrax profile``: where a round's time goes."""
+"""``fedrax profile``: the time of a round by its parts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fedrax.simulation import use_all_cores
 from fedrax.simulation.persistence.run_directory import CHECKPOINT
 from fedrax.simulation.results.events import FILE
 
-DESCRIPTION = """Where a round's time goes: `fedrax profile [FILE.toml] [flags]`.
+DESCRIPTION = """Show the time of a round by its parts: `fedrax profile [FILE.toml] [flags]`.
 
-Some rounds of the experiment run for a few seconds, with the flags of `fedrax run`. The report parts a round's time
-(gathering batches, gradients, local steps, aggregation, evaluation, the host), compares the heaviest operations of the
-model's layers with what this machine can do, measured on the spot, and says what bounds the round and what helps.
-Nothing is kept that is not asked for. Of a comparison's file the [algorithm] is profiled, or the one of --algorithm."""
+Runs some rounds of the experiment for a few seconds, with the flags of `fedrax run`. Reports the time of each part of a
+round (gathering batches, gradients, local steps, aggregation, evaluation, the host), the heaviest operations by layer,
+with what they achieve of this machine's measured limits, and what to do. Nothing is saved unless --out or --trace asks
+for it. Of the file of a comparison the [algorithm] is profiled, or the one of --algorithm."""
 
 
 @dataclass
@@ -28,19 +28,19 @@ class ProfileOptions:
     """Options of ``fedrax profile``."""
 
     data_dir: Path | None = None
-    """Where data files lie; by default $FEDRAX_DATA."""
+    """Directory of data files; by default $FEDRAX_DATA."""
     rounds: int | None = None
-    """Rounds to time; by default as many as take about two seconds."""
+    """Number of rounds to time; by default as many as take about two seconds."""
     json: bool = False
     """Print the profile as JSON."""
     out: Path | None = None
-    """Keep the profile in this directory: profile.json, profile.png, profile.svg and experiment.toml."""
+    """Save profile.json and experiment.toml in this directory."""
     trace: Path | None = None
-    """Keep the raw trace in this directory, for TensorBoard, XProf or Perfetto."""
+    """Save the raw trace in this directory, for TensorBoard, XProf or Perfetto."""
 
 
 def main(args: list[str]) -> int:
-    """Parse, profile, print, keep."""
+    """Parse, profile, print, save."""
     parsed = parse_experiment(ProfileOptions, args, "fedrax profile", DESCRIPTION, comparisons=True)
     spec, options = parsed.experiment, parsed.options
     if options.rounds is not None and not 1 <= options.rounds < 2**31:
@@ -59,9 +59,7 @@ def main(args: list[str]) -> int:
     if options.out is not None:
         experiment.write(spec, options.out / "experiment.toml")
         files.write_text(options.out / "profile.json", json.dumps(made.to_dict(), indent=1) + "\n")
-        for kind in ("png", "svg"):
-            rendering.save(made, options.out / f"profile.{kind}")
     for what, where in (("profile", options.out), ("trace", options.trace)):
         if where is not None and not options.json:
-            print(f"{what} kept in {where}")
+            print(f"{what} saved in {where}")
     return 0

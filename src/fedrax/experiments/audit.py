@@ -1,8 +1,8 @@
 """Privacy audits: lower bounds on epsilon by attacks, beside the guarantee of the ledger.
 
 Two adversaries. The first observes a client in many runs of a few rounds, with its data and with neighboring data, both
-of which it knows: the strongest attack on one release. The second sees the model after one whole run in which the labels
-of canaries were flipped at random, and guesses which.
+of which it knows: the strongest attack on one release. The second sees the model after one whole run in which the
+labels of canaries were flipped at random, and guesses which.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ class Audit:
     """The lower bound on epsilon that an attack proves at 95 % confidence, and the claimed upper bound.
 
     Example:
+        >>> attack = ("watches a client", "client", "replacement")
         >>> audit = fedrax.experiments.Audit(
-        ...     "watches a client", "client", "replacement", 1, 2000, proven=1.2, claimed=1.0, claimed_paper=None, delta=1e-5
+        ...     *attack, rounds=1, trials=2000, proven=1.2, claimed=1.0, claimed_paper=None, delta=1e-5
         ... )
         >>> audit.refuted
         True

@@ -1,17 +1,15 @@
-"""What bounds a round, which operations are its heaviest, and what helps: all rules are here.
+"""The heaviest operations of a round and what to do about its time: all rules are here.
 
-Every millisecond of a round is of one kind:
+Every millisecond of a round has a kind:
 
-- ``products``: operations with matrix products or convolutions in them;
-- ``exchange``: operations in which devices meet, without the waiting; ``waiting``: for the slowest device in them;
-- ``small``: other operations whose executions take less than half a microsecond in the mean on a CPU, five on an
-  accelerator, or that touch less than a kilobyte: much of that is starting them;
-- ``gather``: longer ones, of any size, that read batches or compute their random order;
-- ``memory``: all other operations: they pass over arrays, with little arithmetic for each number;
-- ``evaluation``: the share of a round in the evaluations; ``host``: drawing cohorts, calling, making events;
-- ``rounds``: calls of rounds that cannot be looked into.
-
-The kind with the most time is the bound, except that compilation is if it takes longer than all rounds of the run.
+- ``products``: operations that contain matrix products or convolutions;
+- ``exchange``: collective operations between devices, without waiting; ``waiting``: for the slowest device in them;
+- ``small``: other operations whose mean execution takes less than half a microsecond on a CPU, five on an accelerator,
+  or that touch less than a kilobyte: much of that time is launch overhead;
+- ``gather``: longer ones that read mini-batches or compute their random order;
+- ``memory``: all others: passes over arrays with little arithmetic per element;
+- ``evaluation``: the share of a round in the evaluations; ``host``: sampling cohorts, dispatch, events;
+- ``rounds``: calls of whole rounds under plans that are not one compiled program.
 """
 
 from __future__ import annotations
@@ -29,57 +27,58 @@ from fedrax.profiling.machine_limits import MachineLimits
 from fedrax.simulation.setup import Setup
 
 NEAR_LIMIT = 0.5
-"""Products that run at this share of the machine's limit or more are called bound by arithmetic."""
+"""Share of the machine's limit from which on a product is called bound by arithmetic."""
 _LEAST, _AT_MOST = 0.02, 10
-"""Share of a round from which on an operation is listed; and how many are."""
+"""Smallest share of a round of a listed operation, and the largest number of them."""
 _ADVISED = 0.1
-"""Share of a round from which on a kind of time gets advice, besides the one that bounds it."""
+"""Share of a round from which on a kind of time gets advice."""
 _SHORT, _NARROW = 20.0, 16
-"""Microseconds of a product, and length of a side of it, below which it cannot reach the limit."""
-
-
-@dataclass(frozen=True)
-class Bottleneck:
-    """The conclusion."""
-
-    bound: str
-    """``compile`` or one of the kinds."""
-    sentence: str
-    advice: str | None
-    """What would help; None where nothing is sure to."""
+"""Microseconds of a product, and length of a side of it, below which it cannot reach the machine's limit."""
 
 
 @dataclass(frozen=True)
 class HeavyOperation:
-    """Operations of one layer that do the same, or of several whose names differ by numbers."""
+    """The time of one kind of operation in one layer, or in layers whose names differ only by numbers.
+
+    Example:
+        >>> where = {"what": "product", "layer": "dense", "direction": "forward", "shapes": "10×20 · 20×5"}
+        >>> time = {"ms": 1.5, "share": 0.3, "executions": 50.0, "advice": None}
+        >>> rate = {"achieved": 20.0, "unit": "GFLOP/s", "of_limit": 0.2}
+        >>> fedrax.profiling.HeavyOperation(**where, **time, **rate).share
+        0.3
+    """
 
     what: str
+    """Kind of operation: product, convolution, reduction, ..."""
     layer: str
-    """The path of modules and named scopes, else the part of the round; ``*`` stands for several numbers."""
+    """Path of modules and named scopes, otherwise the part of the round; ``*`` stands for several numbers."""
     direction: str
     """``forward``, ``backward``, or empty outside of gradients."""
     shapes: str
-    """Operands of a product, else the largest array read and the result; of the one that takes most time."""
+    """Operands of a product, otherwise the largest input and the result; of the heaviest of them."""
     ms: float
+    """Milliseconds in a round."""
     share: float
-    """Of the whole round."""
+    """Share of the round."""
     executions: float
-    """A round on each device."""
+    """Executions in a round on each device."""
     achieved: float
-    """GFLOP/s of products and convolutions, GB/s touched by others; all devices together."""
+    """GFLOP/s of products and convolutions, GB/s of memory traffic of others; all devices together."""
     unit: str
+    """GFLOP/s or GB/s."""
     of_limit: float
-    """Caches let passes over arrays exceed that of memory."""
+    """``achieved`` relative to the machine's limit; above 1 for arrays that stay in caches."""
     advice: str | None
+    """What to do, None where nothing is sure to help."""
 
 
 def heaviest(
     setup: Setup, spent: Iterable[OperationTime], total: float, machine: MachineLimits
 ) -> list[HeavyOperation]:
-    """The operations of at least 2 % of the round's ``total`` milliseconds, ten at most.
+    """The operations with at least 2 % of the round's ``total`` milliseconds, at most ten, the heaviest first.
 
-    Those of one layer are taken together; where they are too light, or more than ten, those of layers whose names
-    differ by numbers.
+    Operations of one layer are summed; where they are too light, or more than ten, those of layers whose names differ
+    only by numbers.
     """
     known = [s for s in spent if s.about.what and s.kind != "exchange"]
     exact, heavy = _grouped(known, str), lambda group: sum(s.ms for s in group) >= _LEAST * total
@@ -114,47 +113,42 @@ def _row(setup: Setup, group: list[OperationTime], total: float, machine: Machin
     return HeavyOperation(*where, ms, ms / total, executions, achieved, unit, achieved / limit, advice)
 
 
-def judge(setup: Setup, kinds: Mapping[str, float], *, products_of_limit: float, compile_seconds: float) -> Bottleneck:
-    """kinds: milliseconds a round."""
-    total, bound = sum(kinds.values()), max(kinds, key=lambda kind: kinds[kind])
-    sentence = SENTENCES[bound].format(share=f"{kinds[bound] / total:.0%} of the time", limit=products_of_limit)
-    if bound == "products" and products_of_limit >= NEAR_LIMIT:
-        sentence += " Arithmetic bounds the round."
-    advised = [kind for kind, ms in kinds.items() if kind == bound or ms >= _ADVISED * total]
-    advice = [text for kind in advised if (text := _of_kind(setup, kind))]
-    seconds, rounds = total * setup.settings.rounds / 1e3, setup.settings.rounds
-    if compile_seconds > seconds:
-        longer = f"Compiling takes {compile_seconds:.1f} s, longer than the run's {rounds} rounds ({seconds:.1f} s)."
-        bound, sentence = "compile", f"{longer} {sentence}"
-        advice.insert(0, "A second run with the same shapes finds the program in the cache and starts at once.")
-    return Bottleneck(bound, sentence, " ".join(dict.fromkeys(advice)) or None)
+def advise(setup: Setup, kinds: Mapping[str, float], compile_seconds: float) -> list[str]:
+    """What would shorten a round, for the kind with the most time and every kind above a tenth of the round.
+
+    Args:
+        setup: The run.
+        kinds: Milliseconds of each kind in a round.
+        compile_seconds: Seconds of compilation.
+
+    Returns:
+        Sentences, the most important first; empty where nothing is sure to help.
+    """
+    total, most = sum(kinds.values()), max(kinds, key=lambda kind: kinds[kind])
+    heavy = [kind for kind, ms in kinds.items() if kind == most or ms >= _ADVISED * total]
+    advice = [text for kind in heavy if (text := _of_kind(setup, kind))]
+    if compile_seconds > total * setup.settings.rounds / 1e3:
+        advice.insert(
+            0,
+            f"Compiling takes {compile_seconds:.1f} s, longer than all rounds of the run. A second run with the same"
+            " shapes finds the program in the compilation cache.",
+        )
+    return list(dict.fromkeys(advice))
 
 
 # --- Rules ------------------------------------------------------------------------------------------------
 
-SENTENCES = {
-    "products": "Matrix products take {share}; they run at {limit:.0%} of the machine's limit.",
-    "small": "Starting small operations bounds the round: those below 0.5 µs (5 µs on accelerators) or 1 kB"
-    " take {share}.",
-    "memory": "Passing over arrays bounds the round: operations with little arithmetic for each number take {share}.",
-    "gather": "Gathering batches bounds the round: it takes {share}.",
-    "exchange": "Joining the devices' sums bounds the round: it takes {share}.",
-    "waiting": "Devices wait for the slowest: {share}.",
-    "evaluation": "Evaluation bounds the run: it takes {share}.",
-    "host": "The host bounds the round: drawing cohorts, calling and making events take {share}.",
-    "rounds": "The calls of rounds take {share}; what bounds them is not known under this plan.",
-}
 _OF_WHAT = {
     "depthwise convolution": "Each channel alone is little arithmetic for each number read; an earlier stride makes the"
     " arrays smaller.",
-    "pooling": "Pooling looks at every entry of every window; a stride of the convolution does without.",
-    "sort": "Sorting compares number with number; where the largest few are enough, jax.lax.top_k takes much less.",
+    "pooling": "Pooling reads every entry of every window; a strided convolution does without.",
+    "sort": "Sorting is slow; where the largest few entries are enough, jax.lax.top_k takes much less time.",
     "scatter": "The gradient of an embedding is as large as its table, whatever the batch.",
 }
-_FAR = "Far slower than memory: number by number, as some windows, transpositions and exponentials are."
+_FAR = "Far slower than memory bandwidth: it is computed one element at a time, as some windows and exponentials are."
 _FAR_BELOW = 0.25
 _NO_PASSES = ("Fourier transform", "call of a library")
-"""Whose arithmetic the bytes say nothing about."""
+"""Operations whose time does not depend on bytes alone."""
 _NORM = re.compile(r"norm|(?:^|/)[bgl]n(?:[_\d/]|$)", re.IGNORECASE)
 _NORM_ADVICE = (
     "A norm passes over its activations several times, whatever the batch; fewer norms, or an earlier stride, help."
@@ -162,17 +156,17 @@ _NORM_ADVICE = (
 
 
 def _of_operation(setup: Setup, most: OperationTime, layer: str, each: float, of_limit: float) -> str | None:
-    """The first rule that holds. each: microseconds of an execution."""
+    """Advice by the first rule that matches. each: microseconds of an execution."""
     about, batch = most.about, _batch(setup)
     product = about.what in ("product", "convolution")
     if product and of_limit >= NEAR_LIMIT:
         return "Near the machine's limit: only less arithmetic takes less time."
     if about.looped and each < _SHORT:
-        return "The steps of a sequence follow one another and each does little: a larger batch, or fewer steps, help."
+        return "The steps of a sequence run one after another and each is small: use a larger batch or fewer steps."
     if product and each < _SHORT:
         return batch and f"{each:.1f} µs are too short to reach the limit. {batch}"
     if product:
-        narrow = "Fewer than 16 channels, units or samples of a batch side by side are too few to reach the limit."
+        narrow = "Fewer than 16 channels, units or samples in a batch are too few to reach the machine's limit."
         return narrow if about.side < _NARROW else None
     if about.what in _OF_WHAT:
         return _OF_WHAT[about.what]
@@ -187,7 +181,7 @@ def _of_operation(setup: Setup, most: OperationTime, layer: str, each: float, of
 
 
 def _of_kind(setup: Setup, kind: str) -> str | None:
-    """What helps against a kind of time, whichever its operations are."""
+    """Advice for a kind of time."""
     settings, local, layout = setup.settings, setup.algorithm.local_steps, setup.engine.program.layout
     devices = setup.engine.mesh.devices.size
     if kind == "small":
@@ -198,11 +192,11 @@ def _of_kind(setup: Setup, kind: str) -> str | None:
             " shuffled, and the same in every epoch."
         )
     if kind == "exchange":
-        return "More clients a round, or more local steps, make the exchange rarer."
+        return "Exchange rarer: use more clients in a round, or more local steps."
     if kind == "waiting" and setup.info.cohort_size % devices:
-        return f"A cohort size that {devices} divides gives all devices as many clients."
+        return f"Use a cohort size that {devices} divides: all devices then get as many clients."
     if kind == "waiting" and not layout.equal:
-        return "Clients are of unequal size; with more of them a round (run.cohort_size) the devices' work evens out."
+        return "Clients have different sizes: with larger cohorts (run.cohort_size) the devices' work evens out."
     if kind in ("evaluation", "host") and settings.eval_every < settings.rounds:
         return "Evaluate more rarely (run.eval_every): rounds between two evaluations run in one call."
     if kind == "rounds" and setup.plan != "scan":
@@ -211,9 +205,9 @@ def _of_kind(setup: Setup, kind: str) -> str | None:
 
 
 def _are_slices(setup: Setup, local: LocalSGD) -> bool:
-    """Whether batches in stored order would be read as slices: all of them whole, and of samples that are large.
+    """Whether mini-batches in stored order would be slices: whole batches of large samples.
 
-    And whether a round would come to all of a client's samples: it begins with the same.
+    And whether a round would use all samples of a client, since stored order starts each round with the same ones.
     """
     if local.batch_size == "full" or local.blocks is not None:
         return False
@@ -223,7 +217,7 @@ def _are_slices(setup: Setup, local: LocalSGD) -> bool:
 
 
 def _batch(setup: Setup) -> str | None:
-    """A larger batch does more for each operation and each pass over the parameters, where there are batches."""
+    """Advice to use larger mini-batches, where there are any."""
     local = setup.algorithm.local_steps
     if not isinstance(local, LocalSGD) or local.batch_size == "full" or local.blocks is not None:
         return None
@@ -233,7 +227,7 @@ def _batch(setup: Setup) -> str | None:
 
 
 def _local(setup: Setup) -> str:
-    """The key of the local steps in the experiment's file: those of wrappers are their inner method's."""
+    """The key of the local steps in the experiment file; a wrapper's are those of its inner method."""
     key, algorithm = "algorithm", setup.algorithm
     while not hasattr(algorithm, "local") and isinstance(getattr(algorithm, "inner", None), Algorithm):
         key, algorithm = f"{key}.inner", algorithm.inner  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Parts a trace's time among the operations of a program, and those among the parts of a round."""
+"""Attribution of a trace's time to operations of a program and to parts of a round."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ NAMES = {
     AGGREGATE: "aggregate",
     SERVER: "server",
 }
-"""What a part of a round is called; ``local steps`` are what clients do besides gathering and gradients."""
+"""Names of the parts of a round; ``local steps`` is client work except gathering and gradients."""
 SUMS = "sum of uploads"
-"""What each device adds up as its clients finish; ``aggregate`` joins the devices."""
+"""The running sum of uploads on each device; ``aggregate`` combines devices."""
 _NOTHING = 1024
-"""Bytes that take no time to pass over: what such an operation takes is starting it, on another thread at times."""
+"""Bytes below which the time of an operation is its launch, sometimes on another thread."""
 _INTERRUPTION = 100_000
-"""Nanoseconds: the operating system gives another program at least about as much."""
+"""Nanoseconds: about the shortest time slice that the operating system gives to another program."""
 WAIT, REST = "wait for other devices", "rest of the round"
 
 
 class OperationTime(NamedTuple):
-    """What an operation takes in a round, on the mean device."""
+    """Time of an operation in a round, the mean over devices."""
 
     phase: int | None
     part: str
     kind: str
-    """What bounds it; see :mod:`fedrax.profiling.advice`."""
+    """Kind of time; see :mod:`fedrax.profiling.advice`."""
     ms: float
     executions: float = 0.0
     flops: float = 0.0
-    """In a round, on all devices."""
+    """Floating-point operations in a round on all devices."""
     bytes: float = 0.0
     about: OperationDescription = OperationDescription()
 
 
 def attribute(traced: TracedRounds, program: ProgramText, small: float, ms: float) -> list[OperationTime]:
-    """The trace's operations, without what tracing costs, scaled to ``ms`` milliseconds a round.
+    """Times of the trace's operations without the overhead of tracing, scaled to ``ms`` milliseconds in a round.
 
-    Tracing costs each execution of an operation the same, and a tenth of its time is left to each. small: mean
-    microseconds below which much of an operation is its start.
+    The overhead is the same for each execution, up to nine tenths of its time. small: mean microseconds below which an
+    operation is mostly launch overhead.
     """
     count, waiting, nanoseconds = len(traced.timelines), waits(traced.timelines), {}
     waited, executions = sum(waiting.values()), Counter()
@@ -65,7 +65,7 @@ def attribute(traced: TracedRounds, program: ProgramText, small: float, ms: floa
     made: list[OperationTime] = []
     for name, spent in nanoseconds.items():
         phase, part = program.scope(name)
-        # what clients do is in proportion to the clients that ran, the rest happens once a round
+        # client work is proportional to the clients that ran, the rest runs once in a round
         times = 1 / traced.rounds / (traced.clients if phase is not None else 1.0)
         net = max(spent - tracing * executions[name], 0.1 * spent)
         cost, runs = program.cost(name), executions[name] * times
@@ -84,7 +84,7 @@ def attribute(traced: TracedRounds, program: ProgramText, small: float, ms: floa
 
 
 def undisturbed(times: list[int]) -> float:
-    """The sum; what is far longer than the median was interrupted by another program."""
+    """The sum of times, each at most three medians plus an interruption by another program."""
     return float(np.minimum(times, 3 * np.median(times) + _INTERRUPTION).sum()) if times else 0.0
 
 

@@ -1,4 +1,4 @@
-"""What the devices can do, all of them at once: matrix products and streaming through memory."""
+"""Peak rates of the devices together, measured: matrix products and memory bandwidth."""
 
 from __future__ import annotations
 
@@ -17,20 +17,25 @@ from fedrax.xla import CLIENT_AXIS, OperandFormat, with_operand_format
 
 
 class MachineLimits(NamedTuple):
-    """Measured on the spot."""
+    """Measured peak rates of all devices together.
+
+    Example:
+        >>> fedrax.profiling.MachineLimits(gflops=100.0, gigabytes=20.0).gflops
+        100.0
+    """
 
     gflops: float
-    """10^9 floating-point operations a second in large square matrix products, all devices together."""
+    """GFLOP/s in large square matrix products."""
     gigabytes: float
-    """10^9 bytes a second, read and written, of arrays too large for caches, changed in place."""
+    """GB/s, read and written, of arrays that are larger than caches and updated in place."""
 
 
 def measure(
     mesh: Mesh, dtype: str = "float32", precision: OperandFormat = "highest", budget: float = 0.5
 ) -> MachineLimits:
-    """The limits of the mesh's devices, of products in a run's precision; ``budget`` seconds each and time to compile.
+    """Measure the limits of the mesh's devices, for products in a run's precision, ``budget`` seconds each.
 
-    Arrays are changed in place: into new ones, the operating system's work for fresh pages would be measured.
+    Arrays are updated in place: writing new ones would also measure the page faults of the operating system.
     """
     devices, on_cpu = mesh.devices.size, mesh.devices.flat[0].platform == "cpu"
     size = max(2**29 // devices, 2**25) if on_cpu else 2**30  # bytes on each device
@@ -43,9 +48,9 @@ def measure(
 def _best_seconds(
     function: Callable, shape: tuple[int, int], dtype: str, mesh: Mesh, budget: float, donate: tuple[int, ...]
 ) -> float:
-    """Of replacing an array of this shape on each device by a function of it, after one time to warm up.
+    """Shortest time to replace an array of this shape on each device by a function of it, after a warm-up.
 
-    All its entries are one over its columns: the product of such a square with itself is the same again.
+    All entries are 1 / columns: the square of such a matrix is the matrix itself, so that values stay finite.
     """
     rows, columns = shape
     whole = (rows * mesh.devices.size, columns)

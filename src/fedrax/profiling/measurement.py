@@ -1,4 +1,4 @@
-"""Runs rounds of an experiment for their times: compilation, blocks with and without a trace, evaluation, the host."""
+"""Timing of rounds: compilation, blocks with and without a trace, evaluation, the host."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from fedrax.simulation.setup import Setup
 
 _ROUNDS_A_CALL = 64
 _SECONDS, _AT_MOST = 2.0, 10.0
-"""Of work to time by default: at least so much, and three calls unless they take longer than that."""
+"""Seconds to time by default: at least the first, with at least three calls up to the second."""
 _LITTLE, _MOST_TRACED = 0.05, 1.5
-"""Seconds of work to trace at first, and at most."""
+"""Seconds to trace at first, and at most."""
 _OPERATIONS = 300_000
-"""Executions in a trace: the more rounds, the less counts what only the first one does, as taking memory."""
+"""Executions in a trace: with more rounds the extra work of the first one, such as allocation, matters less."""
 
 
 @dataclass
 class TracedRounds:
-    """A few rounds, run with a trace and without."""
+    """A few rounds, run with and without a trace."""
 
     rounds: int
     clients: float
-    """Share of each round's clients that ran in them."""
+    """Share of each round's clients that ran."""
     seconds: float
     """With the trace, call included."""
     untraced: float
     timelines: list[Timeline]
     idle: float | None = None
-    """Of a round of which a part of the clients ran: how long devices wait in all of it, as part of its clients' work.
-    A part is spread over the devices otherwise, and who shares clients at the end of a round does not get there."""
+    """Where only part of a round's clients ran: the waiting of devices in the whole round, relative to client work. A
+    part is distributed differently over devices, and the sharing of the last clients does not happen."""
 
     @property
     def busy(self) -> float:
-        """Seconds of the call without the trace in which devices are at work; tracing lengthens only these."""
+        """Seconds of the untraced call in which devices work: only these are lengthened by tracing."""
         outside = self.seconds - max(timeline.span for timeline in self.timelines) / 1e9
         return max(self.untraced - max(outside, 0.0), 0.1 * self.untraced)
 
@@ -63,28 +63,31 @@ class Measurement:
     """In each timed call."""
     calls: int = 0
     compile: float = 0.0
-    """Of the program for blocks of rounds, made anew; 0 where nothing is compiled as a whole."""
+    """Compilation of the program of a block of rounds without the cache; 0 where there is none."""
     call: float = 0.0
-    """One call of ``rounds`` rounds, without the host's part."""
+    """One call of ``rounds`` rounds, without the host's work."""
     host: float = 0.0
-    """Drawing the cohorts of a call and making its events."""
+    """Sampling the cohorts of a call and making its events."""
     evaluate: float = 0.0
     """One evaluation."""
     evaluate_compile: float = 0.0
     traced: TracedRounds | None = None
     program: ProgramText | None = None
     clients: float = 0.0
-    """Clients a round, the mean."""
+    """Clients in a round, the mean."""
     gradients: float = 0.0
-    """Samples' gradients a round, the mean."""
+    """Per-sample gradients in a round, the mean."""
     notes: list[str] = field(default_factory=list)
-    """What to know about the measurement, in sentences."""
+    """Remarks on the measurement."""
 
 
 class RoundTimer:
-    """A simulation that runs the same first rounds over and over, going on from its own state.
+    """Times the first rounds of a run repeatedly, each time from the state that the last call left.
 
-    rounds: to time, a trace's not counted; by default as many as take two seconds. keep: where to keep the raw trace.
+    Args:
+        setup: The run.
+        rounds: Rounds to time, without those of the trace; by default as many as take two seconds.
+        keep: Directory for the raw trace.
     """
 
     def __init__(self, setup: Setup, rounds: int | None = None, keep: Path | None = None):
@@ -92,7 +95,7 @@ class RoundTimer:
         self._run, self._carry, self._storage = setup.engine.run, cast(Any, None), storage_of(setup)
 
     def measure(self) -> Measurement:
-        """Everything, in the order a run does it."""
+        """Measure everything, in the order of a run."""
         settings = self.setup.settings
         made = Measurement(min(settings.eval_every, settings.rounds, _ROUNDS_A_CALL, self.rounds or _ROUNDS_A_CALL))
         made.notes += other_work()
@@ -101,7 +104,7 @@ class RoundTimer:
             first = self._storage.portion(0, 1)
             if self.setup.plan in ("scan", "vmap"):
                 self._compile(made, first)
-            self._call(first)  # a first one, to warm up
+            self._call(first)  # warm-up
             seconds, _ = self._call(first)
             # calls as long as a run's, which aims at one second
             made.rounds = max(1, min(made.rounds, int(1 / max(seconds, 1e-6))))
@@ -118,7 +121,7 @@ class RoundTimer:
         self._bring(portion)
         program = sim.engine.block(sim.algorithm)
         began = time.perf_counter()
-        with compiling_anew():
+        with without_compilation_cache():
             lowered = program.lower(sim.algorithm, self._carry, sim.engine.samples, sim.key, portion.xs, np.int32(1))
             compiled = lowered.compile()
         made.compile = time.perf_counter() - began
@@ -132,7 +135,7 @@ class RoundTimer:
         self._carry = self._storage.settle(self._carry, portion)
 
     def _bring(self, portion: RoundBlock) -> None:
-        """The block's samples and client states to the devices, where they are not always there."""
+        """Move samples and client states of a block to the devices, where they are not kept there."""
         if portion.samples is not None:
             self.setup.engine.samples = portion.samples
         self._carry = self._storage.bring(self._carry, portion)
@@ -146,11 +149,11 @@ class RoundTimer:
         self._carry = self._storage.settle(self._carry, portion)
         seconds = time.perf_counter() - began
         if not np.all(records["sound"]):
-            raise FedraxError(f"{sim.info.algorithm} diverges in the rounds to profile: a smaller step size may help")
+            raise FedraxError(f"{sim.info.algorithm} diverges in the rounds to profile: try a smaller learning rate")
         return seconds, records
 
     def _blocks(self, made: Measurement) -> None:
-        """Calls as in a run, over the rounds that the run has."""
+        """Time calls as in a run, over the rounds of the run."""
         sim, rows = self.setup, []
         places = max(1, sim.settings.rounds // made.rounds)
         wanted = None if self.rounds is None else max(1, round(self.rounds / made.rounds))
@@ -176,25 +179,27 @@ class RoundTimer:
         carry = self._carry._replace(store=self._storage.store(self._carry))
         while len(times) < 4 and sum(times[1:]) < _SECONDS:
             began = time.perf_counter()
-            with compiling_anew():
+            with without_compilation_cache():
                 sim.evaluate(sim.algorithm, carry, sim.initial, sim.evaluators)
             times.append(time.perf_counter() - began)
         made.evaluate = float(np.median(times[1:]))
         made.evaluate_compile = max(times[0] - made.evaluate, 0.0) if sim.evaluators or sim.personal else 0.0
 
     def _trace(self, made: Measurement, program: ProgramText) -> None:
-        """Trace a little, and then as much as a trace has room for, by how many operations that little was."""
+        """Trace a few rounds, then as many as keep the trace below ``_OPERATIONS`` executions."""
         seconds = _LITTLE
         first = self._traced(made, program, seconds, None)
         executions = sum(len(times) for timeline in first.timelines for times in timeline.charged.values())
         seconds = min(seconds * _OPERATIONS / max(executions, 1), _MOST_TRACED)
         made.traced = self._traced(made, program, seconds, self.keep)
         alike = (first.rounds, first.clients) == (made.traced.rounds, made.traced.clients)
-        if self.keep is None and alike and first.seconds < made.traced.seconds:  # what is told is of the trace kept
+        if (
+            self.keep is None and alike and first.seconds < made.traced.seconds
+        ):  # a kept trace is the one that is reported
             made.traced = first
 
     def _traced(self, made: Measurement, program: ProgramText, most: float, keep: Path | None) -> TracedRounds:
-        """As many rounds as take ``most`` seconds, or a part of one round's clients."""
+        """Trace as many rounds as take ``most`` seconds, or part of one round's clients."""
         seconds = made.call / made.rounds
         portion, share, idle = self._storage.portion(0, max(1, min(made.rounds, int(most / seconds)))), 1.0, None
         if seconds > most:
@@ -209,21 +214,21 @@ class RoundTimer:
 
 
 def other_work() -> list[str]:
-    """A sentence if other programs have kept the machine busy for the last minute."""
+    """A remark if other programs have kept the machine busy for the last minute."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load < 0.5 * cores:
         return []
     return [
-        f"Other programs were running (a load of {load:.1f} on {cores} cores): times, and the waiting of devices for"
-        " each other, may be their doing."
+        f"Other programs were running (a load of {load:.1f} on {cores} cores): times and the waiting of devices may be"
+        " longer because of them."
     ]
 
 
 @contextmanager
-def compiling_anew() -> Iterator[None]:
-    """Neither read nor write the persistent cache of compiled programs.
+def without_compilation_cache() -> Iterator[None]:
+    """Neither read nor write the persistent compilation cache.
 
-    It cannot be turned off for a while, but a key with the operations' names finds nothing, as none is ever written.
+    It cannot be disabled for a while, but a cache key that includes metadata is never found, as none is written.
     """
     changes = {
         "jax_compilation_cache_include_metadata_in_key": True,

@@ -1,4 +1,4 @@
-"""Puts measurements together: where a round's time goes, what the devices achieve, and what bounds the round."""
+"""Profile of a round: its parts, the heaviest operations, and what to do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedrax.data import Federation
 from fedrax.devices import use_all_cores
 from fedrax.errors import FedraxError
 from fedrax.profiling import machine_limits
-from fedrax.profiling.advice import Bottleneck, HeavyOperation, heaviest, judge
+from fedrax.profiling.advice import HeavyOperation, advise, heaviest
 from fedrax.profiling.attribution import NAMES, REST, SUMS, WAIT, OperationTime, attribute
 from fedrax.profiling.machine_limits import MachineLimits
 from fedrax.profiling.measurement import Measurement, RoundTimer
@@ -27,53 +27,85 @@ _ORDER = [*NAMES.values(), SUMS, WAIT, REST, "rounds", "evaluate", "host"]
 
 @dataclass(frozen=True)
 class RoundPart:
-    """A part of a round."""
+    """The time of one part of a round.
+
+    Example:
+        >>> fedrax.profiling.RoundPart("gradients", None, ms=3.0, share=0.6, operations=120.0).name
+        'gradients'
+    """
 
     name: str
+    """Name of the part: gather batches, gradients, local steps, aggregate, ..."""
     phase: int | None
-    """Of the algorithm's phases, from 1; None where it has but one, and outside of them."""
+    """The phase of the algorithm, from 1; None for algorithms of one phase and outside of phases."""
     ms: float
+    """Milliseconds in a round."""
     share: float
-    """Of the whole round."""
+    """Share of the round."""
     operations: float
-    """Executions a round on each device."""
+    """Executions of operations in a round on each device."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What ``fedrax profile`` reports. Times are milliseconds a round, the evaluations' share in it included."""
+    """The time of a round by its parts, its heaviest operations, and what to do.
+
+    Times are milliseconds of a round, including its share of the evaluations.
+
+    Example:
+        >>> federation = fedrax.Federation.from_dataset(fedrax.data.load("digits"), fedrax.data.Shards(10, 2), seed=0)
+        >>> task = fedrax.classification(fedrax.models.Logistic().build((8, 8), 10))
+        >>> settings = fedrax.Settings(rounds=2, cohort_size=2, plan="loop")
+        >>> profile = fedrax.profiling.profile(fedrax.FedAvg(), task, federation, settings, rounds=1)
+        >>> [part.name for part in profile.parts]
+        ['rounds', 'evaluate', 'host']
+    """
 
     algorithm: str
+    """The method."""
     plan: str
+    """The execution plan, in words."""
     devices: int
+    """Number of devices."""
     clients: float
+    """Clients in a round, the mean."""
     gradients: float
-    """Samples' gradients a round."""
+    """Per-sample gradients in a round, the mean."""
     rounds_timed: int
+    """Number of rounds that were timed."""
     ms: float
+    """Milliseconds of a round."""
     parts: list[RoundPart]
     """In the order of a round; they sum to ``ms``."""
     kinds: dict[str, float]
-    """The same milliseconds by what bounds them; see :mod:`fedrax.profiling.advice`."""
+    """The same milliseconds by kind of operation; see :mod:`fedrax.profiling.advice`."""
     heaviest: list[HeavyOperation]
-    """The heaviest first; none where calls cannot be looked into."""
+    """The heaviest operations; empty under plans that are not one compiled program."""
     compile_seconds: float
-    """Of the program for the rounds, without the cache of compiled programs; 0 where there is none."""
+    """Compilation of the program of the rounds without the compilation cache; 0 without such a program."""
     evaluation_compile_seconds: float
+    """Compilation of the evaluation."""
     evaluation_ms: float
-    """One evaluation."""
+    """Milliseconds of one evaluation."""
     limits: MachineLimits
+    """What the devices can do."""
     flops_a_round: float
-    """Of matrix products and convolutions, two for each multiplication with its addition."""
+    """Floating-point operations of matrix products and convolutions in a round, two for each multiply-add."""
     gflops_in_products: float
-    """10^9 of them a second over the time of the operations that they are in."""
+    """GFLOP/s during the operations that contain products."""
     operations: float
-    """Executions a round on each device."""
-    verdict: Bottleneck
+    """Executions of operations in a round on each device."""
+    advice: list[str]
+    """What to do, the most important first."""
     notes: list[str]
+    """How the times were measured, and disturbances."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The profile as JSON values.
+
+        Returns:
+            The fields, with nested dictionaries.
+        """
         return dataclasses.asdict(self) | {"limits": self.limits._asdict()}
 
 
@@ -86,10 +118,28 @@ def profile(
     rounds: int | None = None,
     keep_trace: Path | str | None = None,
 ) -> Profile:
-    """Run some rounds of the setup that ``simulate`` would run with these arguments, and say what takes time.
+    """Time some rounds of the run that ``simulate`` would make with these arguments.
 
-    rounds: to time; by default as many as take about two seconds. keep_trace: where to keep the raw trace. Nothing
-    else is kept. Raises FedraxError for settings that ``simulate`` refuses, and for rounds that diverge or are none.
+    Args:
+        algorithm: The method.
+        task: The task.
+        federation: The clients and their data.
+        settings: Settings of the run.
+        rounds: Number of rounds to time; by default as many as take about two seconds.
+        keep_trace: Directory for the raw trace, for TensorBoard, XProf or Perfetto; by default it is deleted.
+
+    Returns:
+        The time of a round by its parts, the heaviest operations and what to do.
+
+    Raises:
+        FedraxError: For settings that ``simulate`` does not accept, and for rounds that diverge.
+
+    Example:
+        >>> federation = fedrax.Federation.from_dataset(fedrax.data.load("digits"), fedrax.data.Shards(10, 2), seed=0)
+        >>> task = fedrax.classification(fedrax.models.Logistic().build((8, 8), 10))
+        >>> settings = fedrax.Settings(rounds=2, cohort_size=2, plan="loop")
+        >>> fedrax.profiling.profile(fedrax.FedAvg(), task, federation, settings, rounds=1).rounds_timed
+        1
     """
     settings = settings or Settings()
     if rounds is not None and not 1 <= rounds < 2**31:
@@ -102,7 +152,7 @@ def profile(
 
 
 def assemble(setup: Setup, measured: Measurement, machine: MachineLimits) -> Profile:
-    """The profile of measurements."""
+    """Assemble the profile from measurements."""
     settings, phases = setup.settings, len(setup.algorithm.phases)
     spent, note = _spent(setup, measured)
     evaluations = -(-settings.rounds // settings.eval_every)  # the last round is always evaluated
@@ -141,25 +191,20 @@ def assemble(setup: Setup, measured: Measurement, machine: MachineLimits) -> Pro
         flops_a_round=flops,
         gflops_in_products=achieved,
         operations=sum(s.executions for s in spent),
-        verdict=judge(
-            setup,
-            kinds,
-            products_of_limit=achieved / machine.gflops,
-            compile_seconds=measured.compile + measured.evaluate_compile,
-        ),
+        advice=advise(setup, kinds, measured.compile + measured.evaluate_compile),
         notes=[*measured.notes, note],
     )
 
 
 def _spent(setup: Setup, measured: Measurement) -> tuple[list[OperationTime], str]:
-    """(a round's time but for evaluations, how it is known)."""
+    """(times of the operations of a round without evaluations, a note on how they were measured)."""
     traced, program, per_round = measured.traced, measured.program, 1e3 / measured.rounds
     call, host = measured.call * per_round, measured.host * per_round
     platform = setup.engine.mesh.devices.flat[0].platform
     if traced is None or program is None or not traced.timelines:
-        note = f"The trace of this backend ({platform}) names no operations: only whole calls are known."
+        note = f"The trace of this backend ({platform}) names no operations: only whole calls are timed."
         if program is None:
-            note = f"Plan {setup.plan} is not one program: what its calls consist of is not known."
+            note = f"Plan {setup.plan} is not one program: only whole calls are timed."
         return [OperationTime(None, "rounds", "rounds", call), OperationTime(None, "host", "host", host)], note
     # of a call, however many rounds it has
     outside = per_round * min(traced.untraced - traced.busy, (1 - traced.busy / traced.untraced) * measured.call)

@@ -1,44 +1,39 @@
-"""A profile as tables for the terminal and as a picture."""
+"""A profile as tables for the terminal."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from fedrax.files import write_picture
 from fedrax.profiling.advice import HeavyOperation
 from fedrax.profiling.profiler import Profile, RoundPart
-from fedrax.report.curves import PALETTE
 
 _BAR = 24
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _LEAST = 0.0005
-"""Shares below are left out of the table."""
+"""Smallest share that is shown."""
 
 
 def label(part: RoundPart) -> str:
-    """The part's name, with its phase where there are several."""
+    """The name of a part, with its phase where there are several."""
     return part.name if part.phase is None else f"phase {part.phase}: {part.name}"
 
 
 def name(row: HeavyOperation) -> str:
-    """What an operation is and where."""
+    """Layer, kind and direction of an operation."""
     return " ".join(word for word in (row.layer, row.what, row.direction) if word)
 
 
 def of_limit(row: HeavyOperation) -> str:
-    """Its share of the machine's limit; where passes are faster than memory, they stay in caches."""
+    """Its share of the machine's limit; passes that are faster than memory stay in caches."""
     return "in caches" if row.of_limit > 1 and row.unit == "GB/s" else f"{row.of_limit:.0%}"
 
 
 def bar(share: float) -> str:
-    """A share as blocks, to an eighth of a character."""
+    """A bar of block characters, in eighths of a character."""
     eighths = round(8 * _BAR * share)
     return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
 
@@ -62,7 +57,7 @@ def parts_table(profile: Profile) -> Table:
 
 
 def heaviest_table(profile: Profile, advice: list[str]) -> Table:
-    """The heaviest operations; the last column says which advice is for which."""
+    """The heaviest operations; the last column numbers the advice below."""
     headings = ("heaviest operations", "shapes", "share", "times", "µs", "achieves", "of limit", "")
     made = _table(*headings, left=headings[:2])
     for row in profile.heaviest:
@@ -74,7 +69,7 @@ def heaviest_table(profile: Profile, advice: list[str]) -> Table:
 
 
 def lines(profile: Profile) -> list[str]:
-    """What stands below the tables, a sentence each."""
+    """The lines below the tables."""
     compiled = profile.compile_seconds + profile.evaluation_compile_seconds
     of = f" (rounds {profile.compile_seconds:.2f} s)" if profile.compile_seconds else ""
     made = [f"compile   {compiled:.2f} s without the cache{of}; one evaluation takes {profile.evaluation_ms:.2f} ms"]
@@ -83,7 +78,7 @@ def lines(profile: Profile) -> list[str]:
         made += [
             f"limits    {machine.gflops:.3g} GFLOP/s of matrix products, where this round's reach"
             f" {profile.gflops_in_products:.3g}; {machine.gigabytes:.3g} GB/s streamed through memory",
-            "bounds    " + ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items() if share >= 0.005),
+            "kinds     " + ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items() if share >= 0.005),
         ]
     return [*made, *profile.notes]
 
@@ -104,38 +99,5 @@ def show(profile: Profile, console: Console) -> None:
     console.print()
     for line in lines(profile):
         console.print(line, markup=False)
-    console.print(f"\n{profile.verdict.sentence}", style="bold")
-    if profile.verdict.advice:
-        console.print(profile.verdict.advice, markup=False)
-
-
-def draw(profile: Profile) -> Figure:
-    """A bar stacked of the parts, and below it a bar for each of the heaviest operations."""
-    heavy = profile.heaviest
-    figure = Figure(figsize=(10, 2.6 + 0.3 * len(heavy)), layout="constrained")
-    ratios = [1.2, 0.3 * len(heavy)] if heavy else [1]
-    above, *below = figure.subplots(len(ratios), height_ratios=ratios, squeeze=False).flat
-    left = 0.0
-    for i, part in enumerate(part for part in profile.parts if part.share >= _LEAST):
-        hatch = None if i < len(PALETTE) else "//"
-        text = f"{label(part)} ({part.share:.0%})"
-        above.barh(0, part.ms, left=left, color=PALETTE[i % len(PALETTE)], label=text, hatch=hatch, edgecolor="white")
-        left += part.ms
-    above.set(xlim=(0, profile.ms), yticks=[], xlabel="milliseconds a round")
-    above.set_title(f"{profile.algorithm}, {profile.plan}", fontsize="medium", loc="left")
-    above.legend(loc="upper center", bbox_to_anchor=(0.5, -0.6), ncols=4, frameon=False, fontsize="small")
-    for axes in below:
-        bars = axes.barh([name(row) for row in heavy], [row.ms for row in heavy], color=PALETTE[0])
-        axes.bar_label(bars, [f"{row.share:.0%}, {of_limit(row)}" for row in heavy], padding=3, fontsize="small")
-        axes.set_xlabel("milliseconds a round; its share of the round, what it achieves of the machine's limit")
-        axes.tick_params(axis="y", labelsize="small")
-        axes.margins(x=0.25)
-        axes.invert_yaxis()
-    for axes in figure.axes:
-        axes.spines[["top", "right", "left"]].set_visible(False)
-    return figure
-
-
-def save(profile: Profile, path: Path) -> None:
-    """Save the picture as PNG or SVG, by the name's ending, whole or not at all."""
-    write_picture(path, draw(profile))
+    for text in profile.advice:
+        console.print(f"advice    {text}", style="bold", markup=False)
