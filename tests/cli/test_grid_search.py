@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fedrax.data import hold_out
-from fedrax.experiments import comparison, experiment, jobs
+from fedrax.experiments import comparison, experiment, jobs, user_code
 from fedrax.experiments.run_comparison import compare
 from fedrax.experiments.search import trials
 from fedrax.report.report_data import gather
