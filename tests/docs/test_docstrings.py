@@ -19,7 +19,6 @@ from docs.reference_pages import NAMESPACES
 
 INCOMPLETE = (
     "fedrax",
-    "fedrax.data",
     "fedrax.models",
 )
 """Namespaces in which sections of some docstrings are still missing. A namespace that is complete fails here until it

@@ -1,4 +1,4 @@
-"""A data set before it is divided among clients: samples on the host, in their own dtype or one that JAX holds."""
+"""Data sets before they are partitioned over clients: NumPy arrays in host memory, in dtypes that JAX supports."""
 
 import zlib
 from collections.abc import Mapping
@@ -14,57 +14,75 @@ if TYPE_CHECKING:
 
 
 class Samples(NamedTuple):
-    """``n`` samples.
+    """Inputs and labels of ``n`` samples. `as_samples` converts arrays of other dtypes.
 
-    ``x`` has shape [n, ...]: images are uint8 [n, height, width, channels], sequences [n, time, channels],
-    tokens [n, time], features [n, features]. ``y`` has shape [n] or, with a label for each position (the next tokens
-    [n, time], a segmentation [n, height, width], several targets [n, targets]), [n, ...]: int32 class labels, or
-    floating targets of a regression. `as_samples` makes them of arrays of other types.
+    Example:
+        >>> samples = fedrax.data.Samples(x=np.zeros((4, 28, 28, 1), np.uint8), y=np.arange(4, dtype=np.int32))
+        >>> samples.x.shape
+        (4, 28, 28, 1)
     """
 
     x: np.ndarray
+    """Inputs [n, ...]: images [n, height, width, channels], sequences [n, time, channels], tokens [n, time], or
+    features [n, features]."""
     y: np.ndarray
+    """Labels [n], or [n, ...] with one label per position: next tokens [n, time], a segmentation [n, height, width],
+    several targets [n, targets]. Class labels are int32, regression targets floating-point."""
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Training and test samples, and what is known about them.
+    """Training and test samples with their metadata, before they are partitioned over clients.
 
-    ``num_classes`` is None for a regression. ``pixels`` says that x are bytes of images, which models read scaled
-    to 0 .. 1; other bytes are tokens or counts. ``mean`` and ``std`` are per channel (the last axis of x), taken
-    after pixels have been scaled by 1/255; empty means no normalization. ``train_clients`` and ``test_clients``
-    hold the natural client of each row as an integer [n], where the data has such clients. ``padding`` is the label
-    of positions that do not count (-1, 255, ...), where y is [n, ...]. ``truth`` is what made the data, where it is
-    known: models may measure how far they are from it. ``vocabulary`` are the words that tokens from 2 on stand for;
-    0 is padding, 1 any other word. ``client_names`` are those of the natural clients 0, 1, ..., ``feature_names`` those
-    of the columns of x [n, features], and ``notes`` sentences about what the reader did. Partitions that go by labels
-    go by ``partition_by`` in place of them where it is given: for each training row a whole number from 0, or a float
-    to sort by.
+    Raises:
+        FedraxError: Shapes disagree, a label is neither ``padding`` nor in 0 .. ``num_classes`` - 1, or JAX does not
+            support the dtype of x.
 
-    Raises FedraxError if shapes disagree, a label is neither ``padding`` nor in 0 .. num_classes - 1, or x is of
-    a type that JAX does not hold.
+    Example:
+        >>> samples = fedrax.data.as_samples(np.zeros((10, 3)), np.arange(10) % 2)
+        >>> fedrax.data.Dataset("toy", train=samples, test=samples, num_classes=2)
+        Dataset 'toy': 10 training samples, 10 test samples
+          x float64 [3], y int32 []: 2 classes
     """
 
     name: str
+    """Name in reports and messages."""
     train: Samples
+    """Training samples, at least one."""
     test: Samples
+    """Test samples of the shapes of the training samples; may be empty."""
     num_classes: int | None
+    """Number of classes C; None for a regression."""
     mean: tuple[float, ...] = ()
+    """Mean per channel (the last axis of x), after pixels are scaled by 1/255; empty for no normalization."""
     std: tuple[float, ...] = ()
+    """Standard deviation per channel, on the same scale as ``mean``."""
     train_clients: np.ndarray | None = None
+    """Natural client of each training row, integers [n]; None if the data has no natural clients."""
     test_clients: np.ndarray | None = None
+    """Natural client of each test row, integers [n]; None if test rows belong to no client."""
     class_names: tuple[str, ...] = ()
+    """Names of the classes 0 .. C - 1, or empty."""
     pixels: bool = False
+    """Whether x holds image bytes (uint8), which models read scaled to [0, 1]. Other bytes are tokens or counts."""
     padding: int | None = None
+    """Label of positions that loss and metrics ignore (such as -1 or 255), where y is [n, ...]."""
     truth: np.ndarray | None = None
+    """Parameters that generated the data, if known: a model may measure its distance to them."""
     vocabulary: tuple[str, ...] = ()
+    """Words of the tokens 2, 3, ...; token 0 is padding and token 1 any other word."""
     client_names: tuple[str, ...] = ()
+    """Names of the natural clients 0, 1, ..., or empty."""
     feature_names: tuple[str, ...] = ()
+    """Names of the columns of x [n, features], or empty."""
     notes: tuple[str, ...] = ()
+    """What the reader did to the data, and its warnings."""
     partition_by: np.ndarray | None = None
+    """One number [n] per training row that partitions by label use instead of the label: integers from 0, or floats
+    to sort by."""
 
     def __repr__(self) -> str:
-        """A few lines: how much of what."""
+        """Numbers of samples, shapes and dtypes."""
         x, y = self.train.x, self.train.y
         kind = "targets" if self.num_classes is None else f"{self.num_classes} classes"
         clients = 0 if self.train_clients is None else len(np.unique(self.train_clients))
@@ -96,9 +114,14 @@ class Dataset:
             raise FedraxError(f"data set {self.name!r}: mean and std need a number a channel, std above zero.")
 
     def preprocess(self, normalize: bool = True) -> "Preprocess | None":
-        """What a task does to x first: see `fedrax.contract.rescale`; None where x is read as it is.
+        """The preprocessing of x for ``classification(model, ...)``: see `fedrax.contract.rescale`.
 
-        ``normalize`` takes mean and deviation out, where they are known; without it pixels lie in 0 .. 1.
+        Args:
+            normalize: Subtract the mean and divide by the standard deviation, where they are known. If False, pixels
+                are only scaled to [0, 1].
+
+        Returns:
+            A function of x, or None if x needs no preprocessing.
         """
         return make_preprocess(self.pixels, self.mean, self.std, normalize)
 
@@ -106,7 +129,7 @@ class Dataset:
 def make_preprocess(
     pixels: bool, mean: tuple[float, ...], std: tuple[float, ...], normalize: bool
 ) -> "Preprocess | None":
-    """`rescale` for pixels and for what has a mean (a mean is of pixels), None for anything else."""
+    """`rescale` for pixels and for data with a mean, which refers to pixels; None otherwise."""
     from fedrax.contract.task import rescale  # here, so that arrays can be read without JAX
 
     if mean and normalize:
@@ -115,13 +138,28 @@ def make_preprocess(
 
 
 def as_samples(x: np.ndarray, y: np.ndarray, padding: int | None = None) -> Samples:
-    """Samples from plain arrays, in types that JAX holds: integer and Boolean labels become int32.
+    """Convert arrays to `Samples` in dtypes that JAX supports.
 
-    Other arrays keep their type, except that 64-bit integers become int32, bfloat16 float32, floats of more than 64
-    bits float64, and bytes the machine's order; such conversions copy. ``padding`` may be below zero.
+    Integer and Boolean labels become int32. Other arrays keep their dtype, except that 64-bit integers become int32,
+    bfloat16 becomes float32, floats of more than 64 bits become float64, and the byte order becomes the machine's.
+    Only such conversions copy.
 
-    Raises FedraxError for arrays that are not n samples with n (arrays of) labels, that hold anything but real
-    numbers, or integers that do not fit into 32 bits, and for labels below zero other than ``padding``.
+    Args:
+        x: Inputs [n, ...]; a table of pandas or polars gives [n, columns].
+        y: Labels [n] or [n, ...]: integers or Booleans for classes, floats for regression targets.
+        padding: Label of positions to ignore, which may be negative.
+
+    Returns:
+        The samples.
+
+    Raises:
+        FedraxError: The arrays are not n inputs with n labels, hold anything but real numbers or integers beyond 32
+            bits, or a label other than ``padding`` is negative.
+
+    Example:
+        >>> samples = fedrax.data.as_samples([[0.5, 1.0], [2.0, 3.0]], [True, False])
+        >>> samples.y.dtype.name, samples.y.tolist()
+        ('int32', [1, 0])
     """
     given = x
     for what, array in (("x", x), ("y", y)):
@@ -156,9 +194,9 @@ def as_samples(x: np.ndarray, y: np.ndarray, padding: int | None = None) -> Samp
 
 
 def _to_array(given: Any) -> np.ndarray:
-    """Samples as an array; the columns of a table side by side.
+    """Samples as one array, with the columns of a table stacked along the last axis.
 
-    Also for columns of which ``np.asarray`` makes objects: booleans beside numbers, decimals, nullable numbers.
+    Converts columns for which ``np.asarray`` gives objects: Booleans beside numbers, decimals, nullable numbers.
     """
     columns = _table_columns(given)
     array = np.asarray(given)
@@ -169,14 +207,14 @@ def _to_array(given: Any) -> np.ndarray:
 
 
 def _table_columns(given: Any) -> list[tuple[Any, Any]]:
-    """The columns of a table of pandas or polars by name; of anything else none."""
+    """(name, column) of each column of a pandas or polars table; empty for anything else."""
     if hasattr(given, "iter_columns"):
         return [(column.name, column) for column in given.iter_columns()]
     return list(given.items()) if hasattr(given, "iloc") and hasattr(given, "columns") else []
 
 
 def _is_numeric(column: Any) -> bool:
-    """Whether a column's type is of numbers, or of truth values, or categories of them."""
+    """Whether a column holds numbers, Booleans or categories of them."""
     kind = column.dtype
     if hasattr(kind, "is_numeric"):  # of polars
         return kind.is_numeric() or str(kind) == "Boolean"
@@ -214,7 +252,7 @@ def encode_string_labels(
 
 
 def _string_array(labels: Any) -> np.ndarray | None:
-    """Labels as an array of strings, if that is what they all are."""
+    """Labels as an array of strings, or None unless all are strings."""
     try:
         found = np.asarray(labels) if hasattr(labels, "dtype") else np.asarray(labels, object)
     except (ValueError, TypeError):
@@ -224,7 +262,7 @@ def _string_array(labels: Any) -> np.ndarray | None:
 
 
 def _multi_input_hint(given: Any, y: Any) -> str:
-    """What to do with several inputs of each sample, an array each."""
+    """Hint for samples with several inputs, given as one array per input."""
     parts = given.values() if isinstance(given, Mapping) else given if isinstance(given, tuple | list) else ()
     rows = [np.shape(part)[:1] for part in parts if hasattr(part, "shape")]
     if not 1 < len(rows) == len(parts) or any(row != np.shape(y)[:1] for row in rows):
@@ -236,7 +274,7 @@ def _multi_input_hint(given: Any, y: Any) -> str:
 
 
 def _conversion_hint(given: Any, x: np.ndarray, y: np.ndarray) -> str:
-    """What makes numbers of what is none."""
+    """Hint on how to convert non-numeric samples to numbers."""
     if apart := _multi_input_hint(given, y):
         return apart
     if hasattr(given, "toarray"):
@@ -260,7 +298,7 @@ def _conversion_hint(given: Any, x: np.ndarray, y: np.ndarray) -> str:
 
 
 def is_missing(value: object) -> bool:
-    """None, or what differs from itself: NaN, NaT, and the NA of pandas, which is no truth value."""
+    """Whether ``value`` is None, NaN, NaT or pandas' NA (whose comparisons have no truth value)."""
     try:
         return value is None or bool(value != value)
     except (TypeError, ValueError):
@@ -268,12 +306,12 @@ def is_missing(value: object) -> bool:
 
 
 def decode_bytes(array: np.ndarray) -> np.ndarray:
-    """Bytes as texts, those that are no UTF-8 still different from one another; any other array as it is."""
+    """Bytes decoded as UTF-8; invalid bytes are escaped, so that values stay distinct. Other arrays are unchanged."""
     return np.char.decode(array, "utf-8", "backslashreplace") if array.dtype.kind == "S" else array
 
 
 def label_range(labels: np.ndarray, padding: int | None) -> tuple[int, int]:
-    """Smallest and largest label apart from ``padding``; (0, -1) if there is none."""
+    """Smallest and largest label except ``padding``; (0, -1) without labels."""
     counted = labels if padding is None else labels[labels != padding]
     return (int(counted.min()), int(counted.max())) if counted.size else (0, -1)
 
@@ -282,7 +320,7 @@ _INT32_MAX = np.iinfo(np.int32).max
 
 
 def _to_jax_dtype(array: np.ndarray, what: str) -> np.ndarray:
-    """``array`` in its own type or, if JAX does not hold that, in one that it does."""
+    """``array`` in its own dtype if JAX supports it, else in the nearest one that it does."""
     kind, size = array.dtype.kind, array.dtype.itemsize
     if kind in "iu" and size > 4:
         low, high = label_range(array, None)
@@ -297,7 +335,7 @@ def _to_jax_dtype(array: np.ndarray, what: str) -> np.ndarray:
 
 
 def check_matching_shapes(train: Samples, test: Samples, where: str) -> None:
-    """Raise FedraxError, its sentence opened by ``where``, unless training and test samples have one shape."""
+    """Raise FedraxError, prefixed by ``where``, unless training and test samples have the same shape."""
     for what, one, other in (("samples", train.x, test.x), ("labels", train.y, test.y)):
         if not (hasattr(one, "dtype") and hasattr(other, "dtype")):
             raise FedraxError(f"{where}: {what} must be arrays; as_samples makes them of lists.")
@@ -306,7 +344,7 @@ def check_matching_shapes(train: Samples, test: Samples, where: str) -> None:
 
 
 def check_class_names(names: tuple[str, ...], num_classes: int | None, where: str) -> None:
-    """Raise FedraxError, its sentence opened by ``where``, unless each class has a name, or none has."""
+    """Raise FedraxError, prefixed by ``where``, unless every class has a name or none has."""
     if names and len(names) != num_classes:
         found = "no classes" if num_classes is None else f"{num_classes} classes"
         raise FedraxError(f"{where} has {found}, but {len(names)} names for them.")
@@ -315,7 +353,7 @@ def check_class_names(names: tuple[str, ...], num_classes: int | None, where: st
 def check_samples(
     samples: Samples, num_classes: int | None, where: str, pixels: bool = False, padding: int | None = None
 ) -> None:
-    """Raise FedraxError, its sentence opened by ``where``, unless lengths, dtypes and labels fit."""
+    """Raise FedraxError, prefixed by ``where``, unless lengths, dtypes and labels are consistent."""
     x, y = samples
     if x.ndim < 1 or y.ndim < 1 or len(x) != len(y):
         raise FedraxError(f"{where}: x of shape {x.shape} and y of shape {y.shape} do not belong together.")
@@ -344,7 +382,7 @@ def check_samples(
 
 
 def numpy_generator(seed: int, purpose: str) -> np.random.Generator:
-    """A random stream of its own for each purpose, so that no two uses of one seed share their numbers."""
+    """A generator seeded by ``seed`` and ``purpose``: different purposes draw independent numbers from one seed."""
     if seed < 0:
         raise FedraxError(f"a seed must be 0 or more, not {seed}.")
     return np.random.default_rng([seed, zlib.crc32(purpose.encode())])
@@ -356,10 +394,18 @@ def floor_fractions(sizes: np.ndarray, fraction: float) -> np.ndarray:
 
 
 def train_test_split(groups: np.ndarray, fraction: float, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Divide rows into training and test rows; ``fraction`` of each group (class or client) is for the test.
+    """Split rows into training and test rows, stratified by ``groups`` (classes or clients).
 
-    ``groups`` is [n], any sortable dtype; fractions are rounded down, so a group never loses all of its rows.
-    Returns two sorted int64 arrays of row numbers. Raises FedraxError unless 0 <= fraction < 1.
+    Args:
+        groups: The group of each row [n], of any sortable dtype.
+        fraction: Share of each group in the test part, in [0, 1). Rounded down, so that no group loses all rows.
+        rng: Source of the random order.
+
+    Returns:
+        Training and test row numbers, two sorted int64 arrays.
+
+    Raises:
+        FedraxError: ``fraction`` is outside [0, 1).
     """
     if not 0 <= fraction < 1:
         raise FedraxError(f"the test fraction must lie in [0, 1), not {fraction}.")

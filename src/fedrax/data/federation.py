@@ -1,4 +1,4 @@
-"""The arrays a simulator holds: all samples in one array, and the rows that each client owns."""
+"""Federations: the samples of all clients in one array, and the rows of each client."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,37 +27,54 @@ from fedrax.errors import FedraxError
 if TYPE_CHECKING:
     from fedrax.contract.task import Preprocess
 
-ALIGNMENT = 64  # bytes; JAX on the CPU takes over an array so aligned without copying it
+ALIGNMENT = 64  # bytes; JAX uses an array with this alignment on the CPU without a copy
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Federation:
-    """Samples grouped by client, with no object per client: a million clients are two arrays.
+    """Samples grouped by client, in arrays without an object per client.
 
-    Client i owns rows ``offsets[i]:offsets[i + 1]`` of ``train``; ``offsets`` is int64 [N + 1] and no client
-    is empty. Where clients have test data of their own, ``test_offsets`` (int64 [N + 1]) says which rows of
-    ``test`` they are: a client may have none, and test rows of clients outside the federation follow after
-    ``test_offsets[N]``. All arrays are C-contiguous and 64-byte aligned. ``num_classes`` is None for a
-    regression; ``mean``, ``std``, ``pixels``, ``padding``, ``truth``, ``vocabulary`` and ``notes`` are as in
-    ``Dataset``.
-    ``client_names`` [N] is empty where clients have numbers alone.
+    All arrays are C-contiguous and 64-byte aligned. `Federation.from_dataset` and `Federation.from_arrays` make one.
+
+    Example:
+        >>> x, y = np.zeros((4, 2), np.float32), np.array([0, 1, 0, 1])
+        >>> fedrax.data.Federation.from_arrays(x, y, client_ids=["a", "b", "b", "b"])
+        Federation 'arrays': 2 clients of 1 to 3 training samples, 4 in all
+          x float32 [2], y int32 []: 2 classes
+          0 test samples
     """
 
     train: Samples
+    """Training samples: client i owns rows ``offsets[i]:offsets[i + 1]``."""
     offsets: np.ndarray
+    """Start of each client in ``train``, and the end of the last, int64 [N + 1]. Every client has a row."""
     test: Samples
+    """Test samples; may be empty."""
     test_offsets: np.ndarray | None
+    """The same for ``test``; None if test rows belong to no client. A client may have no test rows, and rows of
+    clients outside the federation follow after ``test_offsets[N]``."""
     num_classes: int | None
+    """Number of classes C; None for a regression."""
     mean: tuple[float, ...] = ()
+    """Mean per channel (the last axis of x), after pixels are scaled by 1/255; empty for no normalization."""
     std: tuple[float, ...] = ()
+    """Standard deviation per channel, on the same scale as ``mean``."""
     class_names: tuple[str, ...] = ()
+    """Names of the classes 0 .. C - 1, or empty."""
     name: str = "arrays"
+    """Name in reports and messages."""
     pixels: bool = False
+    """Whether x holds image bytes (uint8), which models read scaled to [0, 1]."""
     padding: int | None = None
+    """Label of positions that loss and metrics ignore, where y is [n, ...]."""
     truth: np.ndarray | None = None
+    """Parameters that generated the data, if known."""
     vocabulary: tuple[str, ...] = ()
+    """Words of the tokens 2, 3, ...; token 0 is padding and token 1 any other word."""
     client_names: tuple[str, ...] = ()
+    """Names of the clients [N], or empty."""
     notes: tuple[str, ...] = ()
+    """What the reader did to the data, and its warnings."""
 
     def __post_init__(self) -> None:
         _check_train_offsets(self.offsets, len(self.train.y), f"federation {self.name!r}")
@@ -81,7 +98,7 @@ class Federation:
             check_samples(samples, self.num_classes, where, self.pixels, self.padding)
 
     def __repr__(self) -> str:
-        """A few lines: who has how much of what."""
+        """Numbers of clients and samples, shapes and dtypes."""
         sizes, x, y = self.sizes, self.train.x, self.train.y
         rows = f"{sizes.min():,} to {sizes.max():,}" if sizes.min() < sizes.max() else f"{sizes.max():,}"
         kind = "targets" if self.num_classes is None else f"{self.num_classes} classes"
@@ -94,28 +111,54 @@ class Federation:
 
     @property
     def num_clients(self) -> int:
-        """N."""
+        """Number of clients N."""
         return len(self.offsets) - 1
 
     def client_name(self, client: int) -> str:
-        """What the client is called: its name, or its number."""
+        """The client's name, or its number as a string if clients have no names.
+
+        Args:
+            client: Client number, 0 .. N - 1.
+
+        Returns:
+            The name.
+        """
         return self.client_names[client] if self.client_names else str(client)
 
     @property
     def sizes(self) -> np.ndarray:
-        """Training rows of each client, int64 [N]."""
+        """Number of training samples of each client, int64 [N]."""
         return np.diff(self.offsets)
 
     def preprocess(self, normalize: bool = True) -> "Preprocess | None":
-        """What a task does to x first, as ``Dataset.preprocess`` says: for ``classification(model, ...)``."""
+        """The preprocessing of x for ``classification(model, ...)``: see `fedrax.contract.rescale`.
+
+        Args:
+            normalize: Subtract the mean and divide by the standard deviation, where they are known. If False, pixels
+                are only scaled to [0, 1].
+
+        Returns:
+            A function of x, or None if x needs no preprocessing.
+        """
         return make_preprocess(self.pixels, self.mean, self.std, normalize)
 
     @classmethod
     def from_dataset(cls, dataset: Dataset, partition: Partitioner, seed: int, shuffle: bool = True) -> Self:
-        """Divide ``dataset`` by ``partition``.
+        """Partition the training rows of a data set over clients.
 
-        ``shuffle`` puts each client's rows into a random order (its own stream of ``seed``), so that walking
-        them in order is sampling without replacement; without it they stay as the partition lists them.
+        Args:
+            dataset: The data set.
+            partition: A partition such as `DirichletClients`, or any object with the method ``assign``.
+            seed: Seed of the partition and, independently, of the shuffle.
+            shuffle: Put the rows of each client into random order, so that reading them in order is sampling without
+                replacement. If False, they keep the partition's order.
+
+        Returns:
+            The federation. With `Natural`, clients have their own test rows and names where the data set has them.
+
+        Raises:
+            FedraxError: The data cannot satisfy the partition's parameters, or a user's partition returns rows or
+                offsets out of range.
         """
         if not isinstance(dataset, Dataset):
             raise FedraxError(
@@ -171,17 +214,37 @@ class Federation:
         seed: int = 0,
         shuffle: bool = True,
     ) -> Self:
-        """A federation from arrays: x [n, ...] and y [n] or [n, ...].
+        """Make a federation from arrays and the client of each row.
 
-        Labels are integers, floating targets, or strings, which are classes in the order of ``class_names`` or else of
-        the strings.
+        Give either ``client_ids`` or, for rows that are grouped by client already, ``offsets``. With ``offsets``,
+        ``shuffle=False`` and aligned arrays of dtypes that JAX supports, nothing is copied.
 
-        Say who owns each row by ``client_ids`` [n] (integers, or strings, which name the clients; numbered in sorted
-        order) or, if rows are grouped already, by ``offsets`` [N + 1]. ``test`` is (x, y), empty by default;
-        ``test_client_ids`` or ``test_offsets`` say whose it is, if anybody's. ``num_classes`` of integer labels is that
-        of ``class_names``, or else the largest plus one. ``pixels``: x are bytes of images; ``padding``: which label of
-        y [n, ...] does not count. ``shuffle`` and ``seed`` as in :meth:`from_dataset`. Nothing is copied with
-        ``offsets``, ``shuffle=False`` and aligned arrays as in JAX.
+        Args:
+            x: Inputs [n, ...].
+            y: Labels [n] or [n, ...]: integer classes, floating-point targets, or strings, which become classes in
+                the order of ``class_names`` or, without them, in sorted order.
+            client_ids: Client of each row [n], integers or strings. Clients are numbered in sorted order, and strings
+                become their names.
+            offsets: Start of each client, and the end of the last, [N + 1].
+            test: Test samples (x, y); none by default.
+            test_client_ids: Client of each test row; only with ``client_ids``.
+            test_offsets: Start of each client in the test rows, [N + 1]; only with ``offsets``.
+            num_classes: Number of classes of integer labels; by default the number of ``class_names``, or else the
+                largest label plus one.
+            mean: Mean per channel, after pixels are scaled by 1/255.
+            std: Standard deviation per channel, on the same scale.
+            class_names: Names of the classes.
+            name: Name in reports and messages.
+            pixels: Whether x holds image bytes (uint8).
+            padding: Label of y [n, ...] that loss and metrics ignore.
+            seed: Seed of the shuffle.
+            shuffle: Put the rows of each client into random order, as in `from_dataset`.
+
+        Returns:
+            The federation.
+
+        Raises:
+            FedraxError: Arrays do not match, a client has no rows, or labels are out of range.
         """
         y, test, class_names = encode_string_labels(y, test, class_names)
         train, tested = _train_and_test(x, y, test, padding, f"federation {name!r}")
@@ -217,7 +280,7 @@ class Federation:
 def _train_and_test(
     x: Any, y: Any, test: tuple[Any, Any] | None, padding: int | None, where: str
 ) -> tuple[Samples, Samples]:
-    """Training and test samples, of which the latter may be none."""
+    """Training samples, and test samples, which may be empty."""
     train = as_samples(x, y, padding)
     tested = Samples(train.x[:0], train.y[:0]) if test is None else as_samples(*test, padding)
     check_matching_shapes(train, tested, where)
@@ -231,9 +294,20 @@ def _describe(value: object) -> str:
 
 
 def aligned_array(array: np.ndarray) -> np.ndarray:
-    """``array`` itself if it is C-contiguous and starts at a multiple of 64 bytes, else a copy that is.
+    """Return ``array`` if it is C-contiguous and 64-byte aligned, else an aligned copy.
 
-    A memory-mapped array stays one, and unread: an array in a .npy file starts at a multiple of 64 bytes.
+    JAX uses such an array on the CPU without a copy. A memory-mapped .npy file is aligned already and is not read.
+
+    Args:
+        array: Any NumPy array.
+
+    Returns:
+        ``array`` or a copy.
+
+    Example:
+        >>> aligned = fedrax.data.aligned_array(np.arange(6).reshape(2, 3).T)
+        >>> aligned.flags.c_contiguous, aligned.ctypes.data % 64
+        (True, 0)
     """
     array = np.asarray(array)
     placed = array.size == 0 or array.ctypes.data % ALIGNMENT == 0
@@ -245,7 +319,7 @@ def aligned_array(array: np.ndarray) -> np.ndarray:
 
 
 def allocate_aligned(shape: tuple[int, ...], dtype: np.dtype, make: Callable = np.empty) -> np.ndarray:
-    """An array that starts at a multiple of 64 bytes, in memory that ``make`` gives."""
+    """A 64-byte aligned array in memory allocated by ``make``."""
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     memory = make(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
@@ -257,7 +331,7 @@ def _aligned_samples(samples: Samples) -> Samples:
 
 
 def take_rows(samples: Samples, rows: np.ndarray) -> Samples:
-    """Rows of samples, gathered straight into aligned memory."""
+    """Rows of samples, gathered directly into aligned memory."""
 
     def take(array: np.ndarray) -> np.ndarray:
         out = allocate_aligned((len(rows), *array.shape[1:]), array.dtype)
@@ -268,7 +342,7 @@ def take_rows(samples: Samples, rows: np.ndarray) -> Samples:
 
 
 def _assign(partition: Partitioner, dataset: Dataset, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """The rows and offsets of a partition, which may be a user's own: rows that there are, and offsets among them."""
+    """The rows and offsets of a partition, checked, because it may be user code."""
     name, found = type(partition).__name__, partition.assign(dataset, seed)
     if not (isinstance(found, tuple) and len(found) == 2 and all(isinstance(part, np.ndarray) for part in found)):
         raise FedraxError(f"the partition {name} must return arrays, row numbers [n] and offsets [N + 1].")
@@ -285,13 +359,13 @@ def _assign(partition: Partitioner, dataset: Dataset, seed: int) -> tuple[np.nda
 
 
 def _shuffle_within_clients(offsets: np.ndarray, seed: int) -> np.ndarray:
-    """A random order of rows that leaves each row with its client."""
+    """A random order of the rows within each client."""
     owner = np.repeat(np.arange(len(offsets) - 1, dtype=np.float64), np.diff(offsets))
     return np.argsort(owner + numpy_generator(seed, "order").random(len(owner)), kind="stable")
 
 
 def _check_owners(client_ids: object, offsets: object, test_client_ids: object, test_offsets: object) -> None:
-    """Owners are said in one way, and those of the test rows in the same."""
+    """Raise FedraxError unless clients are given by ids or by offsets, for training and test rows alike."""
     if (client_ids is None) == (offsets is None):
         raise FedraxError("say who owns the rows by client_ids or by offsets, one of the two.")
     if test_client_ids is not None and (client_ids is None or test_offsets is not None):
@@ -299,7 +373,7 @@ def _check_owners(client_ids: object, offsets: object, test_client_ids: object, 
 
 
 def check_client_ids(what: str, ids: Any, rows: int, like: np.ndarray | None = None) -> np.ndarray:
-    """Integers or texts [rows], as ``like`` is, of arrays, of columns of pandas or polars, and of lists alike."""
+    """Client ids as integers or strings [rows], of the kind of ``like``; from arrays, table columns or lists."""
     given = np.array(ids, object) if isinstance(ids, list | tuple) else np.asarray(ids)  # NumPy would write None out
     listed = given.ravel().tolist() if given.dtype.kind in "Of" else []
     lost = sum(map(is_missing, listed))
@@ -325,7 +399,7 @@ def _is_integer(value: object) -> bool:
 
 
 def _to_integers(what: str, values: list[Any]) -> np.ndarray:
-    """Whole numbers as int64, or as uint64 where they need it."""
+    """Integers as int64, or uint64 if they exceed it."""
     low, high = min(values), max(values)
     kind = next((k for k in (np.int64, np.uint64) if np.iinfo(k).min <= low and high <= np.iinfo(k).max), None)
     if kind is None:
@@ -344,12 +418,15 @@ def _group_by_client(client_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np
 
 
 def _group_test_rows(clients: np.ndarray, test_clients: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Test rows grouped by ``clients`` (sorted, [N]) and their offsets; strangers' rows last.
+    """Test rows grouped by ``clients`` (sorted, [N]) and their offsets; rows of other clients come last.
 
     (None, None) if no test row belongs to any of the clients.
     """
     if clients.dtype.kind in "iu" and np.result_type(clients, test_clients).kind == "f":
-        clients, test_clients = clients.astype(object), test_clients.astype(object)  # floats do not tell them apart
+        clients, test_clients = (
+            clients.astype(object),
+            test_clients.astype(object),
+        )  # float64 cannot represent all of them
     number = np.minimum(np.searchsorted(clients, test_clients), len(clients) - 1)
     owner = np.where(clients[number] == test_clients, number, len(clients))
     sizes = np.bincount(owner, minlength=len(clients) + 1)[:-1]
@@ -359,7 +436,7 @@ def _group_test_rows(clients: np.ndarray, test_clients: np.ndarray) -> tuple[np.
 
 
 def _check_train_offsets(offsets: np.ndarray, rows: int, where: str) -> np.ndarray:
-    """``offsets`` as int64 if they give every one of ``rows`` to a client, and every client a row."""
+    """``offsets`` as int64, if they assign all ``rows`` and give every client a row."""
     offsets = _check_offsets(offsets, rows, where)
     if offsets[-1] != rows:
         raise FedraxError(f"{where}: offsets end at {offsets[-1]}, not at the last of {rows} rows.")
@@ -370,7 +447,7 @@ def _check_train_offsets(offsets: np.ndarray, rows: int, where: str) -> np.ndarr
 
 
 def _check_offsets(offsets: np.ndarray, rows: int, where: str) -> np.ndarray:
-    """``offsets`` as int64 if they are [N + 1], N >= 1, start at 0, never fall and stay within ``rows``."""
+    """``offsets`` as int64, if they are [N + 1] with N >= 1, start at 0, are nondecreasing and at most ``rows``."""
     fits = offsets.ndim == 1 and len(offsets) >= 2 and offsets.dtype.kind in "iu"
     if not fits or offsets[0] != 0 or (np.diff(offsets.astype(np.int64)) < 0).any() or offsets[-1] > rows:
         raise FedraxError(f"{where}: offsets must be N + 1 integers that rise from 0 to at most {rows}.")
@@ -378,10 +455,24 @@ def _check_offsets(offsets: np.ndarray, rows: int, where: str) -> np.ndarray:
 
 
 def hold_out(federation: Federation, share: float, seed: int = 0) -> Federation:
-    """The federation with ``share`` of each client's training rows, rounded down, in place of the test data.
+    """Replace the test data by a validation split: a share of each client's training rows.
 
-    Which rows they are is decided by ``seed`` (a random stream of its own). Raises FedraxError unless 0 < share < 1,
-    and where no client has enough rows to lose one.
+    Args:
+        federation: The federation to split.
+        share: Share of each client's rows, in (0, 1). Rounded down, so that no client loses all rows.
+        seed: Seed of the selection of rows.
+
+    Returns:
+        A federation of the same clients whose test rows are the held-out training rows.
+
+    Raises:
+        FedraxError: ``share`` is outside (0, 1), or every client is too small to give up a row.
+
+    Example:
+        >>> federation = fedrax.data.Federation.from_arrays(np.zeros((20, 2)), np.arange(20) % 2, offsets=[0, 10, 20])
+        >>> validation = fedrax.data.hold_out(federation, share=0.2)
+        >>> validation.sizes.tolist(), len(validation.test.y)
+        ([8, 8], 4)
     """
     if not 0 < share < 1:
         raise FedraxError(f"the share of validation data must lie between 0 and 1, not be {share}.")

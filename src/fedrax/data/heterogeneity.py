@@ -1,4 +1,4 @@
-"""How different the clients are: label distributions and sizes."""
+"""Statistical heterogeneity of a federation: label distributions and client sizes."""
 
 from dataclasses import dataclass
 
@@ -11,33 +11,55 @@ from fedrax.errors import FedraxError
 
 @dataclass(frozen=True)
 class Heterogeneity:
-    """Sizes of the clients, and the mean distance of their label distributions to the global one.
+    """Client sizes, and how far the clients' label distributions p_i are from the global one p.
 
-    Distances are unweighted means over clients and lie in [0, 1]; None for a regression, and where samples have
-    several labels. Small clients are
-    far from the global distribution even when they are i.i.d. samples of it.
+    Both distances are unweighted means over clients, in [0, 1]. They are None for a regression and where samples have
+    several labels. A small client has a large distance even if its samples are drawn i.i.d. from p.
+
+    Example:
+        >>> federation = fedrax.data.Federation.from_arrays(np.zeros((4, 2)), [0, 0, 1, 1], client_ids=[0, 0, 1, 1])
+        >>> found = fedrax.data.measure_heterogeneity(federation)
+        >>> found.total_variation, found.classes_per_client
+        (0.5, 1.0)
     """
 
     clients: int
+    """Number of clients."""
     samples: int
+    """Number of training samples of all clients."""
     smallest: int
+    """Training samples of the smallest client."""
     median: float
+    """Median of the clients' numbers of training samples."""
     largest: int
+    """Training samples of the largest client."""
     size_deviation: float
-    """Standard deviation of the sizes over their mean."""
+    """Coefficient of variation of the client sizes: their standard deviation over their mean."""
     total_variation: float | None
-    """Half the sum over classes of |p_i(c) - p(c)|."""
+    """Mean total variation distance: half the sum over classes c of ``|p_i(c) - p(c)|``."""
     jensen_shannon: float | None
-    """Square root of the Jensen-Shannon divergence to base 2."""
+    """Mean Jensen-Shannon distance: the square root of the divergence of p_i and p to base 2."""
     classes_per_client: float | None
-    """Mean number of classes that a client holds at least one sample of."""
+    """Mean number of classes of which a client holds at least one sample."""
 
 
 def label_counts(federation: Federation) -> np.ndarray:
-    """Training samples of each class at each client: int64 [N, C].
+    """Count the training samples of each class at each client.
 
-    Raises FedraxError for a regression, for samples of several labels (y [n, ...]), and for a table of more than 100
-    million entries.
+    Args:
+        federation: A federation with one class label per sample.
+
+    Returns:
+        Counts, int64 [N, C].
+
+    Raises:
+        FedraxError: The federation is a regression, has several labels per sample (y [n, ...]), or N * C is above
+            100 million.
+
+    Example:
+        >>> federation = fedrax.data.Federation.from_arrays(np.zeros((4, 2)), [0, 1, 1, 1], client_ids=[0, 0, 1, 1])
+        >>> fedrax.data.label_counts(federation).tolist()
+        [[1, 1], [0, 2]]
     """
     clients, classes = federation.num_clients, federation.num_classes
     if classes is None:
@@ -55,12 +77,40 @@ def label_counts(federation: Federation) -> np.ndarray:
 
 
 def has_one_label(federation: Federation) -> bool:
-    """Whether every sample has one class label, so that labels can be counted."""
+    """Whether every sample has exactly one class label, as `label_counts` needs.
+
+    Args:
+        federation: Any federation.
+
+    Returns:
+        False for a regression and for labels [n, ...], else True.
+
+    Example:
+        >>> federation = fedrax.data.Federation.from_arrays(np.zeros((2, 2)), [0.5, 1.5], client_ids=[0, 1])
+        >>> fedrax.data.has_one_label(federation)
+        False
+    """
     return federation.num_classes is not None and federation.train.y.ndim == 1
 
 
 def measure_heterogeneity(federation: Federation) -> Heterogeneity:
-    """Measure ``federation``; raises FedraxError for a table of labels that is too large for ``label_counts``."""
+    """Measure client sizes and label heterogeneity of the training samples.
+
+    Args:
+        federation: Any federation; distances of label distributions need one class label per sample.
+
+    Returns:
+        The measurements.
+
+    Raises:
+        FedraxError: There are too many clients and classes for `label_counts`.
+
+    Example:
+        >>> dataset = fedrax.data.load("digits")
+        >>> federation = fedrax.data.Federation.from_dataset(dataset, fedrax.data.Shards(clients=10), seed=0)
+        >>> fedrax.data.measure_heterogeneity(federation).clients
+        10
+    """
     sizes = federation.sizes
     variation, divergence, held = None, None, None
     if has_one_label(federation):

@@ -1,8 +1,8 @@
-"""Who gets what: rules that divide a data set's training rows among clients.
+"""Partitions of a data set's training rows over clients: i.i.d., label skew, quantity skew, natural clients.
 
-Each rule is a frozen dataclass with ``assign(dataset, seed) -> Partition``. The same data set, rule and seed
-give the same partition; a rule that cannot be met ends in a FedraxError instead of searching for ever.
-No rule leaves a client without rows. Labels are the data set's ``partition_by`` where it has one.
+Each partition is a frozen dataclass with ``assign(dataset, seed) -> Partition``. The same data set, parameters and
+seed give the same partition. Every client gets at least one row; parameters that the data cannot satisfy raise
+FedraxError. Where a data set has ``partition_by``, it replaces the labels.
 """
 
 from dataclasses import dataclass
@@ -18,32 +18,69 @@ MAX_TABLE = 100_000_000  # entries of a clients x classes table: 800 MB of int64
 
 
 class Partition(NamedTuple):
-    """Rows of the training set, grouped by client (compressed sparse rows, no object per client).
+    """Training rows grouped by client: client i owns rows ``indices[offsets[i]:offsets[i + 1]]``.
 
-    Client i owns rows ``indices[offsets[i]:offsets[i + 1]]``; ``indices`` is int64 [total], ``offsets`` int64 [N + 1].
+    Example:
+        >>> partition = fedrax.data.Iid(clients=10).assign(fedrax.data.load("digits"), seed=0)
+        >>> len(partition.offsets)
+        11
     """
 
     indices: np.ndarray
+    """Row numbers of the training set, int64 [total], client by client."""
     offsets: np.ndarray
+    """Start of each client in ``indices``, and the end of the last, int64 [N + 1]."""
 
 
 class Partitioner(Protocol):
-    """What every rule of this file is."""
+    """Protocol of a partition: any object with ``assign``, user code included.
+
+    Example:
+        >>> class FirstRows:
+        ...     def assign(self, dataset, seed):
+        ...         return fedrax.data.Partition(np.arange(30), np.array([0, 10, 30]))
+        >>> federation = fedrax.data.Federation.from_dataset(fedrax.data.load("digits"), FirstRows(), seed=0)
+        >>> federation.sizes.tolist()
+        [10, 20]
+    """
 
     def assign(self, dataset: Dataset, seed: int) -> Partition:
-        """Divide the training rows of ``dataset`` among clients, by random numbers of ``seed``."""
+        """Assign the training rows to clients.
+
+        Args:
+            dataset: The data set to partition.
+            seed: Seed of the assignment; the same seed gives the same partition.
+
+        Returns:
+            The rows of each client.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Iid:
-    """Shuffle the rows and deal them evenly: sizes differ by one row at most."""
+    """I.i.d. partition: shuffled rows, divided evenly. Client sizes differ by at most one row.
+
+    Example:
+        >>> partition = fedrax.data.Iid(clients=4)
+        >>> federation = fedrax.data.Federation.from_dataset(fedrax.data.load("digits"), partition, seed=0)
+        >>> federation.sizes.tolist()
+        [361, 361, 360, 360]
+    """
 
     clients: int = 100
     """Number of clients."""
 
     def assign(self, dataset: Dataset, seed: int) -> Partition:
-        """Divide the training rows of ``dataset`` among clients, by random numbers of ``seed``."""
+        """Assign the training rows to clients.
+
+        Args:
+            dataset: The data set to partition.
+            seed: Seed of the assignment; the same seed gives the same partition.
+
+        Returns:
+            The rows of each client.
+        """
         sizes = _even_sizes(_num_rows(dataset, self.clients), self.clients)
         rng = numpy_generator(seed, "partition")
         return Partition(rng.permutation(len(dataset.train.y)), _offsets(sizes))
@@ -51,19 +88,34 @@ class Iid:
 
 @dataclass(frozen=True)
 class Shards:
-    """Sort by label, cut into ``clients * per_client`` shards, deal each client ``per_client`` random ones.
+    """Label skew by shards: rows sorted by label are cut into shards, and each client gets ``per_client`` at random.
 
-    McMahan et al. 2017 (FedAvg), section 3, use two shards a client. One shard a client is "sorted by label,
-    divided evenly" (LoSAC, section 5.1.4). Sizes differ by one row at most.
+    There are ``clients * per_client`` shards of equal size. McMahan et al. 2017 (FedAvg), section 3, use two shards
+    per client. One shard per client is the partition "sorted by label, divided evenly" (LoSAC, section 5.1.4). Client
+    sizes differ by at most one row.
+
+    Example:
+        >>> partition = fedrax.data.Shards(clients=10, per_client=2)
+        >>> federation = fedrax.data.Federation.from_dataset(fedrax.data.load("digits"), partition, seed=0)
+        >>> bool((fedrax.data.label_counts(federation) > 0).sum(axis=1).max() <= 4)
+        True
     """
 
     clients: int = 100
     """Number of clients."""
     per_client: int = 2
-    """Shards that each client gets."""
+    """Number of shards per client; fewer shards mean fewer classes per client."""
 
     def assign(self, dataset: Dataset, seed: int) -> Partition:
-        """Divide the training rows of ``dataset`` among clients, by random numbers of ``seed``."""
+        """Assign the training rows to clients.
+
+        Args:
+            dataset: The data set to partition.
+            seed: Seed of the assignment; the same seed gives the same partition.
+
+        Returns:
+            The rows of each client.
+        """
         if self.per_client < 1:
             raise FedraxError(f"a client needs at least 1 shard, not {self.per_client}.")
         total, shards = _num_rows(dataset, self.clients), self.clients * self.per_client
@@ -72,8 +124,8 @@ class Shards:
                 f"{total} rows are too few for {shards} shards ({self.clients} clients x {self.per_client})."
             )
         rng = numpy_generator(seed, "partition")
-        # Shards are dealt before they are cut: where their sizes differ by one, the client that holds a
-        # shard decides its size, so that the clients' totals stay even.
+        # Shards are assigned before they are cut. Where shard sizes differ by one, the sizes depend on the client, so
+        # that client sizes differ by at most one.
         shard_of = rng.permutation(shards).reshape(self.clients, self.per_client)
         one_more = _even_sizes(total % shards, self.clients)
         sizes = np.empty(shards, np.int64)
@@ -86,18 +138,32 @@ class Shards:
 
 @dataclass(frozen=True)
 class Similarity:
-    """Every client gets ``percent`` % i.i.d. rows; the rest is sorted by label and dealt in order.
+    """Each client gets ``percent`` % i.i.d. rows; the other rows are sorted by label and divided in that order.
 
-    Karimireddy et al. 2020 (SCAFFOLD), section 7; EPISODE, section 5.1 (s %). Sizes differ by one at most.
+    Karimireddy et al. 2020 (SCAFFOLD), section 7; EPISODE, section 5.1 (s %). Client sizes differ by at most one row.
+
+    Example:
+        >>> partition = fedrax.data.Similarity(clients=10, percent=0)
+        >>> federation = fedrax.data.Federation.from_dataset(fedrax.data.load("digits"), partition, seed=0)
+        >>> bool(fedrax.data.measure_heterogeneity(federation).total_variation > 0.7)
+        True
     """
 
     clients: int = 100
     """Number of clients."""
     percent: float = 10.0
-    """Share s of i.i.d. rows, 0 (sorted by label) to 100 (i.i.d.)."""
+    """Percentage s of i.i.d. rows, from 0 (sorted by label) to 100 (i.i.d.)."""
 
     def assign(self, dataset: Dataset, seed: int) -> Partition:
-        """Divide the training rows of ``dataset`` among clients, by random numbers of ``seed``."""
+        """Assign the training rows to clients.
+
+        Args:
+            dataset: The data set to partition.
+            seed: Seed of the assignment; the same seed gives the same partition.
+
+        Returns:
+            The rows of each client.
+        """
         _check_percent(self.percent)
         total = _num_rows(dataset, self.clients)
         rows = numpy_generator(seed, "partition").permutation(total)
@@ -111,38 +177,66 @@ class Similarity:
 
 @dataclass(frozen=True)
 class Mix:
-    """``percent`` % of the shuffled rows are sorted by label and dealt in order, the others stay i.i.d.
+    """``percent`` % of the rows are sorted by label and divided in that order; the others are i.i.d.
 
-    LoSAC, section 5.2.1 (c %): larger is more heterogeneous. The complement of ``Similarity``.
+    LoSAC, section 5.2.1 (c %). Equal to `Similarity` with 100 - ``percent``.
+
+    Example:
+        >>> partition = fedrax.data.Mix(clients=10, percent=0)
+        >>> federation = fedrax.data.Federation.from_dataset(fedrax.data.load("digits"), partition, seed=0)
+        >>> bool(fedrax.data.measure_heterogeneity(federation).total_variation < 0.2)
+        True
     """
 
     clients: int = 100
     """Number of clients."""
     percent: float = 50.0
-    """Share c of rows that are sorted by label, 0 (i.i.d.) to 100."""
+    """Percentage c of rows sorted by label, from 0 (i.i.d.) to 100 (most heterogeneous)."""
 
     def assign(self, dataset: Dataset, seed: int) -> Partition:
-        """Divide the training rows of ``dataset`` among clients, by random numbers of ``seed``."""
+        """Assign the training rows to clients.
+
+        Args:
+            dataset: The data set to partition.
+            seed: Seed of the assignment; the same seed gives the same partition.
+
+        Returns:
+            The rows of each client.
+        """
         _check_percent(self.percent)
         return Similarity(self.clients, 100 - self.percent).assign(dataset, seed)
 
 
 @dataclass(frozen=True)
 class DirichletClasses:
-    """Each client draws its class mix from Dir(omega, ..., omega) and fills an even share of rows by it.
+    """Dirichlet label skew with equal client sizes: client i draws class proportions from Dir(omega, ..., omega).
 
-    GradMA, section 6.1 (omega = 1, 0.1, 0.01); Hsu et al. 2019, whose alpha is omega times the number of
-    classes. Every row is dealt once, sizes differ by one row at most. Clients are served one after another,
-    in random order; those who find a class sold out turn to what their mix says of the classes left.
+    GradMA, section 6.1 (omega = 1, 0.1, 0.01); Hsu et al. 2019, whose alpha is omega times the number of classes.
+    Every row is assigned once, and client sizes differ by at most one row. Clients draw their rows in random order.
+    When a class has no rows left, the client's proportions are renormalized over the remaining classes.
+
+    Example:
+        >>> partition = fedrax.data.DirichletClasses(clients=4, omega=0.1)
+        >>> federation = fedrax.data.Federation.from_dataset(fedrax.data.load("digits"), partition, seed=0)
+        >>> sorted(federation.sizes.tolist())
+        [360, 360, 361, 361]
     """
 
     clients: int = 100
     """Number of clients."""
     omega: float = 0.1
-    """Concentration; smaller is more heterogeneous."""
+    """Concentration omega of the Dirichlet distribution; smaller is more heterogeneous."""
 
     def assign(self, dataset: Dataset, seed: int) -> Partition:
-        """Divide the training rows of ``dataset`` among clients, by random numbers of ``seed``."""
+        """Assign the training rows to clients.
+
+        Args:
+            dataset: The data set to partition.
+            seed: Seed of the assignment; the same seed gives the same partition.
+
+        Returns:
+            The rows of each client.
+        """
         _check_concentration("omega", self.omega)
         labels, num_classes = _class_labels(dataset, self.clients)
         rng = numpy_generator(seed, "partition")
@@ -160,29 +254,43 @@ class DirichletClasses:
             counts += taken
             stock -= taken.sum(axis=0)
             missing -= taken.sum(axis=1)
-        return _deal(labels, rng.permutation(counts), rng)  # those served last are not the last clients
+        return _deal(labels, rng.permutation(counts), rng)  # the order of drawing rows is not the clients' order
 
 
 @dataclass(frozen=True)
 class DirichletClients:
-    """Each class is divided over the clients in proportions drawn from Dir(alpha, ..., alpha).
+    """Dirichlet label and quantity skew: each class is divided over clients in proportions Dir(alpha, ..., alpha).
 
-    Yurochkin et al. 2019; Li et al. 2022 (NIID-Bench). Labels and sizes are uneven. Draws again, at most 100 times,
-    until every client has ``min_size`` rows, or ends in a FedraxError. The rounding of a class with fewer rows than
-    there are clients begins at a place that is drawn: all such classes would go to the same clients otherwise.
+    Yurochkin et al. 2019; Li et al. 2022 (NIID-Bench). The draw is repeated, at most 100 times, until every client
+    has ``min_size`` rows; after that it raises FedraxError. For a class with fewer rows than clients, the offset of
+    the rounding is random. With a fixed offset all such classes would go to the same clients.
+
+    Example:
+        >>> partition = fedrax.data.DirichletClients(clients=10, alpha=0.5)
+        >>> federation = fedrax.data.Federation.from_dataset(fedrax.data.load("digits"), partition, seed=0)
+        >>> bool(federation.sizes.min() >= 10)
+        True
     """
 
     clients: int = 100
     """Number of clients."""
     alpha: float = 0.5
-    """Concentration; smaller is more heterogeneous."""
+    """Concentration alpha of the Dirichlet distribution; smaller is more heterogeneous."""
     min_size: int = 10
     """Fewest rows a client may have."""
     balanced: bool = False
-    """A client that has its even share of rows gets none of the later classes (as NIID-Bench does)."""
+    """Whether a client with ``total / clients`` rows or more gets no rows of later classes, as in NIID-Bench."""
 
     def assign(self, dataset: Dataset, seed: int) -> Partition:
-        """Divide the training rows of ``dataset`` among clients, by random numbers of ``seed``."""
+        """Assign the training rows to clients.
+
+        Args:
+            dataset: The data set to partition.
+            seed: Seed of the assignment; the same seed gives the same partition.
+
+        Returns:
+            The rows of each client.
+        """
         _check_concentration("alpha", self.alpha)
         _check_min_size(self.min_size, self.clients, len(dataset.train.y))
         labels, num_classes = _class_labels(dataset, self.clients)
@@ -202,9 +310,9 @@ class DirichletClients:
         for c, available in enumerate(stock):
             share = rng.dirichlet(np.full(self.clients, self.alpha))
             if self.balanced:
-                hungry = sizes * self.clients < stock.sum()
-                share = share * hungry
-                share = share / share.sum() if share.sum() > 0 else hungry / max(hungry.sum(), 1)
+                below = sizes * self.clients < stock.sum()
+                share = share * below
+                share = share / share.sum() if share.sum() > 0 else below / max(below.sum(), 1)
             start = rng.random() if 0 < available < self.clients else 0.5
             edges = np.floor(np.cumsum(share) * available + start).astype(np.int64)
             edges[-1] = available  # the cumulative sum ends at 1 only up to rounding
@@ -215,19 +323,33 @@ class DirichletClients:
 
 @dataclass(frozen=True)
 class ClassesPerClient:
-    """Each client holds exactly ``classes`` classes; each class is divided evenly among its holders.
+    """Pathological non-IID partition: each client holds exactly ``classes`` classes (#C = k in NIID-Bench).
 
-    The "pathological" split of much of the literature (#C = k in NIID-Bench). Classes are dealt at random,
-    the least used first, so that numbers of holders differ by one at most; sizes differ where class sizes do.
+    Classes are assigned at random, those with the fewest clients first, so that the numbers of clients per class
+    differ by at most one. Each class is divided evenly over its clients. Client sizes differ if class sizes do.
+
+    Example:
+        >>> partition = fedrax.data.ClassesPerClient(clients=10, classes=2)
+        >>> federation = fedrax.data.Federation.from_dataset(fedrax.data.load("digits"), partition, seed=0)
+        >>> (fedrax.data.label_counts(federation) > 0).sum(axis=1).tolist()
+        [2, 2, 2, 2, 2, 2, 2, 2, 2, 2]
     """
 
     clients: int = 100
     """Number of clients."""
     classes: int = 2
-    """Classes that each client holds."""
+    """Number of classes per client."""
 
     def assign(self, dataset: Dataset, seed: int) -> Partition:
-        """Divide the training rows of ``dataset`` among clients, by random numbers of ``seed``."""
+        """Assign the training rows to clients.
+
+        Args:
+            dataset: The data set to partition.
+            seed: Seed of the assignment; the same seed gives the same partition.
+
+        Returns:
+            The rows of each client.
+        """
         labels, num_classes = _class_labels(dataset, self.clients)
         stock = np.bincount(labels, minlength=num_classes)
         present = np.flatnonzero(stock)
@@ -254,20 +376,34 @@ class ClassesPerClient:
 
 @dataclass(frozen=True)
 class LogNormal:
-    """I.i.d. labels, uneven sizes: client i's share is proportional to exp(sigma z_i), z_i ~ N(0, 1).
+    """Quantity skew with i.i.d. labels: the size of client i is proportional to exp(sigma z_i), z_i ~ N(0, 1).
 
-    Every row is dealt, and every client gets ``min_size`` rows first.
+    Every row is assigned. Each client first gets ``min_size`` rows; the proportions apply to the rest.
+
+    Example:
+        >>> partition = fedrax.data.LogNormal(clients=10, sigma=1.0, min_size=5)
+        >>> federation = fedrax.data.Federation.from_dataset(fedrax.data.load("digits"), partition, seed=0)
+        >>> bool(federation.sizes.min() >= 5)
+        True
     """
 
     clients: int = 100
     """Number of clients."""
     sigma: float = 1.0
-    """Standard deviation of the logarithm of the sizes; 0 gives even sizes."""
+    """Standard deviation of the logarithm of the client sizes; 0 gives equal sizes."""
     min_size: int = 1
     """Fewest rows a client may have."""
 
     def assign(self, dataset: Dataset, seed: int) -> Partition:
-        """Divide the training rows of ``dataset`` among clients, by random numbers of ``seed``."""
+        """Assign the training rows to clients.
+
+        Args:
+            dataset: The data set to partition.
+            seed: Seed of the assignment; the same seed gives the same partition.
+
+        Returns:
+            The rows of each client.
+        """
         if not 0 <= self.sigma <= 100:
             raise FedraxError(f"sigma must lie in 0 .. 100, not {self.sigma}.")
         total = _num_rows(dataset, self.clients)
@@ -284,18 +420,32 @@ class LogNormal:
 
 @dataclass(frozen=True)
 class Natural:
-    """The clients the data came with: writers, subjects, devices, users.
+    """The natural clients of the data: writers, subjects, devices, users.
 
-    Clients follow the order of their numbers in the data; rows of clients that are left out stay unused.
+    Clients keep the order of their numbers in the data. Rows of clients that are not selected are unused.
+
+    Example:
+        >>> dataset = fedrax.data.load("synthetic", devices=5)
+        >>> federation = fedrax.data.Federation.from_dataset(dataset, fedrax.data.Natural(), seed=0)
+        >>> federation.num_clients
+        5
     """
 
     clients: int | None = None
-    """Take this many clients, drawn at random; all of them when not given."""
+    """Number of clients to sample without replacement; None selects all."""
     min_size: int = 1
-    """Leave out clients with fewer training rows."""
+    """Fewest training rows of a client; smaller clients are excluded."""
 
     def assign(self, dataset: Dataset, seed: int) -> Partition:
-        """Divide the training rows of ``dataset`` among clients, by random numbers of ``seed``."""
+        """Assign the training rows to clients.
+
+        Args:
+            dataset: The data set to partition.
+            seed: Seed of the assignment; the same seed gives the same partition.
+
+        Returns:
+            The rows of each client.
+        """
         if dataset.train_clients is None:
             raise FedraxError(f"data set {dataset.name!r} has no natural clients; choose another partition.")
         _, owner, sizes = np.unique(dataset.train_clients, return_inverse=True, return_counts=True)
@@ -339,7 +489,7 @@ def _num_rows(dataset: Dataset, clients: int) -> int:
 
 
 def _partition_labels(dataset: Dataset) -> np.ndarray:
-    """The training labels [n], or what stands in place of them; FedraxError where a row has several."""
+    """The training labels [n], or ``partition_by``; raises FedraxError for several labels per row."""
     if dataset.partition_by is not None:
         return dataset.partition_by
     if dataset.train.y.ndim > 1:
@@ -351,7 +501,7 @@ def _partition_labels(dataset: Dataset) -> np.ndarray:
 
 
 def _class_labels(dataset: Dataset, clients: int) -> tuple[np.ndarray, int]:
-    """Labels [n] and the number of classes, for the rules that deal out classes."""
+    """Labels [n] and the number of classes, for partitions by class."""
     _num_rows(dataset, clients)
     by, classes = dataset.partition_by, dataset.num_classes
     if by is not None:
@@ -385,7 +535,7 @@ def _check_min_size(min_size: int, clients: int, total: int) -> None:
 
 
 def _even_sizes(total: int, parts: int) -> np.ndarray:
-    """``parts`` sizes that add up to ``total``, the first ``total % parts`` of them one larger."""
+    """``parts`` sizes that sum to ``total``; the first ``total % parts`` are larger by one."""
     return total // parts + (np.arange(parts) < total % parts).astype(np.int64)
 
 
@@ -394,7 +544,7 @@ def _offsets(sizes: np.ndarray) -> np.ndarray:
 
 
 def _sorted_by_label(dataset: Dataset, rows: np.ndarray) -> np.ndarray:
-    """``rows`` in the order of their labels; rows of one label keep their order."""
+    """``rows`` sorted by label; the sort is stable."""
     return rows[np.argsort(_partition_labels(dataset)[rows], kind="stable")]
 
 

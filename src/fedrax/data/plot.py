@@ -1,4 +1,4 @@
-"""A picture of who holds what: classes against clients, the area of a dot being the number of samples."""
+"""Plot of the label counts of clients: classes against clients, with dot areas proportional to sample counts."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,13 +15,28 @@ from fedrax.files import write_picture
 
 COLOR = "#1f5a94"
 LINE = 0.125
-"""Inches from one line of small text to the next."""
+"""Line spacing of small text in inches."""
 
 
 def draw_label_counts(federation: Federation, clients: int = 50) -> Figure:
-    """Draw the label counts of the first ``clients`` clients, as in GradMA's figure 8.
+    """Plot the label counts of the first clients, as in GradMA's figure 8.
 
-    A dot of the size of its cell is the largest count shown. Raises FedraxError for a regression.
+    The area of a dot is proportional to the count; the largest count shown fills its cell.
+
+    Args:
+        federation: A federation with one class label per sample.
+        clients: Number of clients to show, at least 1.
+
+    Returns:
+        A matplotlib figure.
+
+    Raises:
+        FedraxError: Labels cannot be counted (see `label_counts`), or ``clients`` is below 1.
+
+    Example:
+        >>> federation = fedrax.data.Federation.from_arrays(np.zeros((4, 2)), [0, 1, 1, 1], client_ids=[0, 0, 1, 1])
+        >>> fedrax.data.draw_label_counts(federation).axes[0].get_xlabel()
+        'client'
     """
     if clients < 1:
         raise FedraxError(f"a picture needs at least 1 client, not {clients}.")
@@ -63,9 +78,25 @@ def _short(names: Sequence[str]) -> list[str]:
 
 
 def save_label_counts(federation: Federation, path: str | Path, clients: int = 50) -> tuple[Path, Path]:
-    """Save the picture as PNG and SVG beside each other; returns both paths.
+    """Save the plot of `draw_label_counts` as PNG and SVG.
 
-    ``path`` is without suffix (a .png or .svg is dropped). Each file is written whole or not at all.
+    Each file is written atomically.
+
+    Args:
+        federation: A federation with one class label per sample.
+        path: Path of both files without their suffix; a suffix .png or .svg is removed.
+        clients: Number of clients to show, at least 1.
+
+    Returns:
+        The paths of the PNG and the SVG file.
+
+    Raises:
+        FedraxError: Labels cannot be counted, or ``clients`` is below 1.
+
+    Example:
+        >>> federation = fedrax.data.Federation.from_arrays(np.zeros((4, 2)), [0, 1, 1, 1], client_ids=[0, 0, 1, 1])
+        >>> [path.name for path in fedrax.data.save_label_counts(federation, "labels")]
+        ['labels.png', 'labels.svg']
     """
     figure = draw_label_counts(federation, clients)
     path = Path(path)

@@ -39,16 +39,21 @@ ACTIVITIES = ("WALKING", "WALKING_UPSTAIRS", "WALKING_DOWNSTAIRS", "SITTING", "S
 
 @dataclass(frozen=True)
 class DatasetEntry:
-    """A data set that ``load`` knows.
+    """An entry of ``DATASETS``: a data set that `load` finds by name.
 
-    ``files`` are the paths it needs, relative to the data directory, with options that choose one in braces; empty if
-    it needs none. ``read`` takes that directory if there are files, and the data set's own options by name.
+    Example:
+        >>> fedrax.data.DATASETS["mnist"].files[0]
+        'mnist/train-images-idx3-ubyte'
     """
 
     name: str
+    """Name for `load`."""
     description: str
+    """One line about the data."""
     read: Callable[..., Dataset]
+    """The reader. It takes the data directory if there are ``files``, and options by name."""
     files: tuple[str, ...] = ()
+    """Required paths relative to the data directory, with options in braces; empty if none are needed."""
 
     @property
     def needs_files(self) -> bool:
@@ -57,10 +62,22 @@ class DatasetEntry:
 
 
 def load(name: str, /, data_dir: str | Path | None = None, **options: object) -> Dataset:
-    """Load the data set ``name`` (a key of ``DATASETS``) with the options of its reader.
+    """Load a data set by name.
 
-    Files are looked for in ``data_dir``, or the directory that the environment variable FEDRAX_DATA names.
-    Raises FedraxError for an unknown name or option, or a missing or malformed file.
+    Args:
+        name: A key of ``fedrax.data.DATASETS``.
+        data_dir: Directory of the data sets' files; by default that of the environment variable FEDRAX_DATA.
+        **options: Options of the data set's reader.
+
+    Returns:
+        The data set.
+
+    Raises:
+        FedraxError: The name or an option is unknown, or a file is missing or malformed.
+
+    Example:
+        >>> fedrax.data.load("digits", test_fraction=0.5).num_classes
+        10
     """
     if name not in DATASETS:
         raise unknown("data set", name, DATASETS)

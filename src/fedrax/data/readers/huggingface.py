@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import polars as pl
 
 Splits = dict[str, Any]
-"""Split -> datasets.Dataset."""
+"""The ``datasets.Dataset`` of each split, by name."""
 
 
 def load_huggingface(
@@ -132,7 +132,23 @@ def _sample_kind(kinds: dict[str, str], chosen: ColumnRoles, given: dict[str, An
 
 
 def from_huggingface(dataset: Any, **options: Any) -> Dataset:
-    """The same of a ``datasets.Dataset`` or ``DatasetDict``, with the options of `load_huggingface`."""
+    """Convert a data set of Hugging Face's ``datasets`` that is in memory.
+
+    Args:
+        dataset: A ``datasets.Dataset`` or ``datasets.DatasetDict``; streaming data sets are not supported.
+        **options: Options of the data set "huggingface" in `load`: columns, splits, clients, text and image options.
+
+    Returns:
+        The data set.
+
+    Raises:
+        FedraxError: The package datasets is missing, ``dataset`` has another type, or an option does not fit its
+            columns.
+
+    Example:
+        >>> hub = datasets.load_dataset("ylecun/mnist")  # doctest: +SKIP
+        >>> dataset = fedrax.data.from_huggingface(hub, label="label")  # doctest: +SKIP
+    """
     return load_huggingface(dataset, **options)
 
 

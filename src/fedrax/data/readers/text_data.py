@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     import polars as pl
 
 PADDING, UNKNOWN = 0, 1
-"""The numbers of no word at all, and of every word that a vocabulary does not have; its own begin at 2."""
+"""Tokens of padding and of words outside the vocabulary. The vocabulary starts at token 2."""
 
 MAX_CHARACTERS = 20_000
-"""Of one text; what lies beyond is not read."""
+"""Characters of a text that are read; the rest is ignored."""
 MAX_DIMENSION = 4096
 """Of a word vector."""
 MAX_LINE = 64 * MAX_DIMENSION
@@ -49,9 +49,24 @@ def _unicode_word() -> re.Pattern[str]:
 
 
 def tokenize(text: str) -> list[str]:
-    """Words in lower case: letters and digits with what follows an apostrophe, and every other sign by itself.
+    """Split a text into lower-case words and punctuation marks.
 
-    Letters are those of any alphabet, accents composed (Unicode's form NFC); signs of Kana and Han are words.
+    A word is a run of letters and digits, with a suffix after an apostrophe ("don't"). Every other character that is
+    not a space is a token of its own, as are Kana and Han characters. Unicode is normalized to NFC. Characters beyond
+    the first 20,000 are ignored.
+
+    Args:
+        text: The text.
+
+    Returns:
+        Its tokens.
+
+    Raises:
+        FedraxError: ``text`` is not a string, such as the NaN of a missing value.
+
+    Example:
+        >>> fedrax.data.tokenize("It doesn't work!")
+        ['it', "doesn't", 'work', '!']
     """
     if not isinstance(text, str):  # such as NaN, which tables have where a text is missing
         raise FedraxError(f"a text is wanted, not {text!r:.60}: leave rows without one out, or give them an empty one.")
@@ -60,7 +75,23 @@ def tokenize(text: str) -> list[str]:
 
 
 def build_vocabulary(texts: Iterable[Sequence[str]], min_count: int = 1, largest: int = 100_000) -> tuple[str, ...]:
-    """The words that occur at least ``min_count`` times, the most frequent ones first, at most ``largest``."""
+    """Collect the most frequent words, in order of decreasing frequency and then alphabetically.
+
+    Args:
+        texts: Tokenized texts.
+        min_count: Fewest occurrences of a word.
+        largest: Most words in the vocabulary.
+
+    Returns:
+        The words; word i is token i + 2 in `encode_words`.
+
+    Raises:
+        FedraxError: A number is below 1, a text is not tokenized, or no word is frequent enough.
+
+    Example:
+        >>> fedrax.data.build_vocabulary([["a", "b"], ["b", "c"]], min_count=2)
+        ('b',)
+    """
     if min_count < 1 or largest < 1:
         raise FedraxError(f"a vocabulary needs counts of 1 or more, not min_count {min_count} and largest {largest}.")
     counts: Counter[str] = Counter()
@@ -74,7 +105,23 @@ def build_vocabulary(texts: Iterable[Sequence[str]], min_count: int = 1, largest
 
 
 def encode_words(texts: Sequence[Sequence[str]], words: Sequence[str], length: int) -> np.ndarray:
-    """Texts as int32 [n, length]: the first ``length`` words of each by number, then padding."""
+    """Encode tokenized texts as token numbers, truncated or padded to ``length``.
+
+    Args:
+        texts: n tokenized texts.
+        words: The vocabulary; its first word is token 2.
+        length: Tokens per text.
+
+    Returns:
+        Tokens, int32 [n, length]: 0 is padding, 1 a word outside the vocabulary.
+
+    Raises:
+        FedraxError: ``length`` is below 1, or a text is not tokenized.
+
+    Example:
+        >>> fedrax.data.encode_words([["b", "z"], ["c", "b", "c", "b"]], words=("b", "c"), length=3).tolist()
+        [[2, 1, 0], [3, 2, 3]]
+    """
     if length < 1:
         raise FedraxError(f"a text has room for 1 word or more, not {length}.")
     number = {word: i for i, word in enumerate(words, start=UNKNOWN + 1)}
