@@ -17,10 +17,7 @@ import pytest
 
 from docs.reference_pages import NAMESPACES
 
-INCOMPLETE = (
-    "fedrax",
-    "fedrax.models",
-)
+INCOMPLETE = ("fedrax",)
 """Namespaces in which sections of some docstrings are still missing. A namespace that is complete fails here until it
 is removed from the list."""
 SECTION = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Example|Examples|References|Note):$", re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Models: the zoo, and what wraps models users bring."""
+"""Models of the federated learning literature, and adapters of Flax, Equinox and PyTorch modules."""
 
 from fedrax.contract.model import Model, Variables
 from fedrax.models.adapters.equinox import from_equinox

@@ -1,4 +1,4 @@
-"""Networks of the papers' experiments with norms: TinyNN and LeNet-5 of GradMA, VGG-11, and residual networks."""
+"""Networks with normalization layers from papers: TinyNN and LeNet-5 of GradMA, VGG-11 and residual networks."""
 
 from __future__ import annotations
 
@@ -21,13 +21,25 @@ Shape = tuple[int, ...]
 class TinyNN:
     """GradMA's network for MNIST (Luo et al. 2023, section 6.1): dense layers of 200 and 100 units with ReLU.
 
-    ``norm="batch"`` is what the authors ran: batch norm before each ReLU.
+    Example:
+        >>> model = fedrax.models.TinyNN().build(input_shape=(28, 28, 1), num_outputs=10)
+        >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
+        178110
     """
 
     norm: Literal["none", "batch"] = "none"
+    """"batch" adds batch norm before each ReLU, as in the authors' code."""
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
-        """The model on inputs of any shape, flattened."""
+        """Build the model.
+
+        Args:
+            input_shape: Shape of one sample; it is flattened.
+            num_outputs: Number of outputs: classes, or targets of a regression.
+
+        Returns:
+            The model.
+        """
         sizes = (math.prod(input_shape), 200, 100)
         blocks = {f"layer{i}": _dense_block(sizes[i - 1], sizes[i], self.norm) for i in (1, 2)}
         return network("tinynn", blocks, sizes[-1], num_outputs)
@@ -35,16 +47,31 @@ class TinyNN:
 
 @dataclass(frozen=True)
 class LeNet5:
-    """GradMA's LeNet-5 for CIFAR-10: two 5x5 convolutions of 32 and 64 channels, each pooled, then 512 and 128 units.
+    """GradMA's LeNet-5 for CIFAR-10 (Luo et al. 2023), with batch norm and dropout as in the authors' experiments.
 
-    The authors ran it with batch norm before each ReLU and dropout after the dense layers.
+    Two 5x5 convolutions of 32 and 64 channels, each with 2x2 max pooling, then dense layers of 512 and 128 units.
+
+    Example:
+        >>> model = fedrax.models.LeNet5().build(input_shape=(32, 32, 3), num_outputs=10)
+        >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0)).params))
+        941834
     """
 
     norm: Literal["none", "batch"] = "batch"
+    """"batch" adds batch norm before each ReLU."""
     dropout: float = 0.5
+    """Dropout rate after each hidden dense layer, used in training only."""
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
-        """The model on images [H, W] or [H, W, C]."""
+        """Build the model.
+
+        Args:
+            input_shape: Shape of one image, (height, width) or (height, width, channels), at least 16x16.
+            num_outputs: Number of outputs: classes, or targets of a regression.
+
+        Returns:
+            The model.
+        """
         height, width, channels = image_shape("lenet5", input_shape, smallest=16)
         flat = 64 * math.prod(((side - 4) // 2 - 4) // 2 for side in (height, width))
 
@@ -63,20 +90,35 @@ class LeNet5:
 
 @dataclass(frozen=True)
 class VGG11:
-    """VGG-11 (Simonyan and Zisserman 2015) with a norm after each convolution.
+    """VGG-11 (Simonyan and Zisserman 2015) with normalization after each convolution.
 
-    One dense layer of 128 units with dropout, as GradMA trains it on CIFAR-100.
+    It has one hidden dense layer of 128 units, as in GradMA's experiments on CIFAR-100.
+
+    Example:
+        >>> model = fedrax.models.VGG11(width=8).build(input_shape=(32, 32, 3), num_outputs=100)
+        >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
+        166468
     """
 
     norm: Norm = "group"
+    """Normalization after each convolution: group norm, batch norm with running statistics, or none."""
     groups: PositiveInt = 8
-    """Of group norm."""
+    """Number of groups of group norm."""
     width: PositiveInt = 64
-    """Channels of the first convolution; the others have 2, 4 and 8 times as many."""
+    """Channels of the first convolution; later stages have 2, 4 and 8 times as many."""
     dropout: float = 0.5
+    """Dropout rate after the hidden dense layer, used in training only."""
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
-        """The model on images of at least 32x32."""
+        """Build the model.
+
+        Args:
+            input_shape: Shape of one image, (height, width) or (height, width, channels), at least 32x32.
+            num_outputs: Number of outputs: classes, or targets of a regression.
+
+        Returns:
+            The model.
+        """
         height, width, channels = image_shape("vgg11", input_shape, smallest=32)
         blocks: dict[str, Part] = {}
         for stage, (factor, count) in enumerate(((1, 1), (2, 1), (4, 2), (8, 2), (8, 2)), start=1):
@@ -95,16 +137,18 @@ class VGG11:
 
 @dataclass(frozen=True)
 class _ResNet:
-    """Residual networks (He et al. 2016); batch norm is as printed, group norm needs no running statistics."""
+    """Residual networks (He et al. 2016)."""
 
     norm: Norm = "group"
+    """Normalization after each convolution: "batch" as in the paper, "group" without running statistics, or none."""
     groups: PositiveInt = 8
-    """Of group norm."""
+    """Number of groups of group norm."""
     stem: Literal["small", "large"] = "small"
-    """The first layer: a 3x3 convolution, for small images; or 7x7 and 3x3 pooling of stride 2, for ImageNet's."""
+    """First layer: "small" is a 3x3 convolution; "large", for ImageNet's sizes, is a 7x7 convolution of stride 2 and
+    3x3 max pooling of stride 2."""
 
     def _network(self, name: str, shape: Shape, outputs: int, width: int, counts: tuple[int, ...], wide: bool) -> Model:
-        """Stages of ``counts`` blocks; each but the first halves the image and doubles the channels.
+        """Stages of ``counts`` blocks; each stage after the first halves the image and doubles the channels.
 
         With ``wide``, blocks are bottlenecks that expand to four times their channels.
         """
@@ -128,7 +172,7 @@ class _ResNet:
         return series(images=network_parts.images(), conv=first, relu=network_parts.relu(), **rest)
 
     def _conv(self, channels: int, filters: int, side: int, stride: int = 1) -> Part:
-        """A convolution without bias, and a norm (which has one)."""
+        """A convolution followed by normalization; it has a bias only without normalization."""
         convolution = network_parts.conv(channels, filters, side, stride, side // 2, bias=self.norm == "none")
         return series(conv=convolution, norm=network_parts.norm(self.norm, filters, self.groups))
 
@@ -146,7 +190,7 @@ class _ResNet:
         return network_parts.residual(series(**inside), self._shortcut(channels, ends, stride))
 
     def _shortcut(self, channels: int, ends: int, stride: int) -> Part:
-        """x itself where shapes agree, else a 1x1 convolution."""
+        """The identity where shapes agree, else a 1x1 convolution."""
         if stride == 1 and channels == ends:
             return network_parts.function(lambda x: x)
         return self._conv(channels, ends, 1, stride)
@@ -154,13 +198,27 @@ class _ResNet:
 
 @dataclass(frozen=True)
 class ResNet18(_ResNet):
-    """ResNet-18 (He et al. 2016): four stages of two basic blocks, 64 to 512 channels."""
+    """ResNet-18 (He et al. 2016): four stages of two basic blocks, 64 to 512 channels.
+
+    Example:
+        >>> model = fedrax.models.ResNet18().build(input_shape=(32, 32, 3), num_outputs=10)
+        >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
+        11173962
+    """
 
     width: PositiveInt = 64
     """Channels of the first stage."""
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
-        """The model on images [H, W] or [H, W, C]."""
+        """Build the model.
+
+        Args:
+            input_shape: Shape of one image, (height, width) or (height, width, channels), at least 8x8.
+            num_outputs: Number of outputs: classes, or targets of a regression.
+
+        Returns:
+            The model.
+        """
         return self._network("resnet18", input_shape, num_outputs, self.width, (2, 2, 2, 2), wide=False)
 
 
@@ -168,14 +226,27 @@ class ResNet18(_ResNet):
 class ResNet20(_ResNet):
     """ResNet-20 for small images (He et al. 2016, section 4.2): three stages of three basic blocks, 16 to 64 channels.
 
-    Where a block changes shape, its shortcut drops every other row and column and fills new channels with zeros.
+    The shortcut of a block that changes shape subsamples rows and columns by 2 and pads new channels with zeros.
+
+    Example:
+        >>> model = fedrax.models.ResNet20().build(input_shape=(32, 32, 3), num_outputs=10)
+        >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
+        269722
     """
 
     width: PositiveInt = 16
     """Channels of the first stage."""
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
-        """The model on images [H, W] or [H, W, C]."""
+        """Build the model.
+
+        Args:
+            input_shape: Shape of one image, (height, width) or (height, width, channels), at least 8x8.
+            num_outputs: Number of outputs: classes, or targets of a regression.
+
+        Returns:
+            The model.
+        """
         return self._network("resnet20", input_shape, num_outputs, self.width, (3, 3, 3), wide=False)
 
     def _shortcut(self, channels: int, ends: int, stride: int) -> Part:
@@ -190,14 +261,27 @@ class ResNet20(_ResNet):
 class ResNet50(_ResNet):
     """ResNet-50 (He et al. 2016): four stages of 3, 4, 6 and 3 bottleneck blocks, 256 to 2048 channels.
 
-    Of a block that halves the image the 3x3 convolution does so, as in Goyal et al. 2017 and PyTorch.
+    The stride of a block that halves the image is in its 3x3 convolution, as in Goyal et al. 2017 and PyTorch.
+
+    Example:
+        >>> model = fedrax.models.ResNet50().build(input_shape=(32, 32, 3), num_outputs=10)
+        >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
+        23520842
     """
 
     width: PositiveInt = 64
-    """A quarter of the channels of the first stage."""
+    """Channels of the first stage's 3x3 convolutions; the stage's outputs have four times as many."""
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
-        """The model on images [H, W] or [H, W, C]."""
+        """Build the model.
+
+        Args:
+            input_shape: Shape of one image, (height, width) or (height, width, channels), at least 8x8.
+            num_outputs: Number of outputs: classes, or targets of a regression.
+
+        Returns:
+            The model.
+        """
         return self._network("resnet50", input_shape, num_outputs, self.width, (3, 4, 6, 3), wide=True)
 
 

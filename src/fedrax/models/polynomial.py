@@ -1,4 +1,4 @@
-"""A number whose loss on a sample is the value of the sample's polynomial there: objectives written down as data."""
+"""Objectives given as data: the loss of a scalar parameter on a sample is the value of the sample's polynomial."""
 
 from __future__ import annotations
 
@@ -13,13 +13,27 @@ from fedrax.errors import FedraxError
 
 @dataclass(frozen=True)
 class Polynomial:
-    """One number x; the loss on a sample [degree] is sum_k sample[k] x^(k + 1). For the data set quartic_pair."""
+    """A scalar parameter x whose loss on a sample a [degree] is sum_k a[k] x^(k + 1). For the data set quartic_pair.
+
+    Example:
+        >>> model = fedrax.models.Polynomial(start=2.0).build(input_shape=(2,), num_outputs=1)
+        >>> model.apply(model.init(jax.random.key(0)), jnp.array([[1.0, 3.0]])).tolist()
+        [14.0]
+    """
 
     start: float = 1.0
-    """Where x starts."""
+    """Initial value of x."""
 
     def build(self, input_shape: tuple[int, ...], num_outputs: int) -> Model:
-        """The model on polynomials of shape ``input_shape``, whose y counts for nothing; it measures x."""
+        """Build the model, which reports x as a measure and ignores labels.
+
+        Args:
+            input_shape: Number of coefficients of a sample, (degree,).
+            num_outputs: Must be 1.
+
+        Returns:
+            The model.
+        """
         if len(input_shape) != 1 or num_outputs != 1:
             raise FedraxError(
                 f"polynomial reads coefficients (degree,) for one output, not inputs of shape {tuple(input_shape)} "

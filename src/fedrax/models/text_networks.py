@@ -1,7 +1,7 @@
-"""Networks that read words: EPISODE's sentence-pair classifier, and stacked LSTMs for tweets.
+"""Networks that read tokens: EPISODE's sentence-pair classifier, and stacked LSTMs for tweets.
 
-Words are whole numbers; 0 is padding. At padding the state of a recurrence stays as it is, and outputs there do not
-count: how far a text is padded changes nothing.
+Token 0 is padding. A recurrent state does not change at padding, and outputs there are ignored, so that the amount of
+padding has no effect.
 """
 
 from __future__ import annotations
@@ -27,9 +27,14 @@ from fedrax.models.lstm import init_lstm
 class SentencePairs:
     """EPISODE's network for SNLI (Crawshaw et al. 2023, section 5.1, after Conneau et al. 2017).
 
-    A bidirectional LSTM reads each sentence; u and v are the maxima of its states over the words. A classifier of
-    three dense layers, with no nonlinearity between them as in Conneau et al., reads [u, v, |u - v|, u v]. ReLU may be
-    put between. Its loss is the multiclass hinge loss.
+    A bidirectional LSTM reads each sentence; u and v are the maxima of its hidden states over the words. A classifier
+    of three dense layers reads the features ``[u, v, |u - v|, u * v]``.
+
+    Example:
+        >>> network = fedrax.models.SentencePairs(hidden=8, classifier=4, embedding=5)
+        >>> model = network.build(input_shape=(2, 40), num_outputs=3, vocabulary=("a", "b"))
+        >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
+        1275
     """
 
     hidden: PositiveInt = 2048
@@ -37,14 +42,25 @@ class SentencePairs:
     classifier: PositiveInt = 512
     """Units of the classifier's first two layers."""
     activation: Literal["none", "relu"] = "none"
+    """Activation between the classifier's layers; "none" as in Conneau et al."""
     embedding: PositiveInt = 300
-    """Numbers of a learned word vector."""
+    """Dimension of learned word vectors."""
     vectors: Path | None = None
-    """A file of word vectors in GloVe's format, used as they are; learned ones without."""
+    """File of word vectors in GloVe's format, which are not trained; None learns word vectors."""
     loss: Literal["hinge", "cross_entropy"] = "hinge"
+    """Training loss: the multiclass hinge loss or cross entropy."""
 
     def build(self, input_shape: tuple[int, ...], num_outputs: int, vocabulary: tuple[str, ...] = ()) -> Model:
-        """The model on pairs of texts [2, words]."""
+        """Build the model.
+
+        Args:
+            input_shape: Shape of a pair of texts, (2, words).
+            num_outputs: Number of classes.
+            vocabulary: The data set's vocabulary; its first word is token 2.
+
+        Returns:
+            The model.
+        """
         if len(input_shape) != 2 or input_shape[0] != 2:
             raise FedraxError(f"sentence_pairs reads pairs of texts (2, words), not inputs of shape {input_shape}.")
         embed, init_embedding, width = _embedding(self.vectors, vocabulary, self.embedding)
@@ -79,19 +95,37 @@ class SentencePairs:
 
 @dataclass(frozen=True)
 class Tweets:
-    """Layers of LSTMs over a text, whose last state feeds a dense layer (EPISODE, appendix H: two of 256 units)."""
+    """Stacked LSTM layers over a text, whose last hidden state is the input of a dense layer (EPISODE, appendix H).
+
+    Example:
+        >>> network = fedrax.models.Tweets(hidden=8, embedding=5)
+        >>> model = network.build(input_shape=(25,), num_outputs=2, vocabulary=("a", "b"))
+        >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
+        1094
+    """
 
     hidden: PositiveInt = 256
+    """Units of each LSTM layer; 256 in EPISODE."""
     layers: PositiveInt = 2
+    """Number of LSTM layers; 2 in EPISODE."""
     embedding: PositiveInt = 300
-    """Numbers of a learned word vector."""
+    """Dimension of learned word vectors."""
     vectors: Path | None = None
-    """A file of word vectors in GloVe's format, used as they are; learned ones without."""
+    """File of word vectors in GloVe's format, which are not trained; None learns word vectors."""
     dropout: float = 0.0
-    """Of the last state, in training."""
+    """Dropout rate of the last hidden state, used in training only."""
 
     def build(self, input_shape: tuple[int, ...], num_outputs: int, vocabulary: tuple[str, ...] = ()) -> Model:
-        """The model on texts [words]."""
+        """Build the model.
+
+        Args:
+            input_shape: Shape of a text, (words,).
+            num_outputs: Number of classes.
+            vocabulary: The data set's vocabulary; its first word is token 2.
+
+        Returns:
+            The model.
+        """
         if len(input_shape) != 1:
             raise FedraxError(f"tweets reads texts (words,), not inputs of shape {tuple(input_shape)}.")
         if not 0 <= self.dropout < 1:
@@ -114,7 +148,7 @@ class Tweets:
 
 
 def states(layer: dict[str, Array], x: Array, kept: Array, reverse: bool = False) -> Array:
-    """The hidden states [B, T, hidden] of an LSTM over x [B, T, F]; where not ``kept`` [B, T] it stays as it was."""
+    """Hidden states [B, T, hidden] of an LSTM over x [B, T, F]; the state does not change where ``kept`` is False."""
     inputs = x @ layer["input_weight"] + (layer["input_bias"] + layer["hidden_bias"])
     zeros = jnp.zeros((x.shape[0], layer["hidden_weight"].shape[0]), inputs.dtype)
 
@@ -131,13 +165,13 @@ def states(layer: dict[str, Array], x: Array, kept: Array, reverse: bool = False
 
 
 def _embedding(vectors: Path | None, vocabulary: tuple[str, ...], width: int) -> tuple[Callable, Callable, int]:
-    """(function (parameters, words) -> vectors, key -> parameters, numbers of a vector)."""
+    """(look-up (parameters, tokens) -> vectors, initializer key -> parameters, dimension of a vector)."""
     if not vocabulary:
         raise FedraxError(
             "a model of words needs a data set of texts, with a vocabulary (snli, sent140, leaf, huggingface)."
         )
     if vectors is not None:
-        table = read_word_vectors(vectors, vocabulary)  # known to all: nothing that is trained or sent
+        table = read_word_vectors(vectors, vocabulary)  # a constant of all clients: neither trained nor sent
 
         def look_up(params: Params, words: Array) -> Array:
             return jnp.asarray(table, params["output"]["weight"].dtype)[words]

@@ -1,4 +1,4 @@
-"""Trace regression: a matrix seen through its inner products with sample matrices."""
+"""Trace regression: a matrix is estimated from its inner products with sample matrices."""
 
 from __future__ import annotations
 
@@ -13,22 +13,35 @@ from fedrax.contract.model import Model, Params
 from fedrax.errors import FedraxError
 
 VISIBLE = 1e-3
-"""Singular values from which on they count for the rank (LoSAC, section 5.5)."""
+"""Singular values above this count toward the rank (LoSAC, section 5.5)."""
 
 
 @dataclass(frozen=True)
 class TraceRegression:
-    """y = <X, D> for samples D of the same shape as the matrix X, with no bias (Negahban and Wainwright 2010).
+    """y = <X, D> for a parameter matrix X and samples D of its shape, no bias (Negahban and Wainwright 2010).
 
-    It measures its rank (singular values above 1e-3) and, where the true matrix is known, the Frobenius norm of the
-    difference. With ``NuclearNorm`` as the proximal operator it estimates matrices of low rank.
+    The model reports the rank of X (singular values above 1e-3) and, if the true matrix is known, the Frobenius norm
+    of the difference. With ``NuclearNorm`` as the proximal operator it estimates matrices of low rank.
+
+    Example:
+        >>> model = fedrax.models.TraceRegression().build(input_shape=(3, 2), num_outputs=1)
+        >>> model.apply({"matrix": jnp.ones((3, 2))}, jnp.ones((1, 3, 2))).tolist()
+        [6.0]
     """
 
     deviation: float = 0.0
-    """Standard deviation of the entries that X starts with; at 0 it starts at zero."""
+    """Standard deviation of the normal initial entries of X; 0 initializes X to zero."""
 
     def build(self, input_shape: tuple[int, ...], num_outputs: int) -> Model:
-        """The model on matrices of ``input_shape``."""
+        """Build the model.
+
+        Args:
+            input_shape: Shape of X and of a sample, (rows, columns).
+            num_outputs: Must be 1.
+
+        Returns:
+            The model.
+        """
         if len(input_shape) != 2 or num_outputs != 1:
             raise FedraxError(
                 "trace_regression maps matrices to one number each, "

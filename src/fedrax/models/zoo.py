@@ -1,10 +1,10 @@
-"""The zoo: small models of the federated learning literature, each a frozen configuration.
+"""Small models of the federated learning literature, each a frozen dataclass of its hyperparameters.
 
     model = LeNet().build(input_shape=(32, 32, 3), num_outputs=10)
 
-Every model is a body of layers that compute features and a dense layer "output" on top of them; the layers and the
-output are its blocks. Parameters are nested dictionaries of arrays and start as PyTorch's layers do, uniform in
-±1/sqrt(fan_in). Integers and bytes are read as the numbers they are.
+A model is a body of layers that computes features, and a dense layer "output" on top. The layers and the output are
+the model's blocks. Parameters are nested dictionaries of arrays. They are initialized as PyTorch's layers are, uniform
+in ±1/sqrt(fan_in). Integer inputs are converted to floating-point numbers.
 """
 
 import functools
@@ -46,24 +46,53 @@ Shape = tuple[int, ...]
 InitBody = Callable[[Array], Params]
 Block = Callable[..., Array]  # (params, x, key=None) -> x
 Start = Literal["pytorch", "glorot", "he"]
-"""Uniform in ±1/sqrt(fan_in); or normal with variance 2/(fan_in + fan_out) or 2/fan_in, biases zero."""
+"""Initialization: "pytorch" is uniform in ±1/sqrt(fan_in); "glorot" and "he" are normal with variance
+2/(fan_in + fan_out) and 2/fan_in, and biases are zero."""
 
 
 @dataclass(frozen=True)
 class Linear:
-    """One dense layer on the flattened input."""
+    """Linear model: one dense layer on the flattened input.
+
+    Example:
+        >>> model = fedrax.models.Linear().build(input_shape=(60,), num_outputs=10)
+        >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
+        610
+    """
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
-        """Build the model for samples of ``input_shape`` and ``num_outputs`` outputs."""
+        """Build the model.
+
+        Args:
+            input_shape: Shape of one sample; it is flattened.
+            num_outputs: Number of outputs: classes, or targets of a regression.
+
+        Returns:
+            The model.
+        """
         return _model("linear", math.prod(input_shape), num_outputs, lambda key: {}, [])
 
 
 @dataclass(frozen=True)
 class Logistic:
-    """Softmax regression: one dense layer on the flattened input, started at zero."""
+    """Softmax regression: one dense layer on the flattened input, initialized to zero.
+
+    Example:
+        >>> model = fedrax.models.Logistic().build(input_shape=(60,), num_outputs=10)
+        >>> model.apply(model.init(jax.random.key(0)), jnp.ones((2, 60))).shape
+        (2, 10)
+    """
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
-        """Build the model for samples of ``input_shape`` and ``num_outputs`` outputs."""
+        """Build the model.
+
+        Args:
+            input_shape: Shape of one sample; it is flattened.
+            num_outputs: Number of outputs: classes, or targets of a regression.
+
+        Returns:
+            The model.
+        """
         linear = Linear().build(input_shape, num_outputs)
 
         def init(key: Array) -> Params:
@@ -74,41 +103,73 @@ class Logistic:
 
 @dataclass(frozen=True)
 class MLP:
-    """Dense layers with an activation after each, on the flattened input."""
+    """Multilayer perceptron on the flattened input.
+
+    Example:
+        >>> model = fedrax.models.MLP(hidden=(32,)).build(input_shape=(28, 28, 1), num_outputs=10)
+        >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
+        25450
+    """
 
     hidden: tuple[PositiveInt, ...] = (200, 200)
+    """Units of each hidden layer."""
     activation: Literal["relu", "tanh", "gelu", "elu", "sigmoid"] = "relu"
+    """Activation after each hidden layer."""
     start: Start = "pytorch"
-    """Distribution of the starting parameters."""
+    """Initialization of the parameters: "pytorch" is uniform in ±1/sqrt(fan_in), "glorot" and "he" are normal."""
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
-        """Build the model for samples of ``input_shape`` and ``num_outputs`` outputs."""
+        """Build the model.
+
+        Args:
+            input_shape: Shape of one sample; it is flattened.
+            num_outputs: Number of outputs: classes, or targets of a regression.
+
+        Returns:
+            The model.
+        """
         sizes = [math.prod(input_shape), *self.hidden]
         return _started(_model("mlp", sizes[-1], num_outputs, *_dense_layers(sizes, self.activation)), self.start)
 
 
 @dataclass(frozen=True)
 class TwoNN:
-    """The "2NN" of McMahan et al. (2017), section 3: two hidden layers of 200 units with ReLU."""
+    """The "2NN" of McMahan et al. (2017), section 3: two hidden layers of 200 units with ReLU.
+
+    Example:
+        >>> model = fedrax.models.TwoNN().build(input_shape=(28, 28, 1), num_outputs=10)
+        >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
+        199210
+    """
 
     start: Start = "pytorch"
-    """Distribution of the starting parameters."""
+    """Initialization of the parameters: "pytorch" is uniform in ±1/sqrt(fan_in), "glorot" and "he" are normal."""
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
-        """Build the model for samples of ``input_shape`` and ``num_outputs`` outputs."""
+        """Build the model.
+
+        Args:
+            input_shape: Shape of one sample; it is flattened.
+            num_outputs: Number of outputs: classes, or targets of a regression.
+
+        Returns:
+            The model.
+        """
         sizes = [math.prod(input_shape), 200, 200]
         return _started(_model("2nn", 200, num_outputs, *_dense_layers(sizes, "relu")), self.start)
 
 
 def _started(model: Model, start: Start) -> Model:
-    """``model`` with dense layers that start as ``start`` says."""
+    """``model`` with dense layers initialized as ``start`` says."""
     if start == "pytorch":
         return model
     draw = {"glorot": jax.nn.initializers.glorot_normal, "he": jax.nn.initializers.he_normal}[start]()
 
     def init(key: Array) -> Params:
         params = model.init(key)
-        params["output"]["weight"] = params["output"]["weight"].T  # drawn as a dense layer's, then turned round
+        params["output"]["weight"] = params["output"][
+            "weight"
+        ].T  # drawn in the layout of a dense layer, then transposed
         leaves, structure = jax.tree.flatten(params)
         keys = jax.random.split(key, len(leaves))
         drawn = [jnp.zeros_like(x) if x.ndim < 2 else draw(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
@@ -121,13 +182,29 @@ def _started(model: Model, start: Start) -> Model:
 
 @dataclass(frozen=True)
 class LeNet:
-    """5x5 convolutions with ReLU, each pooled 2x2, then dense layers with ReLU, on [H, W] or [H, W, C]."""
+    """Convolutional network for images: two 5x5 convolutions with ReLU and 2x2 max pooling, then dense layers.
+
+    Example:
+        >>> model = fedrax.models.LeNet().build(input_shape=(28, 28, 1), num_outputs=10)
+        >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
+        643850
+    """
 
     channels: tuple[PositiveInt, PositiveInt] = (32, 64)
+    """Channels of the two convolutions."""
     hidden: tuple[PositiveInt, ...] = (512, 128)
+    """Units of each hidden dense layer, with ReLU."""
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
-        """Build the model for samples of ``input_shape`` and ``num_outputs`` outputs."""
+        """Build the model.
+
+        Args:
+            input_shape: Shape of one image, (height, width) or (height, width, channels), at least 16x16.
+            num_outputs: Number of outputs: classes, or targets of a regression.
+
+        Returns:
+            The model.
+        """
         height, width, channels_in = image_shape("lenet", input_shape, smallest=16)
         first, second = self.channels
         rows, columns = (((side - 4) // 2 - 4) // 2 for side in (height, width))
@@ -151,18 +228,33 @@ class LeNet:
 
 @dataclass(frozen=True)
 class CNN:
-    """Two 3x3 convolutions with ReLU, one 2x2 pooling, one dense layer with ReLU, on [H, W] or [H, W, C].
+    """Convolutional network for images: two 3x3 convolutions with ReLU, 2x2 max pooling and one hidden dense layer.
 
-    The architecture of pfl-research's CIFAR-10 benchmark, with dropout after the pooling and after the
-    dense layer; dropout acts only where the loss is given a key.
+    The architecture of pfl-research's CIFAR-10 benchmark.
+
+    Example:
+        >>> model = fedrax.models.CNN().build(input_shape=(32, 32, 3), num_outputs=10)
+        >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
+        1626442
     """
 
     channels: tuple[PositiveInt, PositiveInt] = (32, 64)
+    """Channels of the two convolutions."""
     hidden: PositiveInt = 128
+    """Units of the hidden dense layer, with ReLU."""
     dropout: tuple[float, float] = (0.25, 0.5)
+    """Dropout rates after the pooling and after the hidden layer, used in training only."""
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
-        """Build the model for samples of ``input_shape`` and ``num_outputs`` outputs."""
+        """Build the model.
+
+        Args:
+            input_shape: Shape of one image, (height, width) or (height, width, channels), at least 6x6.
+            num_outputs: Number of outputs: classes, or targets of a regression.
+
+        Returns:
+            The model.
+        """
         height, width, channels_in = image_shape("cnn", input_shape, smallest=6)
         if not all(0 <= rate < 1 for rate in self.dropout):
             raise FedraxError(f"dropout rates must lie in [0, 1), not {self.dropout}.")
@@ -194,12 +286,27 @@ class CNN:
 
 @dataclass(frozen=True)
 class LSTM:
-    """One LSTM layer over a sequence [T, F]; its last hidden state feeds the output layer."""
+    """One LSTM layer over a sequence [T, F], whose last hidden state is the input of the output layer.
+
+    Example:
+        >>> model = fedrax.models.LSTM().build(input_shape=(128, 9), num_outputs=6)
+        >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
+        71942
+    """
 
     hidden: PositiveInt = 128
+    """Units of the LSTM."""
 
     def build(self, input_shape: Shape, num_outputs: int) -> Model:
-        """Build the model for samples of ``input_shape`` and ``num_outputs`` outputs."""
+        """Build the model.
+
+        Args:
+            input_shape: Shape of one sequence, (time steps, features).
+            num_outputs: Number of outputs: classes, or targets of a regression.
+
+        Returns:
+            The model.
+        """
         if len(input_shape) != 2:
             hint = "; of words or characters, as numbers, tweets makes the features" if len(input_shape) == 1 else ""
             raise FedraxError(f"lstm reads sequences of shape (steps, features), not {tuple(input_shape)}{hint}.")
@@ -234,7 +341,7 @@ MODELS: dict[str, type] = {
 
 
 def _check_first(cls: Any) -> None:
-    """Have ``cls`` look at its fields before it builds: a word that it does not know would be taken for another."""
+    """Make ``cls.build`` check the fields first: an unknown choice would silently select another one."""
     build = cls.build
 
     @functools.wraps(build)
@@ -251,7 +358,7 @@ for _class in MODELS.values():
 
 
 def _model(name: str, num_features: int, num_outputs: int, init_body: InitBody, layers: list[Block]) -> Model:
-    """A body of layers with a dense layer "output" on top; it reads the flattened input where there are none."""
+    """A body of layers with a dense layer "output" on top, which reads the flattened input if there are no layers."""
     if num_features < 1 or num_outputs < 1:
         raise FedraxError(f"{name} needs positive sizes, not {num_features} features, {num_outputs} outputs.")
 
@@ -280,12 +387,12 @@ def _model(name: str, num_features: int, num_outputs: int, init_body: InitBody, 
 
 
 def _numbers(params: Params, x: Array) -> Array:
-    """Integers as numbers of the parameters' type: no model of the zoo reads tokens."""
+    """Integers converted to the parameters' dtype: no model of this module reads tokens."""
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(params["output"]["weight"].dtype)
 
 
 def _dense_layers(sizes: list[int], activation: str) -> tuple[InitBody, list[Block]]:
-    """Dense layers "dense1", "dense2", ... of these sizes, an activation after each; the first flattens its input."""
+    """Dense layers "dense1", "dense2", ... of the given sizes with activations; the first flattens its input."""
     if min(sizes) < 1:
         raise FedraxError(f"layer sizes must be positive, not {sizes}.")
     activate = ACTIVATIONS[activation]

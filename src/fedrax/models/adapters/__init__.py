@@ -1,1 +1,1 @@
-"""Adapters that turn Flax and Equinox modules into models."""
+"""Adapters that convert Flax and Equinox modules to models."""

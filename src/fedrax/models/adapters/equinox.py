@@ -1,4 +1,4 @@
-"""Equinox modules as pairs of pure functions."""
+"""Adapter of Equinox modules."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -17,21 +17,35 @@ from fedrax.models.adapters.modules import MODES, Part, begun, library, model_of
 def from_equinox(
     module: Any, *, features: Part | None = None, blocks: Sequence[Part] = (), axis_name: str = "batch"
 ) -> Model:
-    """An Equinox module, or a function `key -> module`, that maps one sample; it is vmapped over the batch.
+    """Convert an Equinox module, which maps one sample to outputs, to a model on batches.
 
-    A module's own values are the start, whatever the key of `init`; a function gives a start for each key.
-    Parameters are the module's floating-point arrays. Where its `__call__` has an argument `key`, each
-    sample gets its own; without a key the module runs in inference mode, with keys that are always the same where it
-    needs some. Arguments `inference`, `enable_dropout` and the like are set as by `from_linen`.
+    The module is vmapped over the batch. Its floating-point arrays are the parameters. If ``__call__`` has an argument
+    ``key``, each sample gets its own key in training. Without a key the module runs in inference mode; a required key
+    is then constant. Arguments such as ``inference`` and ``enable_dropout`` are set as in `from_linen`.
 
-    A module with state, such as batch norm, is `__call__(x, state) -> (output, state)`, as Equinox has it. Give it
-    as it is or as the pair that `equinox.nn.make_with_state` returns; ``axis_name`` is the name of the batch's axis
-    that its layers know. State must not differ among the samples of a batch.
+    A module with state, such as batch norm, has Equinox's signature ``__call__(x, state) -> (output, state)``. The
+    state must be the same for all samples of a batch.
 
-    ``features`` and ``blocks`` are functions of the module and one sample (or names of methods): what the last
-    layer reads, and the parts that `__call__` applies one after the other. A further argument is the state, which
-    they return, and `key` the sample's key. Raises FedraxError for a method that is not there, for a module whose
-    state is not given along, for batch norm over an axis of another name, and for dropout that gets no key.
+    Args:
+        module: A module, which is the initial value for every key; or a function ``key -> module``. A module with
+            state may be given as the pair that ``equinox.nn.make_with_state`` returns.
+        features: Method name or function (module, sample) that gives the input of the last layer.
+        blocks: Method names or functions (module, sample) that ``__call__`` applies one after the other. Like
+            ``features``, they may take and return the state and take ``key``.
+        axis_name: Name of the batch axis in the module's batch norm layers.
+
+    Returns:
+        The model.
+
+    Raises:
+        FedraxError: Equinox is not installed, a method is missing, the state is not included, batch norm uses
+            another axis name, or dropout gets no key.
+
+    Example:
+        >>> import equinox
+        >>> model = fedrax.models.from_equinox(lambda key: equinox.nn.Linear(3, 2, key=key))
+        >>> model.apply(model.init(jax.random.key(0)), jnp.ones((5, 3))).shape
+        (5, 2)
     """
     equinox = library("equinox", "equinox")
     is_module = isinstance(module, equinox.Module | tuple)
@@ -44,7 +58,7 @@ def from_equinox(
     def init(key: Array) -> Params:
         made, start = _with_state(equinox, lambda: create(key))
         leaves = jax.tree.leaves(equinox.filter(made, equinox.is_inexact_array))
-        # each module made has static fields of its own, such as functions, and trees that differ in them do not combine
+        # static fields such as functions differ between modules, and trees that differ in them cannot be combined
         params = jax.tree.unflatten(jax.tree.structure(template), leaves)
         return Variables(params, start) if has_statistics else params
 
@@ -75,7 +89,7 @@ def from_equinox(
 
 @contextmanager
 def _told(kind: type, x: Array) -> Iterator[None]:
-    """Dropout without a key as a sentence; and with the error of a convolution over images what it may come of."""
+    """Explain the errors of dropout without a key and of convolutions over channels-last images."""
     try:
         yield
     except Exception as error:
@@ -96,7 +110,7 @@ def _told(kind: type, x: Array) -> Iterator[None]:
 
 
 def _with_state(equinox: ModuleType, create: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
-    """An Equinox module without its initial state, and that state by name."""
+    """An Equinox module without its initial state, and the state by name."""
     made = create()
     try:
         network, state = made if isinstance(made, tuple) else equinox.nn.make_with_state(lambda: made)()

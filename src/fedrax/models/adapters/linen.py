@@ -1,7 +1,7 @@
-"""Models users bring: Flax Linen modules as pairs of pure functions; `nnx` and `equinox` beside it do the same.
+"""Adapter of Flax Linen modules.
 
-Mutable statistics, such as those of batch norm, travel beside the parameters as `Variables`: training gives new
-ones, evaluation reads them.
+Mutable statistics, such as those of batch norm, are kept beside the parameters in `Variables`: training updates them
+and evaluation reads them.
 """
 
 import importlib
@@ -20,25 +20,39 @@ from fedrax.errors import FedraxError
 from fedrax.models.adapters.modules import Part, library, model_of, modes, told_of_axes
 
 _LARGEST = 1 << 20
-"""Bytes of a constant, which stands in every program of the model: a larger one travels beside the parameters."""
+"""Most bytes of a constant, which is embedded in every program of the model. Larger ones become statistics."""
 
 
 def from_linen(
     module: Any, sample_input: Array | np.ndarray, *, features: Part | None = None, blocks: Sequence[Part] = ()
 ) -> Model:
-    """A Flax Linen module that maps a batch [B, ...] to outputs [B, ...]; `sample_input` is such a batch.
+    """Convert a Flax Linen module, which maps a batch [B, ...] to outputs [B, ...], to a model.
 
-    Parameters are the collection "params"; all other collections, such as "batch_stats", are statistics, but for two
-    kinds: those that grow with every call, which a module sows for its user to look at, are left out; and those that
-    training leaves as they are and that every key begins alike are constants. Where the module's `__call__` has an
-    argument `train`, `deterministic` or another common name of it, it is set by whether the module trains; a key feeds
-    "dropout" and random streams of any other name.
+    The collection "params" holds the parameters. Other collections, such as "batch_stats", are running statistics.
+    There are two exceptions: collections that grow with every call (sown intermediates) are dropped, and those that
+    training does not change and that are the same for every key are constants. An argument ``train``,
+    ``deterministic`` or another common name for the mode is set to training or evaluation. A key feeds "dropout" and
+    all other random streams.
 
-    ``features`` and ``blocks`` name methods of the module (or are functions of the module and x): what the last
-    layer reads, and the parts that `__call__` applies one after the other. Modes are set as for `__call__`.
-    Raises FedraxError for a method that is not there, for a module that does not take the sample input, for one
-    that moves statistics or draws random numbers in evaluation, and for one that a switch of another name keeps from
-    doing so in training.
+    Args:
+        module: An instance of a Linen module.
+        sample_input: A batch [B, ...] as the data set stores it; only its shape and dtype matter.
+        features: Method name or function (module, x) that gives the input of the last layer.
+        blocks: Method names or functions (module, x) that ``__call__`` applies one after the other.
+
+    Returns:
+        The model; its parameters are `Variables` if there are running statistics.
+
+    Raises:
+        FedraxError: Flax is not installed, a method is missing, the module does not accept ``sample_input``, it
+            updates statistics or draws random numbers in evaluation, or a mode argument of unknown name prevents
+            either in training.
+
+    Example:
+        >>> from flax import linen
+        >>> model = fedrax.models.from_linen(linen.Dense(2), jnp.ones((1, 3)))
+        >>> model.apply(model.init(jax.random.key(0)), jnp.ones((5, 3))).shape
+        (5, 2)
     """
     _check_instance(module, library("flax.linen", "flax"))
     errors, meta = importlib.import_module("flax.errors"), importlib.import_module("flax.core.meta")
@@ -86,7 +100,7 @@ def from_linen(
 
 
 def _check_instance(module: Any, linen: ModuleType) -> None:
-    """Refuse a class, or what makes one's objects, in place of a module."""
+    """Raise FedraxError for a class or factory in place of a module instance."""
     if not isinstance(module, linen.Module):
         made = getattr(module, "func", module)  # of a functools.partial
         name = made.__name__ if isinstance(made, type) else None
@@ -109,8 +123,6 @@ def _that_stay(module: Any, shapes: Any, x: Any, training: dict[str, bool]) -> t
     """The names of the mutable collections, and of those that a training call leaves unchanged.
 
     Batch norm's statistics are never among the latter, whether they changed or not: they belong to trained parameters.
-
-    Batch norm's are none of the latter, moved or not: they come with trained parameters.
     """
     names = [name for name in shapes if name != "params"]
     if not names:
@@ -132,7 +144,7 @@ def _that_stay(module: Any, shapes: Any, x: Any, training: dict[str, bool]) -> t
 
 
 def _alike(variables_of: Callable[[Array], dict[str, Any]], names: list[str]) -> dict[str, Any]:
-    """Those of the collections that are the same whatever the key."""
+    """The collections that have the same values for every key."""
     if not names:
         return {}
     begin = jax.jit(lambda key: {name: variables_of(key)[name] for name in names})
@@ -150,7 +162,7 @@ def _alike(variables_of: Callable[[Array], dict[str, Any]], names: list[str]) ->
 
 @contextmanager
 def _told_of_flax(module: Any, errors: ModuleType) -> Iterator[None]:
-    """Errors that are Flax's own as a sentence."""
+    """Convert Flax's errors to FedraxError with a remedy."""
     name = type(module).__name__
     try:
         yield
@@ -169,5 +181,5 @@ def _told_of_flax(module: Any, errors: ModuleType) -> Iterator[None]:
 
 
 def _said(error: Exception) -> str:
-    """An error's first line, without Flax's address of a page about it."""
+    """The first line of an error, without Flax's link to its documentation."""
     return str(error).strip().split("\n")[0].split(" (https://")[0].rstrip(".")

@@ -1,4 +1,4 @@
-"""What the adapters of Flax and Equinox share: modes, how modules begin, and what goes wrong in them as sentences."""
+"""Shared code of the Flax and Equinox adapters: modes, construction of modules, and error messages."""
 
 import importlib
 import inspect
@@ -24,17 +24,17 @@ Part = str | Callable[..., Any]
 _TRAINING = ("train", "training", "is_training", "is_train", "enable_dropout")
 _INFERENCE = ("deterministic", "use_running_average", "inference", "eval", "evaluate", "is_eval", "test", "testing")
 MODES = dict.fromkeys(_TRAINING, True) | dict.fromkeys(_INFERENCE, False)
-"""The arguments of a method that say whether it trains: their values where it does."""
+"""Common names of a method's mode argument, and their values in training."""
 
 
 def modes(method: Callable, train: bool) -> dict[str, bool]:
-    """Values of a method's arguments that say whether it trains."""
+    """The values of a method's mode arguments in training or evaluation."""
     names = inspect.signature(method).parameters
     return {name: train == value for name, value in MODES.items() if name in names}
 
 
 def library(module: str, package: str) -> ModuleType:
-    """The module of a package that not everybody has; FedraxError says how to install it."""
+    """Import a module of an optional package; FedraxError says how to install it."""
     use_all_cores()  # before the module's first array: afterwards JAX's devices are what they are
     try:
         return importlib.import_module(module)
@@ -43,13 +43,13 @@ def library(module: str, package: str) -> ModuleType:
 
 
 def begun(create: Callable, name: str, value: Any) -> Any:
-    """What a class or a function makes of ``value``: its argument of that name or, where it has none, its first."""
+    """Call ``create`` with ``value`` as its argument ``name`` or, if it has none of that name, as its first."""
     inner: Any = create
     while isinstance(inner, partial):
         inner = inner.func
-    try:  # of a class its own: the call of its metaclass takes anything
+    try:  # the class's own __init__: the metaclass's __call__ takes any arguments
         known = inspect.signature(inner.__init__ if isinstance(inner, type) else inner).parameters
-    except (TypeError, ValueError):  # of another language's
+    except (TypeError, ValueError):  # no Python signature
         known = {}
     by_name = name in known and known[name].kind is not inspect.Parameter.POSITIONAL_ONLY
     return create(**{name: value}) if by_name else create(value)
@@ -96,10 +96,10 @@ def model_of(
 
 
 def _check_switches(kind: type, run: Callable, method: Callable, variables: Any, x: Any, key: Any) -> None:
-    """Reject a user-named switch that is set the wrong way round.
+    """Raise FedraxError if a Boolean argument of unknown name is a mode argument with the wrong default.
 
-    Then a training call draws random numbers or moves statistics only with the switch flipped, or an evaluation call
-    does. Where the module has a switch with a known name, other switches are options.
+    This is detected if flipping it makes training draw random numbers or update statistics, or stops evaluation from
+    doing so. If the method has a mode argument of known name, other Booleans are options.
     """
     if modes(method, train=True):
         return
@@ -122,14 +122,14 @@ def _check_switches(kind: type, run: Callable, method: Callable, variables: Any,
 
 
 def _only_first(first: set[str] | None, second: set[str] | None) -> set[str]:
-    """What is of the first alone; nothing where one is not known."""
+    """The elements of ``first`` that are not in ``second``; empty if either is None."""
     return set() if first is None or second is None else first - second
 
 
 def _signs_of_training(
     run: Callable, method: Callable, variables: Any, x: Any, key: Any, train: bool
 ) -> set[str] | None:
-    """What a call does that an evaluation mostly does not; None where it fails."""
+    """Whether a call updates statistics or draws random numbers, as text; None if the call fails."""
 
     def call(variables: Any, x: Any, key: Any) -> tuple[Any, list[Array]]:
         outputs, statistics = run(method, variables, x, key if train else None, train)
@@ -151,7 +151,7 @@ def _signs_of_training(
 
 @contextmanager
 def told_of_axes(kind: type) -> Iterator[None]:
-    """That a module takes means over an axis of devices, as a sentence."""
+    """Explain the error of a module that averages over an axis of devices."""
     try:
         yield
     except NameError as error:

@@ -1,4 +1,4 @@
-"""Flax NNX modules as pairs of pure functions."""
+"""Adapter of Flax NNX modules."""
 
 import dataclasses
 import inspect
@@ -17,17 +17,29 @@ from fedrax.xla import closure_values
 
 
 def from_nnx(module: Any, *, features: Part | None = None, blocks: Sequence[Part] = ()) -> Model:
-    """A Flax NNX module, or a function `nnx.Rngs -> module`, that maps a batch [B, ...] to outputs.
+    """Convert a Flax NNX module, which maps a batch [B, ...] to outputs [B, ...], to a model.
 
-    A module's own values are the start, whatever the key of `init`; a function gives a start for each key.
-    Without a key the module runs in its evaluation mode, with one in its training mode; arguments `train` and the like
-    are set as by `from_linen`. A key begins the module's random streams anew, whatever their names, and where its
-    `__call__` has an argument `rngs`, it is given streams made of the key. Variables other than parameters and random
-    states, such as `nnx.BatchStat`, are statistics, but for those that only a call makes; numbers that never move are
-    better plain arrays of the module.
+    With a key the module runs in training mode, without one in evaluation mode. Arguments such as ``train`` are set as
+    in `from_linen`. A key reseeds all random streams of the module; an argument ``rngs`` of ``__call__`` gets streams
+    made from the key. Variables other than parameters and random states, such as ``nnx.BatchStat``, are running
+    statistics, except those that only a call creates. Store numbers that never change as plain arrays of the module.
 
-    ``features`` and ``blocks`` are functions of the module and x (or names of methods): what the last layer reads,
-    and the parts that `__call__` applies one after the other. Raises FedraxError for a method that is not there.
+    Args:
+        module: A module, which is the initial value for every key; or a function ``nnx.Rngs -> module``.
+        features: Method name or function (module, x) that gives the input of the last layer.
+        blocks: Method names or functions (module, x) that ``__call__`` applies one after the other.
+
+    Returns:
+        The model; its parameters are `Variables` if there are running statistics.
+
+    Raises:
+        FedraxError: Flax is not installed, or a method is missing.
+
+    Example:
+        >>> from flax import nnx
+        >>> model = fedrax.models.from_nnx(lambda rngs: nnx.Linear(3, 2, rngs=rngs))
+        >>> model.apply(model.init(jax.random.key(0)), jnp.ones((5, 3))).shape
+        (5, 2)
     """
     nnx = library("flax.nnx", "flax")
     create: Callable = (lambda rngs: module) if isinstance(module, nnx.Module) else module
@@ -47,7 +59,7 @@ def from_nnx(module: Any, *, features: Part | None = None, blocks: Sequence[Part
     there = {path for path, _ in nnx.to_flat_state(still)}
 
     def streams_of(key: Array) -> dict[str, Array]:
-        """A key for each name of a stream."""
+        """One key per random stream, by name."""
         others = {name: jax.random.fold_in(key, i) for i, name in enumerate(sorted(streams - {"default"}), 1)}
         return {"default": key} | others
 
@@ -77,17 +89,17 @@ def from_nnx(module: Any, *, features: Part | None = None, blocks: Sequence[Part
 
 
 def _filled(nnx: ModuleType, template: Any, values: Any) -> Any:
-    """A state with these values in the place of the template's."""
+    """A copy of the template state with the given values."""
     state = jax.tree.map(lambda v: v, template)  # a fresh copy: filling it must not touch the template
     nnx.replace_by_pure_dict(state, values)
     return state
 
 
 def _with_shapes(parts: Callable[[Any], tuple[Any, ...]]) -> tuple[Any, ...]:
-    """``parts(0)``, but for the last one of shapes in the place of arrays, where that can be.
+    """``parts(0)``, with shapes in place of arrays in all but the last part, where possible.
 
-    Outside of a program each parameter would be drawn, and what draws it compiled, by itself. It cannot be of a module
-    that looks at its numbers, or that keeps arrays which are no variables: NNX takes traced ones for constants.
+    Tracing avoids one compilation per parameter. It is not possible for a module whose construction depends on array
+    values, or that has arrays that are not variables, because NNX treats traced ones as constants.
     """
     found: list[Any] = []
 
@@ -98,7 +110,7 @@ def _with_shapes(parts: Callable[[Any], tuple[Any, ...]]) -> tuple[Any, ...]:
 
     try:
         end = last(jax.random.key(0))
-    except Exception:  # what is wrong with a module comes again
+    except Exception:  # parts(0) raises the same error if it is the module's
         return parts(0)
     if _holds_traced(found[2]):
         return parts(0)
@@ -107,7 +119,7 @@ def _with_shapes(parts: Callable[[Any], tuple[Any, ...]]) -> tuple[Any, ...]:
 
 
 def _holds_traced(graph: Any) -> bool:
-    """Whether arrays of a program that was traced stand among a module's constants, or in functions of its own."""
+    """Whether a module's constants or closures hold traced arrays."""
     waiting, seen = [graph], {}
     while waiting:
         value = waiting.pop()

@@ -1,4 +1,4 @@
-"""PyTorch modules as models: traced by ``torch.export``, computed in JAX."""
+"""Adapter of PyTorch modules: traced by ``torch.export`` and computed in JAX."""
 
 from fedrax.models.pytorch.adapter import TorchModel, from_torch
 

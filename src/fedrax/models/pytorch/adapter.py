@@ -1,4 +1,4 @@
-"""``from_torch``: a PyTorch module as a model."""
+"""``from_torch``: convert a PyTorch module to a model."""
 
 from __future__ import annotations
 
@@ -29,23 +29,36 @@ QUICK: dict[str, Any] = {"compiler_options": {"xla_backend_optimization_level": 
 Part = str | Callable[..., Any]
 """A method's name, or a function of the module and x."""
 TOLERANCE = 1e-5
-"""How far the outputs in JAX may be from PyTorch's, of the largest of them or of 1."""
+"""Largest difference of outputs in JAX and PyTorch, relative to the largest output or 1."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TorchModel(Model):
-    """A model that came from PyTorch and can go back."""
+    """A model made by `from_torch`, whose trained parameters can be exported to PyTorch.
+
+    Example:
+        >>> model = fedrax.models.from_torch(torch.nn.Linear(3, 2), torch.ones(4, 3))  # doctest: +SKIP
+        >>> module = model.to_torch(model.init(jax.random.key(0)))  # doctest: +SKIP
+        >>> torch.save(module.state_dict(), "model.pt")  # doctest: +SKIP
+    """
 
     module: Any = None
-    """The module it was made of, as it was then."""
+    """A copy of the module as it was given to `from_torch`."""
     moving: frozenset[str] = field(default_factory=frozenset)
+    """Names of the buffers that training updates, such as batch norm's running statistics."""
 
     def to_torch(self, trained: Any) -> Any:
-        """A copy of the module with trained values, in evaluation mode.
+        """Copy the module with trained values, in evaluation mode.
 
-        trained: a :class:`fedrax.Result`, :class:`fedrax.contract.Variables` or parameters. Running statistics are
-        those of a result or Variables. Its ``state_dict()`` is what ``torch.save`` writes. Raises FedraxError for
-        other trees.
+        Args:
+            trained: A :class:`fedrax.Result`, :class:`fedrax.contract.Variables` or parameters. Running statistics
+                are taken from a result or Variables.
+
+        Returns:
+            A ``torch.nn.Module``.
+
+        Raises:
+            FedraxError: ``trained`` has other names or shapes than the module's parameters.
         """
         torch = _torch()
         params = getattr(trained, "params", trained)
@@ -71,22 +84,33 @@ def from_torch(
     blocks: Sequence[Part] = (),
     channels_last: bool = False,
 ) -> TorchModel:
-    """A PyTorch module that maps a batch [B, ...] to outputs [B, ...]; ``example`` is such a batch.
+    """Convert a PyTorch module, which maps a batch [B, ...] to outputs [B, ...], to a model computed in JAX.
 
-    The forward pass is traced twice, in evaluation and in training mode, and computed in JAX; arrays lie as PyTorch's
-    do, images as [B, C, H, W]. With ``channels_last`` the model is given [B, ..., C] instead, as fedrax's readers of
-    images have it; ``example`` is what the module reads. Parameters are nested dictionaries under the module's own
-    names; those that need no gradient stay as they are. Buffers that training moves, such as batch norm's, are
-    statistics. Random numbers, such as dropout's, are JAX's own.
+    The forward pass is traced in evaluation and in training mode. Parameters are nested dictionaries under the
+    module's names; those with ``requires_grad=False`` are frozen. Buffers that training updates, such as batch norm's,
+    are running statistics. JAX draws the random numbers, such as dropout's. The outputs for ``example`` are compared
+    with PyTorch's in evaluation mode and, if nothing is random, in training mode.
 
-    A module's own values are the start, whatever the key of ``init``; a class or function without arguments that makes
-    a module gives a start for each key, drawn by PyTorch.
+    Args:
+        module: A module, which is the initial value for every key; or a class or function without arguments that
+            makes one, for which PyTorch draws an initial value per key.
+        example: A batch [B, ...] in the module's layout, images as [B, C, H, W].
+        features: Method name or function (module, x) that gives the input of the last layer.
+        blocks: Method names or functions (module, x) that ``forward`` applies one after the other.
+        channels_last: Whether the model's inputs are [B, ..., C], as fedrax reads images; they are transposed for the
+            module.
 
-    ``features`` and ``blocks`` name methods of the module (or are functions of the module and x): what the last layer
-    reads, and the parts that ``forward`` applies one after the other.
+    Returns:
+        The model.
 
-    The outputs for ``example`` are compared with PyTorch's, where nothing is random in training too. FedraxError for a
-    module that cannot be traced, has operators without a form here (both with the source line), or other numbers.
+    Raises:
+        FedraxError: PyTorch is not installed, the module cannot be traced or uses an operator that is not supported
+            (with the source line), or the outputs in JAX and PyTorch differ.
+
+    Example:
+        >>> model = fedrax.models.from_torch(torch.nn.Linear(3, 2), torch.ones(4, 3))  # doctest: +SKIP
+        >>> model.apply(model.init(jax.random.key(0)), jnp.ones((5, 3))).shape  # doctest: +SKIP
+        (5, 2)
     """
     torch = _torch()
     make = module if callable(module) and not isinstance(module, torch.nn.Module) else None
