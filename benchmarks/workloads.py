@@ -41,7 +41,7 @@ class Workload:
     @property
     def flop_per_sample(self) -> int:
         """Matrix products of one training step: forward, gradient of weights, gradient of inputs (2 per
-        multiply-add), without the gradient of the first layer's inputs, which nobody needs.
+        multiply-add), without the gradient with respect to the inputs, which is not computed.
         """
         return 2 * (3 * sum(self.macs) - self.macs[0])
 

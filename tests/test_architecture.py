@@ -80,3 +80,10 @@ def test_imports_against_the_order_are_found():
     assert against_the_order("fedrax.analysis.rendering", "from fedrax.profiling.rendering import draw")
     assert against_the_order("fedrax.privacy.ledger", "from fedrax.privacy.audit.game import observe_client")
     assert not against_the_order("fedrax.privacy.audit.game", "from fedrax.privacy.ledger import Ledger")
+
+
+def test_the_page_names_modules_that_exist():
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    paths = re.findall(r"`([a-z_]+/[\w/]+\.py)`", page)
+    missing = [path for path in paths if not (PACKAGE / path).exists() and not (ROOT / path).exists()]
+    assert len(paths) > 20 and not missing

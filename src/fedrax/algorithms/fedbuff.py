@@ -42,7 +42,7 @@ class FedBuff(Algorithm):
 
     x <- x + eta_g / K sum_i (1 + tau_i)^-power Delta_i, where Delta_i comes of local steps from the x of tau_i steps
     before. Algorithms 1 and 2; power 1/2 is section 5's scaling. Delays come of the participation
-    :class:`fedrax.simulation.Asynchronous`, whose K is ``cohort_size``; without them it is FedAvg. A round is what
+    :class:`fedrax.participation.Asynchronous`, whose K is ``cohort_size``; without them it is FedAvg. A round is what
     begins between two steps of the server: clients compute at once and their uploads wait, which gives the numbers of
     clients that take their time. In a ``ClientDP`` that adds its noise at the server every sum that is kept has noise
     of its own, and a step meets that of ``max_delay`` + 1 rounds: leave ``max_delay`` no longer than delays are.

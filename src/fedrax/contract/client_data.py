@@ -248,7 +248,7 @@ class ClientData(TrainingHooks):
     def batch(self, step: Array | int, batch_size: int, order: Order) -> tuple[Tree, Array | None]:
         """Gather the mini-batch of a local step.
 
-        ``shuffle`` permutes the data anew in every epoch, ``stored`` keeps their order, ``replacement`` draws with
+        ``shuffle`` permutes the data in every epoch, ``stored`` keeps their order, ``replacement`` draws with
         replacement. The last mini-batch of an epoch is padded, where B does not divide the size, with other samples
         of this client.
 

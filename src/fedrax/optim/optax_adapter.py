@@ -171,7 +171,7 @@ class Optax:
         Args:
             x: The parameters.
             state: The optimizer's state.
-            direction: The gradient, or what stands for it.
+            direction: The gradient, or the negative mean update at the server.
             lr: The learning rate, where none is among the options.
             factor: Multiplies the update.
             loss: The loss at ``x``, for transformations that take one (``optax.polyak_sgd``).

@@ -198,7 +198,7 @@ def _environment(made: Examination) -> None:
         words = f"whole: fedrax {known['fedrax']}, jax {known['jax']}"
         made.findings.append(FileState(name, words, True))
     except (FedraxError, OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        made.findings.append(FileState(name, f"damaged: {error}; resuming writes it anew", False))
+        made.findings.append(FileState(name, f"damaged: {error}; resuming writes it again", False))
 
 
 def _clients(made: Examination) -> None:
@@ -207,7 +207,7 @@ def _clients(made: Examination) -> None:
         if found is not None:
             made.findings.append(FileState(client_summary.FILE, f"whole: {found.clients} clients", True))
     except FedraxError as error:
-        made.findings.append(FileState(client_summary.FILE, f"damaged: {error}; resuming writes it anew", False))
+        made.findings.append(FileState(client_summary.FILE, f"damaged: {error}; resuming writes it again", False))
 
 
 def _verdict(directory: Path, known: bool, written: int, states: dict, usable: dict) -> str:

@@ -175,7 +175,7 @@ def _read_cached(path: Path, shape: tuple[int, ...]) -> np.ndarray | None:
 
 def _write_cached(path: Path, images: np.ndarray) -> None:
     with suppress(FedraxError, OSError):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # the images may be nobody else's business
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # the images may be confidential
         if images.nbytes > min(MAX_CACHE_BYTES, shutil.disk_usage(path.parent).free // 2):
             return
         _make_room(path.parent, MAX_CACHE_BYTES - images.nbytes)
