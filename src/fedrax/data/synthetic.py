@@ -85,7 +85,8 @@ def load_matrix_sensing(
 
     The entries of D are N(mean, 1), float32 [n, dim, dim]; ``noise`` is a variance; y is float32 [n]. Each of
     ``clients`` natural clients has ``samples`` samples of its own (the paper does not say how many), and
-    ``test_samples`` more are test data of no client. ``truth`` is X, float32 [dim, dim]. Raises FedraxError for impossible sizes.
+    ``test_samples`` more are test data of no client. ``truth`` is X, float32 [dim, dim]. Raises FedraxError for
+    impossible sizes.
     """
     if not 1 <= rank <= dim:
         raise FedraxError(f"a matrix of {dim} rows has a rank of 1 to {dim}, not {rank}.")
