@@ -67,7 +67,7 @@ REFUSED = {
     *(f"{outer}({inner}" for outer in ("efsign", "topk") for inner in ("efsign", "quantized", "randomk", "topk")),
     *(f"personalized({inner}" for inner in ("efsign", "quantized", "randomk", "topk")),
     "randomk(quantized",
-    *(f"{outer}(quantiseddown" for outer in ("ditto", "personalized")),
+    *(f"{outer}(quantizedbroadcast" for outer in ("ditto", "personalized")),
     *(f"{o}(clientdp" for o in ("attacked", "efsign", "personalized", "quantized", "randomk", "robust", "topk")),
     *("outputperturbation(ditto", "outputperturbation(outputperturbation", "sampledp(ditto"),
 }

@@ -27,7 +27,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(Path(fedrax.__file__).parent, root / "src" / "fedrax", ignore=ignored)
     shutil.copytree(ROOT / "tests" / "contract", root / "tests" / "contract", ignore=ignored)
-    for name in ("pyproject.toml", "tests/conftest.py", "tests/compiler.py", "tests/examples.py", "tests/thinning.py"):
+    for name in ("pyproject.toml", "tests/conftest.py", "tests/compiler.py", "tests/examples.py", "tests/slow.py"):
         shutil.copy(ROOT / name, root / name)
     (root / "src/fedrax/algorithms/fedacg.py").write_text(METHOD, encoding="utf-8")
     return root

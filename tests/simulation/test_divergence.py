@@ -44,7 +44,7 @@ class Overflowing(fedrax.FedAvg):
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("method", "plan"), [*product(["Scaffold", "FedAvg", "MimeSVRG"], PLANS), ("GradMA", "scan")])
 def test_the_sick_client_is_named(method: str, plan: str, tmp_path: Path):
-    algorithm = getattr(fedrax, method)(local=LOCAL)
+    algorithm = getattr(fedrax.algorithms, method)(local=LOCAL)
     script = fedrax.simulation.Script(cohorts=COHORTS)
     options = {"script": script, "rounds": 5, "plan": plan, "chunk": 2}
     seen: list[dict] = []
