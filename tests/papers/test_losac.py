@@ -73,7 +73,7 @@ def test_constants_are_tuned_with_the_step_size():
     wider, made = losac.with_constants([{"label": "FedAvg"}, {"label": "FedADMM", "rho": 5.0}])
     assert {entry["label"]: entry.get("rho") for entry in wider} == {label: value for label, (_, value) in made.items()}
     assert made["FedADMM"] == ("FedADMM", 5.0) and made["FedADMM, rho = 150"] == ("FedADMM", 150.0)
-    best = losac.Tried(0.0064, 1500.0, losac.Method("FedADMM, rho = 1500", []))
+    best = losac.Tried(0.0064, 1500.0, losac.MethodRuns("FedADMM, rho = 1500", []))
     assert losac.settings("FedADMM", best) == "0.0064, rho = 1500 (end of the grid)"
     assert losac.settings("FedAvg", best._replace(lr=2e-4, constant=None)) == "0.0002 (end of the grid)"
 

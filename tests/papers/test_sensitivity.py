@@ -82,6 +82,6 @@ def test_every_panel_is_an_experiment(panel: sensitivity.Panel) -> None:
 
 
 def test_three_seeds_need_no_remark(tmp_path: Path) -> None:
-    runs = [running.Run(tmp_path, {"run": {"seed": seed}}, [], None) for seed in range(3)]
-    assert running.few_seeds([running.Method("all", runs)]) == ""
-    assert running.few_seeds([running.Method("two", runs[:2])]) == " Two seeds only (0 and 1)."
+    runs = [running.SavedRun(tmp_path, {"run": {"seed": seed}}, [], None) for seed in range(3)]
+    assert running.few_seeds([running.MethodRuns("all", runs)]) == ""
+    assert running.few_seeds([running.MethodRuns("two", runs[:2])]) == " Two seeds only (0 and 1)."
