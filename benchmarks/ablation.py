@@ -1,4 +1,4 @@
-"""What each compiler pass gains: every pass off in turn, on workloads and on networks.
+"""Ablation of the compiler passes: the speedup of each pass on workloads and networks.
 
 ``python -m benchmarks.ablation`` runs fedrax on the workloads W1 to W10 and on the networks of `benchmarks.networks`,
 with all passes and with each pass of `fedrax.xla.PASSES` switched off by ``FEDRAX_DISABLED_PASSES``. The clocks are
@@ -52,7 +52,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--repeats", type=int, default=3, help="runs of everything, in turn (default 3)")
     add("--resume", action="store_true", help="continue the last session")
     add("--report", action="store_true", help="only write the last session's page again")
-    add("--cache", type=Path, default=cache_directory(), help="where the arrays are kept")
+    add("--cache", type=Path, default=cache_directory(), help="where the arrays are stored")
     add("--out", type=Path, default=RESULTS, help="where the page is written")
     add("--max-wait", type=float, default=300, help="seconds to wait for a quiet machine (default 300)")
     add("--timeout", type=float, default=900, help="seconds a run may take (default 900)")
@@ -70,7 +70,7 @@ def names() -> list[str]:
 
 
 def measure(session: Session, arguments: argparse.Namespace) -> None:
-    """Run what the session does not hold yet."""
+    """Run what the session does not contain yet."""
     arrays = {name: ensure_arrays(name, arguments.cache / "arrays") for name in arguments.workloads}
     done = {identity(run) for run in session.runs if "failed" not in run}
     for repeat, case, disabled in schedule(arguments):
@@ -88,7 +88,7 @@ def measure(session: Session, arguments: argparse.Namespace) -> None:
 
 
 def schedule(arguments: argparse.Namespace) -> Iterator[tuple[int, str, str]]:
-    """(repeat, case, pass that is off): of one case all passes in turn, so that they meet the same machine."""
+    """(repeat, case, disabled pass): all passes of a case in turn, so that they run under the same conditions."""
     for repeat in range(1, arguments.repeats + 1):
         for case in [*arguments.workloads, *arguments.networks]:
             for disabled in [ALL, *arguments.passes]:
@@ -114,12 +114,12 @@ def identity(run: dict[str, Any]) -> tuple[str, str, int]:
 
 
 def seconds(run: dict[str, Any]) -> float:
-    """A round's: of workloads the median without the warm-up round, of networks the median."""
+    """Seconds of a round: the median, for workloads without the warm-up round."""
     return run["round_median"] if "round_median" in run else run["round"]
 
 
 def gains(session: Session) -> dict[str, dict[str, float]]:
-    """By pass and case: the time of a round without the pass over that with all, medians over repeats."""
+    """Speedup by pass and case: median time of a round without the pass over the median time with all passes."""
     times: dict[tuple[str, str], list[float]] = {}
     for run in session.runs:
         if "failed" not in run:
@@ -133,7 +133,7 @@ def gains(session: Session) -> dict[str, dict[str, float]]:
 
 
 def sections(session: Session) -> list[str]:
-    """The page's."""
+    """Sections of the page."""
     from fedrax.xla import PASSES
 
     found = gains(session)
@@ -144,12 +144,12 @@ def sections(session: Session) -> list[str]:
     header = session.header
     text = (
         f"Written by `python -m benchmarks.ablation` on {header['date']} from session `{header['id']}` of "
-        "`ablation.jsonl`. The gain of a pass is the time of a round without it over that with all passes, medians "
-        f"over repeats. A pass below {WORTH:.2f} everywhere is not worth its code, unless it is there for correctness "
-        f"or memory.\n\n{session.machine_text()} No accelerator is used."
+        "`ablation.jsonl`. The gain of a pass is the time of a round without it, divided by the time with all passes; "
+        f"medians over repeats. A pass below {WORTH:.2f} everywhere does not pay for its code, unless it serves "
+        f"correctness or memory.\n\n{session.machine_text()} No accelerator is used."
     )
     head = ("pass", "what it matches", "what it becomes", "largest gain", f"cases above {WORTH:.2f}", "smallest gain")
-    return ["# Compiler passes", text, markdown_table(head, rows), *failed]
+    return ["# Ablation of the compiler passes", text, markdown_table(head, rows), *failed]
 
 
 def describe(ratios: dict[str, float]) -> Sequence[str]:

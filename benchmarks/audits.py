@@ -1,10 +1,10 @@
-"""Audits of every private form: what an attacker proves of epsilon, beside what is claimed.
+"""Privacy audits of every mechanism: lower bounds on epsilon against the claimed guarantees.
 
-``python -m benchmarks.audits`` watches the client of a small federation, with its own label and with the other one,
-whose clipped updates are opposite, in ``--runs`` runs of each, for every configuration of method, mechanism, noise and
-draw of cohorts; appends the audits to ``results/audits.jsonl`` and writes ``audits.md``. It ends with an error where a
-claim is refuted, or where a mechanism that is broken on purpose is not caught. Noise, bounds and rates are inputs of
-the compiled programs: each kind of mechanism is compiled once.
+``python -m benchmarks.audits`` plays the distinguishing game on the client of a small federation. The two neighboring
+datasets have its own label and the other label, which give opposite clipped updates; each gets ``--runs`` runs for
+every configuration of method, mechanism, noise and cohort sampling. Appends the audits to ``results/audits.jsonl`` and
+writes ``audits.md``. Exits with an error if a claim is refuted, or if the audit does not detect a mechanism that is
+broken on purpose. Noise, bounds and rates are inputs of the compiled programs: each mechanism is compiled once.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 RAW = RESULTS / "audits.jsonl"
 NOISES, RATES, ROUNDS = (0.5, 1.0, 1.5, 2.5, 4.0), (0.05, 0.1, 0.2, 0.5), 2
 DELTAS = {"always": 1e-5, "fixed": 1e-2, "poisson": 1e-2}
-"""By the draw of the client: what error rates prove, they prove at a delta that can be counted."""
+"""By the sampling of the client. Bounds from error rates need a delta that the number of runs can resolve."""
 CONFIDENCE = 0.95
 BROKEN_NOISES = (1.0, 1.5, 2.5)
-"""Of mechanisms that are broken on purpose: with less noise so few runs prove no more than the claim, and with more
-they do not prove that."""
+"""Noise multipliers of mechanisms that are broken on purpose: with less or more noise, this number of runs does not
+prove more than the claim."""
 
 
 class Configuration(NamedTuple):
-    """What is audited."""
+    """One audited configuration."""
 
     method: str
     mechanism: str
@@ -50,12 +50,12 @@ class Configuration(NamedTuple):
 
 
 def configurations() -> Iterator[Configuration]:
-    """All of them, those of one compiled program together."""
+    """All configurations, grouped by compiled program."""
     from fedrax import FedAvg, LocalSGD, Scaffold
     from fedrax.privacy import ClientDP, OutputPerturbation, SampleDP
     from fedrax.privacy.mechanisms.clipping import Adaptive, Flat, PerLeaf
 
-    local = LocalSGD(lr=1e6, steps=1, batch_size=1)  # whatever the model, the update is longer than its bound
+    local = LocalSGD(lr=1e6, steps=1, batch_size=1)  # the update always exceeds its bound
     average, scaffold = FedAvg(local=local), Scaffold(local=local)
     clips = {"flat": Flat(0.5), "per leaf": PerLeaf(0.5), "adaptive": Adaptive(bound=0.5, count_noise=4.0)}
     central: list[tuple[str, Any, str]] = [("FedAvg", average, clip) for clip in clips]
@@ -73,7 +73,7 @@ def configurations() -> Iterator[Configuration]:
         for noise in NOISES:
             private = ClientDP(inner, clip=clips[clip], noise=noise, at="client")
             yield Configuration(name, f"ClientDP at the client, {clip}", "always", noise, 1.0, private, "client")
-    slow = FedAvg(local=LocalSGD(lr=0.05, steps=2, batch_size=1))  # gradients stay longer than theirs
+    slow = FedAvg(local=LocalSGD(lr=0.05, steps=2, batch_size=1))  # gradients always exceed their bound
     for rate, batches in ((None, "shuffled"), (0.5, "Poisson")):
         for noise in NOISES:
             private = SampleDP(slow, clip=0.5, noise=noise, rate=rate)
@@ -84,7 +84,7 @@ def configurations() -> Iterator[Configuration]:
 
 
 def broken() -> Iterator[tuple[str, Configuration, Algorithm]]:
-    """What is wrong, what is claimed, and what is run in its place: at the server and at the client."""
+    """(fault, sound configuration, broken method), with noise at the server and at the client."""
     from benchmarks.broken_mechanisms import BROKEN
     from fedrax import FedAvg, LocalSGD
     from fedrax.privacy.mechanisms.client_level import ClientDP
@@ -101,7 +101,7 @@ def broken() -> Iterator[tuple[str, Configuration, Algorithm]]:
 
 def main() -> None:
     parser = point_parser(__doc__)
-    parser.add_argument("--runs", type=int, default=10_000, help="of each world (default 10000)")
+    parser.add_argument("--runs", type=int, default=10_000, help="for each of the two datasets (default 10000)")
     parser.add_argument("--report", action="store_true", help="only write the last session's page again")
     arguments = parser.parse_args()
     session = Session.latest(RAW) if arguments.report else measure(arguments)
@@ -125,7 +125,7 @@ def measure(arguments: argparse.Namespace) -> Session:
 
 
 def audit(one: Configuration, runs_as: Algorithm, runs: int, many: int) -> dict[str, Any]:
-    """What is proven of a method at 95 %, and together with ``many`` others where the first is above the claim."""
+    """The lower bound at 95 % and, if it exceeds the claim, the bound corrected for ``many`` audits."""
     from fedrax import Settings
     from fedrax.experiments.audit import watch_a_client
 
@@ -144,7 +144,7 @@ def audit(one: Configuration, runs_as: Algorithm, runs: int, many: int) -> dict[
 
 @cache
 def pair() -> Any:
-    """Two classes by two vectors of one shape: an upload of two leaves, whose noise could be the same."""
+    """A task with two parameter vectors of one shape, so that reused noise between leaves would be detected."""
     import jax.numpy as jnp
 
     from fedrax import classification
@@ -156,7 +156,7 @@ def pair() -> Any:
 
 @cache
 def federation() -> Any:
-    """One client of one sample; with its other label it moves the model by as much the other way."""
+    """One client with one sample; the other label gives the opposite update."""
     from fedrax import Federation
 
     return Federation.from_arrays(np.array([[1.0, -1.0]], np.float32), np.array([0]), np.zeros(1, int), num_classes=2)
@@ -170,19 +170,19 @@ def audits_of(session: Session, broken: bool) -> list[dict[str, Any]]:
 
 
 def refuted(run: dict[str, Any]) -> bool:
-    """Whether what holds together with all others is above the claim."""
+    """Whether the bound corrected for multiple tests exceeds the claim."""
     return run["claimed"] is not None and run["together"] > run["claimed"]
 
 
 def failures(session: Session) -> list[str]:
-    """Sound claims that are refuted; and what is broken and not caught."""
+    """Sound claims that are refuted, and broken mechanisms that are not detected."""
     sound = [f"{run['mechanism']} of {run['method']} is refuted" for run in audits_of(session, False) if refuted(run)]
     missed = [run for run in audits_of(session, True) if not refuted(run)]
-    return sound + [f"{run['mechanism']} with {run['fault']}, noise {run['noise']}, is not caught" for run in missed]
+    return sound + [f"{run['mechanism']} with {run['fault']}, noise {run['noise']}, is not detected" for run in missed]
 
 
 def table(session: Session) -> str:
-    """A row for each mechanism and draw of cohorts, and for each fault."""
+    """A row for each mechanism and cohort sampling, and for each fault."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for run in audits_of(session, False) + audits_of(session, True):
         fault = f", {run['fault']}" if "fault" in run else ""
@@ -193,7 +193,7 @@ def table(session: Session) -> str:
         above = sum(run["proven"] > run["claimed"] for run in runs if run["claimed"])
         spread = f"{min(share):.2f} to {max(share):.2f}"
         rows.append((name, drawn, str(len(runs)), spread, str(above), str(sum(map(refuted, runs)))))
-    head = ("mechanism", "client is drawn", "configurations", "proven / claimed", "above claim, 95 % each", "refuted")
+    head = ("mechanism", "client sampling", "configurations", "proven / claimed", "above claim, 95 % each", "refuted")
     return markdown_table(head, rows)
 
 
@@ -205,23 +205,24 @@ def write_report(session: Session, out: Path) -> Path:
     wrong = audits_of(session, True)
     introduction = (
         f"Written by `python -m benchmarks.audits` on {header['date']} from session `{header['id']}` of "
-        f"`audits.jsonl`: {len(sound)} configurations of FedAvg and SCAFFOLD, of mechanisms, of noise multipliers "
-        f"{noises} (for OutputPerturbation they are sigma, with tau = 1: multipliers of half that) and "
-        f"of draws of a client with rates {rates} and 1; {ROUNDS} rounds each, {header['runs']} runs of "
-        f"each of two worlds, delta = {DELTAS['always']:g} for a client that is always there and "
-        f"{DELTAS['fixed']:g} for one that is drawn; {number(seconds / 60)} minutes of processor time.\n\n"
-        f"At 95 % each, a bound is above its claim by chance in at most 5 % of sound configurations; {above} of "
-        f"{len(sound)} are. A claim counts as refuted where a bound with confidence 1 - 0.05 / {len(sound)} is above "
-        "it (Bonferroni): all such bounds hold together with 95 %. The client has one sample, whose other label, in "
-        "the second world, turns its clipped update around: the two worlds are as far apart as a bound allows. One "
-        "that is always there is told from the other by the likelihood ratio of Gaussian answers, a threshold in the "
-        "direction that the first runs show, and what is proven is a mean shift; of one that is drawn in another "
-        "one's place (fixed) or by a coin of its own (poisson; in the second world it is not there) error rates prove "
-        f"epsilon itself. Of {len(wrong)} audits of mechanisms that are broken on purpose {sum(map(refuted, wrong))} "
+        f"`audits.jsonl`: {len(sound)} configurations of FedAvg and SCAFFOLD with the mechanisms below, noise "
+        f"multipliers {noises} (for OutputPerturbation these are sigma, with tau = 1: multipliers of half that), and "
+        f"client sampling rates {rates} and 1. {ROUNDS} rounds in each run, {header['runs']} runs with each of two "
+        f"neighboring datasets, delta = {DELTAS['always']:g} for a client that always participates and "
+        f"{DELTAS['fixed']:g} for one that is sampled; {number(seconds / 60)} minutes of processor time.\n\n"
+        "Each lower bound on epsilon has a confidence of 95 %, so at most 5 % of sound configurations are expected "
+        f"above their claim by chance; {above} of {len(sound)} are. A claim is refuted if a bound with confidence 1 - "
+        f"0.05 / {len(sound)} exceeds it (Bonferroni): all such bounds hold together with 95 %. The client has one "
+        "sample. In the second dataset it has the other label, which reverses the clipped update, the largest change "
+        "that the clipping bound allows. For a client that always participates, the test is the likelihood ratio of "
+        "Gaussian observations, a threshold along a direction that is estimated on the first half of the runs, and the "
+        "bound follows from a mean shift. For a sampled client, which replaces another one (fixed) or is absent from "
+        "the second dataset (poisson), the bound follows from error rates. "
+        f"Of {len(wrong)} audits of mechanisms that are broken on purpose, {sum(map(refuted, wrong))} "
         "refute the claim.\n\n"
         f"{session.machine_text()} No accelerator is used."
     )
-    return write_page(out / "audits.md", ["# Audits of what is claimed", introduction, table(session)])
+    return write_page(out / "audits.md", ["# Privacy audits", introduction, table(session)])
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""fedrax beside other simulators on one GPU.
+"""Comparison with other simulators on one GPU.
 
 ``python -m benchmarks.gpu`` runs fedrax, a PyTorch loop, pfl-research and FedJAX on the workloads of
-``benchmarks.peers`` and on W11, pfl-research's own CIFAR-10 benchmark, each in a fresh process of the environment that
-the command runs in, which needs builds of JAX and PyTorch for the GPU (``pip install '.[cuda]' '.[flax]' torch
-pfl==0.6.0 fedjax==0.0.17``). It checks that all end at the same test loss, appends every run to ``results/gpu.jsonl``
-and writes ``results/gpu.md``. Of W11 fedrax also runs all 1,500 rounds.
+``benchmarks.peers`` and on W11, pfl-research's own CIFAR-10 benchmark. Each run is a fresh process in the environment
+of the command, which needs builds of JAX and PyTorch for the GPU (``pip install '.[cuda]' '.[flax]' torch pfl==0.6.0
+fedjax==0.0.17``). It checks that all end at the same test loss, appends every run to ``results/gpu.jsonl`` and writes
+``results/gpu.md``. fedrax also runs all 1,500 rounds of W11.
 """
 
 from __future__ import annotations
@@ -64,21 +64,21 @@ def parse_arguments() -> argparse.Namespace:
     add("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="default: W1 to W11")
     add("--peers", nargs="+", choices=peers, default=peers, help="default: all")
     add("--repeats", type=int, default=3, help="runs of everything, in turn (default 3)")
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the command where there is no GPU")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: try the command without a GPU")
     add("--cache", type=Path, default=cache_directory(), help="where arrays and compiled programs are kept")
     add("--out", type=Path, default=RESULTS, help="where runs are kept and the page is written")
     add("--max-wait", type=float, default=60, help="seconds to wait for a quiet machine (default 60)")
     add("--timeout", type=float, default=300, help="seconds a run may take (default 300)")
-    add("--resume", action="store_true", help="go on with the last session")
+    add("--resume", action="store_true", help="continue the last session")
     add("--report", action="store_true", help="only write the last session's page again")
     return parser.parse_args()
 
 
 def settings(device: str, cache: Path) -> list[Setting]:
-    """Every simulator, in TensorFloat-32 as PyTorch's convolutions have it, and W11 in float32 too."""
+    """Every simulator in TensorFloat-32, the default of PyTorch's convolutions, and W11 in float32 as well."""
     on = ("--device", device)
     ours = {"FEDRAX_CACHE": str(cache / "fedrax-gpu")}
-    # They take the memory of the GPU that they need, or what others measure of it would be all
+    # No preallocation: otherwise the peak memory would be all of the GPU's memory
     jax = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | ({"JAX_PLATFORMS": "cpu"} if device == "cpu" else {})
     return [
         Setting(OURS, "nothing compiled before", "run_fedrax", None, (*SHORT, "--forget", "1"), variables=ours | jax),
@@ -107,9 +107,9 @@ def start(raw: Path, arrays: dict[str, Path], device: str) -> Session:
 
 
 def graphics_card() -> str:
-    """Its name, memory and driver, as NVIDIA's tool gives them; ends the command where there is none."""
+    """Name, memory and driver of the GPU as reported by nvidia-smi; exits if there is none."""
     if shutil.which("nvidia-smi") is None:
-        sys.exit("error: there is no nvidia-smi, so no GPU of NVIDIA's: --device cpu tries the command without one")
+        sys.exit("error: nvidia-smi is not installed: --device cpu tries the command without an NVIDIA GPU")
     command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[0]
 
@@ -131,18 +131,18 @@ def conclude(session: Session, out: Path) -> int:
 
 
 def by_round(session: Session) -> Session:
-    """The runs that do the same work, measured round by round."""
+    """The runs that are timed round by round, without those of the whole benchmark."""
     return Session(session.path, session.header, [run for run in session.runs if run["setting"] != WHOLE])
 
 
 def whole(session: Session) -> Iterable[str]:
-    """A sentence on all rounds of the benchmark in one go."""
+    """A sentence on the time of the whole benchmark."""
     found = [run for run in session.runs if run["setting"] == WHOLE and "failed" not in run]
     if found:
         seconds = statistics.median(run["first_round_with_import"] for run in found)
         yield (
-            f"All 1,500 rounds of W11 with an evaluation on 2,000 samples every ten take fedrax "
-            f"{seconds:.1f} s from the start of the process to its end, imports and compilation included "
+            f"All 1,500 rounds of W11, with an evaluation on 2,000 samples every ten rounds, take fedrax "
+            f"{seconds:.1f} s from process start to end, including imports and compilation "
             f"(test accuracy {found[-1]['test_accuracy']:.3f})."
         )
 
@@ -150,24 +150,25 @@ def whole(session: Session) -> Iterable[str]:
 def sections(session: Session) -> Iterable[str]:
     found, header = rows(by_round(session)), session.header
     m = header["machine"]
-    yield "# fedrax beside other simulators on a GPU"
+    yield "# Comparison with other simulators on a GPU"
     yield (
         f"Written by `python -m benchmarks.gpu` on {m['date']} from session `{header['id']}` of `gpu.jsonl`. Machine: "
         f"{m['gpu']}; {m['cpu']}, {m['cores']} cores; Python {m['python']}, {', '.join(header['packages'])}. "
-        "All train the same models from the same weights on the same arrays, cohorts and batches; see `peers.md` for "
-        f"W1 to W10. W11 is pfl-research's CIFAR-10 benchmark without its dropout: {WORKLOADS['W11'].model}."
+        "All simulators train the same models from the same initial weights on the same arrays, cohorts and batches. "
+        "`peers.md` describes W1 to W10. W11 is pfl-research's CIFAR-10 benchmark without dropout: "
+        f"{WORKLOADS['W11'].model}."
     )
     yield "## Milliseconds a round"
     yield (
-        "Each simulator in its fastest setting; in brackets, how many times faster than the best peer. What is empty "
-        "was not run."
+        "Each simulator in its fastest setting; in parentheses, the speedup over the fastest other simulator. Empty "
+        "cells were not run."
     )
     yield table(by_round(session))
     yield from whole(session)
     yield "## Seconds from process start to the end of the first round"
     yield pivot(found, lambda row: f"{row.first_round_with_import:.1f}")
-    yield "## Memory of the GPU, MB"
-    yield "What arrays and programs took at most, as PyTorch and JAX count it."
+    yield "## Peak GPU memory, MB"
+    yield "Peak allocation of arrays and programs as reported by PyTorch and JAX."
     yield memory(by_round(session))
     yield "## Every setting"
     yield every_setting(session, found)

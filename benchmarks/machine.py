@@ -1,8 +1,7 @@
-"""What this machine can do: float32 matrix products and copies, on one thread and on every core.
+"""Speed of this machine: float32 matrix products and copies, on one thread and on all cores.
 
-``python -m benchmarks.machine`` measures for about half a minute, prints one JSON object and keeps it in
-``benchmarks/results/machine.json``. The other benchmarks measure anew, and store the figures beside their
-own.
+``python -m benchmarks.machine`` measures for about half a minute, prints one JSON object and writes it to
+``benchmarks/results/machine.json``. The other benchmarks repeat the measurement and store its figures with their own.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def main() -> None:
 
 
 def describe() -> dict[str, str | int | float]:
-    """What the machine is, without its name."""
+    """Hardware and software of the machine, without its name."""
     return {
         "cpu": processor(),
         "cores": cores(),

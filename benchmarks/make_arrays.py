@@ -50,11 +50,11 @@ def source_of(name: str) -> str:
 
 
 def source_text(source: str | None) -> str:
-    """A page's sentence about W1's samples; None: of a session that has not kept their source."""
+    """A page's sentence about the samples of W1; None for sessions that do not record their source."""
     return {
-        "mnist": "W1 has MNIST's samples.",
-        "gaussian": "W1 has Gaussian classes in MNIST's place: there was no MNIST at hand.",
-    }.get(source or "", "Whether W1 has MNIST's samples or Gaussian classes in their place was not kept.")
+        "mnist": "W1 uses MNIST.",
+        "gaussian": "W1 uses Gaussian classes instead of MNIST, which was not available.",
+    }.get(source or "", "The session does not record whether W1 uses MNIST or Gaussian classes.")
 
 
 def make_arrays(workload: Workload) -> dict[str, np.ndarray]:

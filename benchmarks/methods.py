@@ -1,9 +1,9 @@
-"""What every algorithm costs against FedAvg, on the first workload: 1000 clients, cohort of 50, a 2NN.
+"""The cost of every algorithm relative to FedAvg, on W1: 1000 clients, cohort of 50, a 2NN.
 
-``python -m benchmarks.methods`` runs every algorithm that fedrax knows with five local steps of twelve
-samples (or the one step, or the blocks, that the method is defined for), each in a fresh process on a quiet
-machine, appends the runs to ``results/methods.jsonl`` and writes ``methods.md``, ``methods.png`` and
-``methods.svg``. Beside the time stands the arithmetic: evaluations of one sample's gradient in a round.
+``python -m benchmarks.methods`` runs every algorithm of fedrax with five local steps of twelve samples (or the single
+step, or the blocks, that the method is defined for), each in a fresh process on a quiet machine. It appends the runs to
+``results/methods.jsonl`` and writes ``methods.md``, ``methods.png`` and ``methods.svg``. The table also has the number
+of per-sample gradients in a round.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ REFERENCE = "fedavg"
 WORKLOAD = "W1"
 STEPS, BATCH, TIMED_ROUNDS = 5, 12, 20
 CLIPPED = {"episode, clipped": ("episode", {"gamma": 1e-8}), "celgc": ("fedavg", {"local.clip": 1e-8})}
-"""Methods with every step clipped: the algorithm, and the length of a step by its field."""
+"""Methods with every step clipped: the algorithm, and the clipping bound by its field."""
 OPTIONS: dict[str, dict[str, Any]] = {"scaffnew": {"p": 1 / STEPS}, "objectiveperturbation": {"guarantee": "none"}}
-"""What a method needs for this workload: as many steps on average where it draws their number, no proof where its own
-is of another model."""
-LEARNING_RATE = 1e-4  # small: only the cost counts here, and no method may diverge
+"""Settings that a method needs for this workload: the same mean number of local steps, and no guarantee for a model
+that the theorem does not cover."""
+LEARNING_RATE = 1e-4  # small, so that no method diverges: only the cost is measured
 
 
 def main() -> None:
@@ -77,7 +77,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure_here(name: str, arrays: str) -> dict[str, Any]:
-    """Times one algorithm's rounds in this process; a method that refuses the task says why."""
+    """Time the rounds of one algorithm in this process; ``refused`` has the error of one that rejects the task."""
     from benchmarks.fedrax_clock import time_rounds
     from benchmarks.fedrax_problems import federation_of, model_of
     from benchmarks.workloads import WORKLOADS, Arrays
@@ -114,7 +114,7 @@ def method(name: str) -> Algorithm:
 
 
 def adapted(algorithm: Algorithm) -> Algorithm:
-    """The algorithm with this benchmark's local work, as far as the method leaves it open."""
+    """The algorithm with this benchmark's local work, where the method does not fix it."""
     if hasattr(algorithm, "inner"):
         return dataclasses.replace(algorithm, inner=adapted(algorithm.inner))  # type: ignore[call-arg]
     local = getattr(algorithm, "local", None)
@@ -193,27 +193,27 @@ def table(measured: list[Measured]) -> str:
 def write_report(session: Session, measured: list[Measured], out: Path) -> list[Path]:
     introduction = (
         f"Written by `python -m benchmarks.methods` on {session.header['date']} from session "
-        f"`{session.header['id']}` of `methods.jsonl`. W1 of `benchmarks/README.md`: 1000 clients of 60 samples, a "
-        f"cohort of 50, the 2NN; {STEPS} local steps of {BATCH} samples, where the method does not fix another "
-        f"number. {source_text(session.header.get('source'))} Gradients: evaluations of one sample's gradient. Peak "
-        "memory includes the clients' state.\n\n"
+        f"`{session.header['id']}` of `methods.jsonl`. W1 of `benchmarks/README.md`: 1000 clients with 60 samples, a "
+        f"cohort of 50, the 2NN; {STEPS} local steps on batches of {BATCH}, unless the method fixes another "
+        f"number. {source_text(session.header.get('source'))} Gradients are per-sample gradients in a round. The peak "
+        "memory includes client states.\n\n"
         f"{session.machine_text()} No accelerator is used."
     )
     refused = {run["algorithm"]: run["refused"] for run in session.runs if "refused" in run}
     failed = {run["algorithm"] for run in session.runs if "failed" in run}
     sections = [
-        "# The cost of every algorithm",
+        "# Cost of every algorithm",
         introduction,
         table(measured),
         "![Cost of every algorithm](methods.svg)",
-        *(f"- {name} refuses this task: {reason}" for name, reason in refused.items()),
+        *(f"- {name} rejects this task: {reason}" for name, reason in refused.items()),
         *(f"- **{name} failed**" for name in sorted(failed)),
     ]
     return [write_page(out / "methods.md", sections), *draw(measured, out / "methods")]
 
 
 def draw(measured: list[Measured], path: Path) -> list[Path]:
-    """A dot for each algorithm's time and a mark where its gradients alone would put it, as multiples of FedAvg's."""
+    """A dot for each algorithm's time and a mark for its number of gradients, both relative to FedAvg."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,8 +1,9 @@
-"""``python -m benchmarks.networks``: networks as Flax's users write them, beside the same in plain loops.
+"""``python -m benchmarks.networks``: plain Flax Linen networks against loops in PyTorch and plain JAX.
 
-Thirty-three networks that fedrax has no layers of its own for, in a loop of PyTorch and in one of jitted steps of JAX.
-Shapes, batches and work are equal; starting weights are each library's own, for only time is compared (equal weights
-and losses: `benchmarks.peers`). Appends the runs to ``results/networks.jsonl`` and writes ``networks.md``.
+Runs thirty-three networks without layers of fedrax's model zoo, the same networks in a PyTorch training loop, and in a
+loop of jitted JAX steps. Shapes, batches and work are equal. Each library initializes its own weights, since only time
+is compared (`benchmarks.peers` uses equal weights and compares losses). Appends the runs to ``results/networks.jsonl``
+and writes ``networks.md``.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace) -> Session:
-    """Runs of everything."""
+    """Run every network in every setting."""
     python = ensure_environment("torch", arguments.cache / "environments") / "python"
     session = Session.start(RAW)
     for repeat in range(1, arguments.repeats + 1):
@@ -67,13 +68,13 @@ def measure(arguments: argparse.Namespace) -> Session:
 
 
 def loop(python: str, runner: str, *options: str, wait: float) -> dict[str, Any]:
-    """A run of one of the runners that are loops of their own."""
+    """A run of the PyTorch loop or of the plain JAX loop."""
     variables = os.environ | {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
     return run_quietly([python, "-m", f"benchmarks.runners.{runner}", *options], variables, wait, timeout=900)
 
 
 def measure_here(name: str) -> dict[str, Any]:
-    """A round of ours in seconds, the first since the process started, and how many parameters there are."""
+    """Seconds of a fedrax round, seconds from process start to the end of the first round, number of parameters."""
     started = time.monotonic()
     import jax
     import numpy as np
@@ -110,7 +111,7 @@ def measure_here(name: str) -> dict[str, Any]:
 
 
 class First:
-    """When the first round ended."""
+    """Sink that records when the first round ended."""
 
     ended = 0.0
 
@@ -123,7 +124,7 @@ class First:
 
 
 def sections(session: Session) -> list[str]:
-    """The page's."""
+    """Sections of the page."""
     lines, ratios, jax_ratios = [], [], []
     for name, case in CASES.items():
         runs = [run for run in session.runs if run["network"] == name and "failed" not in run]
@@ -150,31 +151,31 @@ def sections(session: Session) -> list[str]:
     against_jax = f", plain JAX's {statistics.median(jax_ratios):.2f}" if jax_ratios else ""
     text = (
         f"Written by `python -m benchmarks.networks` on {session.header['date']} from session "
-        f"`{session.header['id']}` of `networks.jsonl`. FedAvg with {CLIENTS} clients in a round, each with two or "
-        "four steps: networks of Flax Linen under fedrax, and the same networks in a loop of PyTorch, one client after "
-        "another, on one thread and on all cores, of which the faster is shown, and of plain JAX, a call of a jitted "
-        "step for each batch. A run's milliseconds a round are the median of its rounds; of several runs ours are the "
-        "median, the loops' the least. The loops' are wall time. Ours are fedrax's clock of rounds, which starts anew "
-        "with each block of rounds and leaves out what the host does between two: by `benchmarks.profiles` about one "
-        "per cent of rounds as long as these, or less. Each network "
-        "runs twice under fedrax, first with nothing compiled before and then with what the first run has kept. Of "
-        "both, and of plain JAX with nothing compiled before, the table has the seconds from the process's start to "
-        "the end of the first round; of both and of PyTorch it has the peak of memory. fedrax is as fast or faster on "
+        f"`{session.header['id']}` of `networks.jsonl`. FedAvg with {CLIENTS} clients in a round and two or four local "
+        "steps. fedrax trains Flax Linen networks. It is compared with a loop over clients in PyTorch, on one thread "
+        "and on all cores, of which the faster is shown, and with a loop in plain JAX that calls a jitted step for "
+        "each batch. A run's milliseconds a round are the median of its rounds. Over several runs the table has the "
+        "median for fedrax and the minimum for the loops. Times of the loops are wall time. fedrax's timer is "
+        "restarted with each block of rounds and leaves out what the host does between two blocks, which is about one "
+        "percent or less of rounds of this length (`benchmarks.profiles`). Each network runs twice under fedrax, first "
+        "with an empty compilation cache and then with the cache of the first run. For both, and for plain JAX without "
+        "a cache, the table has the seconds from process start to the end of the first round; for both and for PyTorch "
+        "it has the peak memory. fedrax is as fast or faster on "
         f"{sum(ratio >= 1 for ratio in ratios)} of {len(ratios)}; the median ratio, PyTorch's time over ours, is "
         f"{statistics.median(ratios):.2f}{against_jax}.\n\n{session.machine_text()} No accelerator is used."
     )
     head = (
         "network",
-        "what it has",
+        "layers",
         "parameters",
         "fedrax, ms",
         "PyTorch, ms",
         "plain JAX, ms",
         "PyTorch / fedrax",
-        "first round, s: nothing compiled / compiled before / plain JAX",
-        "peak MB: nothing compiled / compiled before / PyTorch",
+        "first round, s: empty cache / warm cache / plain JAX",
+        "peak MB: empty cache / warm cache / PyTorch",
     )
-    return ["# Networks of one's own", text, markdown_table(head, lines), *failed]
+    return ["# Plain Flax networks against PyTorch and plain JAX", text, markdown_table(head, lines), *failed]
 
 
 if __name__ == "__main__":

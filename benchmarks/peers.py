@@ -1,11 +1,10 @@
-"""fedrax beside other simulators, on the same workloads.
+"""Comparison of fedrax with other simulators on the same workloads.
 
-``python -m benchmarks.peers`` makes an environment for each simulator and the workloads' arrays, measures
-the machine, runs every simulator on every workload in turn (a fresh process each, on a quiet machine),
-checks that all of them end at the same test loss, appends every run to ``results/peers.jsonl`` and writes
-the tables and pictures ``results/peers.md``, ``peers.png`` and ``peers.svg``. A command limited to some
-workloads or peers prints its table and leaves those files alone. An interrupted command is taken up again
-with ``--resume``.
+``python -m benchmarks.peers`` creates an environment for each simulator and the workloads' arrays, measures the
+machine, and runs every simulator on every workload in turn, each in a fresh process on a quiet machine. It checks that
+all of them end at the same test loss, appends every run to ``results/peers.jsonl`` and writes the tables and figures
+``results/peers.md``, ``peers.png`` and ``peers.svg``. A command limited to some workloads or peers prints its table and
+does not write these files. ``--resume`` continues an interrupted command.
 """
 
 from __future__ import annotations
@@ -68,12 +67,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--workloads", nargs="+", choices=WORKLOADS, default=list(ON_A_CPU), help="default: W1 to W10")
     add("--peers", nargs="+", choices=simulators, help="default: all")
     add("--repeats", type=int, default=3, help="runs of everything, in turn (default 3)")
-    add("--cache", type=Path, default=cache_directory(), help="where the arrays are kept")
-    add("--envs", type=Path, help="where the environments are kept (default: in the cache)")
+    add("--cache", type=Path, default=cache_directory(), help="where the arrays are stored")
+    add("--envs", type=Path, help="where the environments are stored (default: in the cache)")
     add("--out", type=Path, default=RESULTS, help="where tables and pictures are written")
     add("--max-wait", type=float, default=300, help="seconds to wait for a quiet machine (default 300)")
     add("--timeout", type=float, default=900, help="seconds a run may take (default 900)")
-    add("--resume", action="store_true", help="go on with the last session of results/peers.jsonl")
+    add("--resume", action="store_true", help="continue the last session of results/peers.jsonl")
     add("--report", action="store_true", help="only write the last session's tables and pictures again")
     arguments = parser.parse_args()
     arguments.envs = arguments.envs or arguments.cache / "envs"
@@ -81,7 +80,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def schedule(chosen: list[Setting], workloads: list[str], repeats: int) -> Iterator[tuple[int, str, Setting]]:
-    """Repeats outermost: slow drifts of the machine then fall on everybody alike."""
+    """Repeats are the outermost loop, so that slow drifts of the machine affect all simulators equally."""
     for repeat in range(1, repeats + 1):
         for workload in workloads:
             for setting in chosen:
@@ -96,7 +95,7 @@ def environment_of(setting: Setting, directory: Path) -> Path:
 
 
 def facts(name: str, path: Path) -> dict[str, str | float]:
-    """What the tables need to know of a workload."""
+    """Facts of a workload for the tables."""
     arrays, workload = Arrays(path), WORKLOADS[name]
     if arrays.source == "gaussian":
         print(f"{name} uses Gaussian classes: no MNIST under $FEDRAX_DATA/mnist", flush=True)

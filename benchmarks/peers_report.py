@@ -14,9 +14,9 @@ from benchmarks.sessions import Session
 from benchmarks.simulators import OURS
 from benchmarks.workloads import WORKLOADS
 
-LOSS_TOLERANCE = 1e-3  # relative, to the median of all: float32 sums in other orders differ by a third of this
+LOSS_TOLERANCE = 1e-3  # relative to the median; float32 sums in other orders differ by a third of this
 ORDER = list(WORKLOADS)
-FOREIGN_CPU_LIMIT = 0.25  # runs beside more of other processes' work are left out where there are quieter ones
+FOREIGN_CPU_LIMIT = 0.25  # runs with more CPU use of other processes are excluded if quieter ones exist
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """How pivot tables call it: its fastest setting stands for a peer, but fedrax shows all."""
+        """Label in pivot tables: a peer is shown in its fastest setting, fedrax in all settings."""
         return f"{OURS}, {self.setting}" if self.simulator == OURS else self.simulator
 
 
@@ -87,12 +87,12 @@ def workloads_of(found: Iterable[Row]) -> list[str]:
 
 
 def identity(run: dict) -> tuple[str, str, str, int]:
-    """What a run was, whatever came of it: a failed one may have been run again later."""
+    """Key of a run; a failed run may be repeated under the same key."""
     return run["workload"], run["simulator"], run["setting"], run["repeat"]
 
 
 def disagreements(session: Session, tolerance: float = LOSS_TOLERANCE) -> list[str]:
-    """A sentence for each run that failed, and for each whose test loss is not everybody's."""
+    """A sentence for each run that failed and for each run whose test loss differs from the median."""
     problems = []
     succeeded = {identity(run) for run in session.runs if "failed" not in run}
     for run in session.runs:
@@ -108,13 +108,13 @@ def disagreements(session: Session, tolerance: float = LOSS_TOLERANCE) -> list[s
             if not abs(run["test_loss"] - agreed) <= tolerance * abs(agreed):
                 problems.append(
                     f"{run['simulator']} ({run['setting']}) ends {workload} at test loss "
-                    f"{run['test_loss']:.4f}, the median is {agreed:.4f}: it did not do the same work"
+                    f"{run['test_loss']:.4f}, the median is {agreed:.4f}: its work differs"
                 )
     return problems
 
 
 def table(session: Session) -> str:
-    """Milliseconds a round of everybody's fastest setting, and how it compares with the best peer."""
+    """Milliseconds a round of each simulator's fastest setting, and the speedup over the best peer."""
     found = rows(session)
     best = best_peers(found)
 
@@ -136,7 +136,7 @@ def best_peers(found: Iterable[Row]) -> dict[str, float]:
 
 
 def pivot(found: list[Row], cell: Callable[[Row], str]) -> str:
-    """Simulators down, workloads across; ``cell(row)`` of each simulator's fastest setting."""
+    """A row for each simulator, a column for each workload; ``cell(row)`` of its fastest setting."""
     fastest = fastest_settings(found)
     workloads = workloads_of(found)
     names = list(dict.fromkeys(row.name for row in sorted(found, key=lambda row: row.simulator != OURS)))
@@ -162,8 +162,8 @@ def write_report(session: Session, out: Path) -> list[Path]:
 
 
 MILLISECONDS_NOTE = (
-    "Each simulator in its fastest setting; in brackets, how many times faster than the best peer on that "
-    "workload. `*`: only measured beside other processes' work."
+    "Each simulator in its fastest setting; in parentheses, the speedup over the fastest other simulator on that "
+    "workload. `*`: all runs were disturbed by other processes."
 )
 SETTING_COLUMNS = (
     "simulator",
@@ -186,16 +186,17 @@ SETTING_COLUMNS = (
 def sections(session: Session) -> list[str]:
     found = rows(session)
     problems = disagreements(session)
-    agreement = "All runs finished, and all test losses agree" if not problems else "**Not everything agrees**"
+    agreement = "All runs finished, and all test losses agree" if not problems else "**Runs failed or disagree**"
     return [
-        "# fedrax beside other simulators",
+        "# Comparison with other simulators",
         introduction(session),
         "## Milliseconds a round",
         MILLISECONDS_NOTE,
         table(session),
         "![Milliseconds a round](peers.svg)",
         "## Seconds from process start to the end of the first round",
-        "Everything a user waits for: imports, reading the arrays, starting workers, compiling, one round.",
+        "The time until a user sees the first round: imports, reading the arrays, starting workers, compilation, and "
+        "one round.",
         pivot(found, lambda row: f"{row.first_round_with_import:.2f}"),
         "## Peak memory, MB",
         "Proportional set size of the whole process tree (shared pages counted once), sampled.",
@@ -216,11 +217,11 @@ def introduction(session: Session) -> str:
     return (
         f"Written by `python -m benchmarks.peers` on {session.header['date']} from session "
         f"`{session.header['id']}` of `peers.jsonl`. All simulators train the same models from the same "
-        "weights on the same arrays, cohorts and batches, weighted by samples; each run is a fresh process "
-        "on a quiet machine. Medians of the repeats' medians; the first round is reported apart. For W1 to W4 "
-        "fedrax has models of its own and runs, in a setting apart, the plain functions that FedJAX is given; for W5 "
-        "to W10 both run the same Flax Linen modules. "
-        f"All other simulators run PyTorch's.{note}\n\n"
+        "initial weights on the same arrays, cohorts and batches, with aggregation weights proportional to samples. "
+        "Each run is a fresh process on a quiet machine. Times are medians over repeats of each repeat's median; the "
+        "first round is reported separately. For W1 to W4 fedrax uses models of its zoo and, in a separate setting, "
+        "the plain functions that FedJAX uses; for W5 to W10 both use the same Flax Linen modules. "
+        f"All other simulators use PyTorch modules.{note}\n\n"
         f"{session.machine_text()} No accelerator is used."
     )
 
@@ -233,7 +234,7 @@ def workload_section(name: str, session: Session, found: list[Row]) -> str:
     local = f"{workload.epochs} epoch{'s' * (workload.epochs > 1)} in batches of {workload.batch}"
     text = (
         f"{data}; {workload.clients} clients, {workload.cohort} a round, {local}, "
-        f"step size {workload.learning_rate}; {facts['flop'] / 1e9:.3g} GFLOP and {facts['steps']:.0f} "
+        f"learning rate {workload.learning_rate}; {facts['flop'] / 1e9:.3g} GFLOP and {facts['steps']:.0f} "
         "SGD steps a round."
     )
     lines = []
@@ -267,11 +268,11 @@ def versions(session: Session) -> str:
         for run in session.runs
         if "failed" not in run
     )
-    return "\n".join(lines) + "\n\nEvery package of every environment is in the session's line of `peers.jsonl`."
+    return "\n".join(lines) + "\n\nThe session's line of `peers.jsonl` lists every package of every environment."
 
 
 def draw(found: list[Row], path: Path) -> list[Path]:
-    """A panel a workload, two beside each other where there are many."""
+    """One panel for each workload, in two columns if there are more than four."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,6 +1,6 @@
-"""Measuring fedrax itself at one point of a benchmark: in a fresh process, on a quiet machine.
+"""Measure fedrax at one point of a benchmark: in a fresh process, on a quiet machine.
 
-No accelerator is used, and nothing has been compiled before: each process starts with an empty cache.
+No accelerator is used, and each process starts with an empty compilation cache.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ REPOSITORY = Path(__file__).parents[1]
 
 
 def point_parser(description: str | None) -> argparse.ArgumentParser:
-    """The arguments of a benchmark of single points; ``point`` is the JSON of one that this process is to measure."""
+    """The arguments of a benchmark of single points; ``point`` is the JSON of the point to measure in this process."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--cache", type=Path, default=cache_directory(), help="where the arrays are kept")
+    parser.add_argument("--cache", type=Path, default=cache_directory(), help="where the arrays are stored")
     parser.add_argument("--max-wait", type=float, default=300, help="seconds to wait for a quiet machine")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the page is written")
     parser.add_argument("--point", help=argparse.SUPPRESS)

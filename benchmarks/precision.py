@@ -1,7 +1,7 @@
-"""``python -m benchmarks.precision``: what shorter operands of matrix products do to the accuracy.
+"""``python -m benchmarks.precision``: the test accuracy with reduced precision of matrix products.
 
-Three workloads are trained with float32, TensorFloat-32 and bfloat16 operands, each with the same starts, cohorts and
-batches for several seeds. Appends the runs to ``results/precision.jsonl`` and writes ``precision.md``.
+Trains three workloads with float32, TensorFloat-32 and bfloat16 operands, each with the same initial parameters,
+cohorts and batches for several seeds. Appends the runs to ``results/precision.jsonl`` and writes ``precision.md``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ class Training(NamedTuple):
     learning_rate: float
 
 
-WORKLOADS = {"W1": Training(300, 0.05), "W2": Training(100, 0.01), "W3": Training(6, 0.05)}  # W3 is perfect soon after
+WORKLOADS = {
+    "W1": Training(300, 0.05),
+    "W2": Training(100, 0.01),
+    "W3": Training(6, 0.05),
+}  # W3 reaches full accuracy soon after
 
 
 def main() -> None:
@@ -108,22 +112,22 @@ def sections(session: Session) -> list[str]:
     text = (
         f"Written by `python -m benchmarks.precision` on {session.header['date']} from session "
         f"`{session.header['id']}` of `precision.jsonl`. FedAvg on the workloads of `benchmarks/README.md`, with "
-        f"{len(SEEDS)} seeds of fedrax's own starts, cohorts and shuffles; mean and standard deviation over the seeds. "
-        f"{source_text(session.header.get('source'))} "
-        "The difference is that of the same seed's accuracy with float32 operands: its spread beside the spread of the "
-        "accuracy itself tells whether the format matters. Products of local gradients take operands in the "
+        f"{len(SEEDS)} seeds of initial parameters, cohorts and mini-batches; mean and standard deviation over the "
+        f"seeds. {source_text(session.header.get('source'))} "
+        "The difference is to the accuracy of the same seed with float32 operands; compare its spread with that of the "
+        "accuracy itself. Products of local gradients use operands in the "
         f"format, sums stay in float32; on the device used here ({exact['platform']}) "
         f"{rounding(exact['platform'])}.\n\n{session.machine_text()}"
     )
     head = ("", "operands", "test accuracy, %", "difference, points", "test loss")
-    return ["# Accuracy with shorter operands", text, markdown_table(head, lines)]
+    return ["# Accuracy with reduced precision", text, markdown_table(head, lines)]
 
 
 def rounding(platform: str) -> str:
-    """How the platform comes by the format."""
+    """How the platform computes in the format."""
     if platform == "cpu":
-        return "they are rounded to it (to nearest), which gains no speed, so that none is shown"
-    return "they are multiplied in it"
+        return "operands are rounded to nearest without a gain in speed, so no times are shown"
+    return "operands are multiplied in the format"
 
 
 def spread(values: list[float], digits: int) -> str:

@@ -1,10 +1,9 @@
-"""What privacy costs: a private local step against a plain one, in fedrax and in PyTorch with Opacus, and a round with
-client-level privacy against one without.
+"""The cost of differential privacy: DP-SGD steps in fedrax and Opacus, and rounds with client-level privacy.
 
-``python -m benchmarks.privacy`` takes local steps of batches of 64 on one client and one thread, each in a fresh
-process, and rounds of W1 on all cores, plain and private in turn in one process. It counts the processor's time, which
-others' work on the machine hardly changes, appends the runs to ``results/privacy.jsonl`` and writes ``privacy.md``.
-Opacus has an environment of its own, made on first use under ``--cache``.
+``python -m benchmarks.privacy`` takes local steps with batches of 64 on one client and one thread, each in a fresh
+process, and rounds of W1 on all cores, plain and private in turn in one process. It measures processor time, which
+depends little on other processes, appends the runs to ``results/privacy.jsonl`` and writes ``privacy.md``. Opacus runs
+in a separate environment, created on first use under ``--cache``.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ ROUNDS = 8
 OURS = {"fedrax": "plain", "fedrax, SampleDP": "private"}
 THEIRS = {"PyTorch": "plain", "Opacus": "hooks", "Opacus, ghost clipping": "ghost"}
 AT = {"FedAvg": None, "ClientDP, noise at the server": "server", "ClientDP, noise at the clients": "client"}
-"""Ways of a round of W1: where the noise is added."""
+"""Variants of a round of W1: where the noise is added."""
 BLOCK, BLOCKS, TURNS = 20, 3, 5
-"""Rounds that are timed together, how many such in a run after one for warmth, and runs of each way in turn."""
+"""Rounds in a timed block, blocks in a run after one for warm-up, and runs of each variant in turn."""
 ONE_THREAD: dict[str, Any] = {
     "JAX_NUM_CPU_DEVICES": "1",
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
@@ -71,7 +70,7 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace) -> Session:
-    """All models in all ways, in turn; ends the command where a run fails."""
+    """All models and variants in turn; exits if a run fails."""
     python = ensure_environment("opacus", arguments.cache) / "python"
     session = Session.start(RAW)
     for repeat in range(1, arguments.repeats + 1):
@@ -96,7 +95,7 @@ def measure(arguments: argparse.Namespace) -> Session:
 
 
 class Clocks:
-    """A sink that notes the processor's time and the hour at each event with metrics, which ends a block of rounds."""
+    """Sink that records processor time and wall time at each event."""
 
     def __init__(self) -> None:
         self.processor: list[float] = []
@@ -114,7 +113,7 @@ class Clocks:
 
 
 def measure_rounds() -> dict[str, Any]:
-    """Seconds a round of W1's sizes, on random samples, with and without client-level privacy: of each block."""
+    """Seconds a round of each block, on random samples with the sizes of W1, with and without client-level privacy."""
     from benchmarks.fedrax_problems import model_of
     from fedrax import FedAvg, Federation, LocalSGD, classification, simulate
     from fedrax.privacy import ClientDP
@@ -140,7 +139,7 @@ def measure_rounds() -> dict[str, Any]:
 
 
 def measure_here(model: str, how: str, batch: int, steps: int, rounds: int) -> dict[str, Any]:
-    """Processor seconds of fedrax's rounds of one client in this process, after the first two."""
+    """Processor seconds of rounds with one client in this process, after the first two."""
     from benchmarks.fedrax_problems import model_of
     from fedrax import FedAvg, Federation, LocalSGD, classification, simulate
     from fedrax.privacy import SampleDP
@@ -158,12 +157,12 @@ def measure_here(model: str, how: str, batch: int, steps: int, rounds: int) -> d
 
 
 def step(run: dict[str, Any]) -> float:
-    """Processor seconds of a step: of the median round."""
+    """Processor seconds of a step, from the median round."""
     return statistics.median(run["seconds"]) / run["steps"]
 
 
 def table(session: Session) -> str:
-    """A row for each model and way: the median over repeats."""
+    """A row for each model and variant: medians over repeats."""
     rows = []
     for model, (text, _, _) in MODELS.items():
         runs = [run for run in session.runs if run.get("model") == model]
@@ -179,7 +178,7 @@ def table(session: Session) -> str:
 
 
 def rounds_table(session: Session) -> str:
-    """A row for each way of a round: medians over all blocks of all repeats."""
+    """A row for each variant of a round: medians over all blocks of all repeats."""
     runs = [run["rounds"] for run in session.runs if "rounds" in run and "model" not in run]
 
     def median(name: str, clock: str) -> float:
@@ -198,18 +197,18 @@ def write_report(session: Session, out: Path) -> Path:
     header, repeats = session.header, max(run["repeat"] for run in session.runs)
     introduction = (
         f"Written by `python -m benchmarks.privacy` on {header['date']} from session `{header['id']}` of "
-        f"`privacy.jsonl`. One client, batches of {BATCH}, plain SGD; private steps clip each sample's gradient to 1 "
-        f"and add noise of deviation 1. All on one thread, Opacus {version}. Processor time: of each run the median of "
-        f"{ROUNDS - 2} rounds, of these the median of {repeats} runs. × plain: against plain steps of the same "
-        "library.\n\n"
+        f"`privacy.jsonl`. One client, batches of {BATCH}, plain SGD; private steps clip per-sample gradients to 1 "
+        f"and add noise of standard deviation 1. Everything runs on one thread, with Opacus {version}. Times are "
+        f"processor time: the median over {repeats} runs of each run's median over {ROUNDS - 2} rounds. × plain is "
+        "relative to plain steps of the same library.\n\n"
         f"{session.machine_text()} No accelerator is used."
     )
     rounds = (
-        f"Rounds of W1 ({WORKLOADS['W1'].cohort} clients, random samples), on all cores, with client-level privacy and "
-        f"without: runs in turn in one process, medians over blocks of {BLOCK} rounds, the ledger's work among it. "
-        "Noise at the clients is drawn for each of them, noise at the server once."
+        f"Rounds of W1 ({WORKLOADS['W1'].cohort} clients, random samples) on all cores, with and without client-level "
+        f"privacy: runs in turn in one process, medians over blocks of {BLOCK} rounds, including the privacy "
+        "accounting. Noise at the clients is drawn once for each client, noise at the server once a round."
     )
-    page = ["# The cost of privacy", introduction, table(session), rounds, rounds_table(session)]
+    page = ["# Cost of differential privacy", introduction, table(session), rounds, rounds_table(session)]
     return write_page(out / "privacy.md", page)
 
 

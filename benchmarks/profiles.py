@@ -1,8 +1,8 @@
-"""Where the time of the benchmarks' rounds goes, and what bounds it.
+"""Profiles of the benchmarks' rounds: parts of a round, kinds of time, the heaviest operations.
 
 ``python -m benchmarks.profiles`` runs ``fedrax.profiling.profile`` on the workloads of ``benchmarks.peers`` with
-FedAvg, and on the first one with the methods whose cost ``benchmarks.methods`` compares, each in a fresh process on a
-quiet machine; it appends the profiles to ``results/profiles.jsonl`` and writes ``profiles.md``.
+FedAvg, and on W1 with some of the methods of ``benchmarks.methods``, each in a fresh process on a quiet machine. It
+appends the profiles to ``results/profiles.jsonl`` and writes ``profiles.md``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.timing import RESULT_PREFIX
 from benchmarks.workloads import ON_A_CPU, WORKLOADS
 
 RAW = RESULTS / "profiles.jsonl"
-ROUNDS = 300  # of the run that is looked into; only some of them are run
+ROUNDS = 300  # of the profiled run; only some of them are executed
 POINTS = [(workload, "fedavg") for workload in ON_A_CPU]
 POINTS += [("W1", name) for name in ("scaffold", "episode", "losac", "mimesvrg", "fedsaga", "mifa", "gradma")]
 
@@ -68,14 +68,14 @@ def profile_here(workload: str, algorithm: str, arrays: str) -> dict[str, Any]:
 
 
 def sections(session: Session) -> list[str]:
-    """The page: one table of parts, phases added up, and one of what is achieved and what bounds it."""
+    """Sections of the page: parts of a round (summed over phases), achieved rates, heaviest operations."""
     runs = [(run["workload"], run["profile"], run["foreign_cpu"]) for run in session.runs]
     names = {f"{workload} {profile['algorithm']}": profile for workload, profile, _ in runs}
     text = (
         f"Written by `python -m benchmarks.profiles` on {session.header['date']} from session "
-        f"`{session.header['id']}` of `profiles.jsonl`. The workloads are those of `benchmarks.peers`, the methods' "
-        f"local work that of `benchmarks.methods`. {source_text(session.header.get('source'))} `fedrax profile` "
-        "explains its figures in the documentation of performance.\n\n"
+        f"`{session.header['id']}` of `profiles.jsonl`. FedAvg runs on the workloads of `benchmarks.peers`, other "
+        f"methods with the local work of `benchmarks.methods`. {source_text(session.header.get('source'))} The section "
+        "on profiling in the performance documentation explains the figures.\n\n"
         f"{session.machine_text()} No accelerator is used."
     )
     parts = list(dict.fromkeys(part["name"] for profile in names.values() for part in profile["parts"]))
@@ -111,11 +111,11 @@ def sections(session: Session) -> list[str]:
         "foreign CPU",
     )
     return [
-        "# Where a round's time goes",
+        "# Profiles of a round",
         text,
         "## Parts of a round",
         markdown_table(("", "ms", *parts), body),
-        "## What is achieved",
+        "## Achieved rates and kinds of time",
         markdown_table(head, achieved),
         "## The heaviest operations",
         markdown_table(("", "operation", "shapes", "share", "achieves", "of limit"), heaviest(session)),

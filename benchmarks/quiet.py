@@ -1,6 +1,4 @@
-"""Runs a command on a quiet machine and watches what it and everybody else use. Linux only (it reads
-/proc).
-"""
+"""Run a command on a quiet machine and measure its resources and those of other processes. Linux only: reads /proc."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""``python -m benchmarks.repeats``: do the bits of a run repeat on this machine?
+"""``python -m benchmarks.repeats``: bitwise reproducibility of a run on this machine.
 
-Each run is made twice in one process and once stopped half-way and resumed, and all of it again in a second process
-that has compiled nothing; on a GPU also with the flag that forbids XLA sums in any order. Appends what came out to
+Each run is repeated in one process, stopped halfway and resumed, and repeated in a second process with an empty
+compilation cache; on a GPU also with XLA's flag for deterministic operations. Appends the outcome to
 ``results/repeats.jsonl`` and writes ``repeats.md``.
 """
 
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def measure(raw: Path, arguments: argparse.Namespace) -> Session:
-    """Two processes of every setting, side by side: what they compute is compared, not how long it takes."""
+    """Run two processes of every setting in parallel; results are compared, not times."""
     on_gpu = arguments.device == "cuda"
     described = {"gpu": graphics_card() if on_gpu else "none", "cpu": processor(), "cores": cores()}
     session = Session.start(raw, described, jax=version("jax"))
@@ -76,7 +76,7 @@ def measure(raw: Path, arguments: argparse.Namespace) -> Session:
 
 
 def start(point: dict[str, Any], flags: str, device: str) -> subprocess.Popen[str]:
-    """A process of its own, with nothing compiled before."""
+    """A fresh process with an empty compilation cache."""
     command = [sys.executable, "-m", "benchmarks.repeats", "--point", json.dumps(point)]
     ours = {"FEDRAX_CACHE": point["out"] + "-cache", "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": flags}
     ours |= {"JAX_PLATFORMS": "cpu"} if device == "cpu" else {}
@@ -84,19 +84,20 @@ def start(point: dict[str, Any], flags: str, device: str) -> subprocess.Popen[st
 
 
 def outcome(output: str) -> dict[str, Any]:
-    """What a process printed; ends the command where it failed."""
+    """The result that a process printed; exits if it failed."""
     return printed_result(output) or sys.exit(f"error: a run failed:\n{output[-3000:]}")
 
 
 def compared(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """How far runs are from the first process's first one, as a share of how far that has come; 0 of equal bits alone.
-    Of the other process the digest says whether it is equal.
+    """Distances to the first run of the first process, relative to how far that run moved; 0 means equal bits.
+
+    The digests tell whether the other process has equal bits.
     """
     return {**first["apart"], "digests": [first["digest"], second["digest"]], "moved": first["moved"]}
 
 
 def train(workload: str, method: str, arrays: str, out: str) -> dict[str, Any]:
-    """The digest of the parameters at the end, and how far the same run is from it, made again and resumed."""
+    """The digest of the final parameters, and the distances of a repeated and of a resumed run to them."""
     import jax
 
     import fedrax
@@ -130,13 +131,13 @@ def train(workload: str, method: str, arrays: str, out: str) -> dict[str, Any]:
 
 def sections(session: Session) -> Iterator[str]:
     header, m = session.header, session.header["machine"]
-    yield "# Do bits repeat?"
+    yield "# Bitwise reproducibility"
     card = m["gpu"] if m["gpu"] != "none" else "no GPU"
     yield (
         f"Written by `python -m benchmarks.repeats` on {header['date']} from session `{header['id']}` of "
         f"`repeats.jsonl`. Machine: {card}; {m['cpu']}, {m['cores']} cores; jax {header['jax']}. {ROUNDS} rounds of "
-        "workloads that `peers.md` and `gpu.md` describe, in float32. *Equal*: every bit of the parameters; else how "
-        "far they are apart, as a share of how far the run has moved them."
+        "workloads of `peers.md` and `gpu.md`, in float32. *Equal*: all bits of the final parameters are equal. "
+        "Otherwise the cell has the distance between the parameters, relative to how far the run has moved them."
     )
     lines = []
     for run in session.runs:

@@ -1,10 +1,9 @@
-"""What a round of fedrax costs as the problem grows, one axis at a time.
+"""Scaling of the cost of a round with the size of the problem, one axis at a time.
 
-``python -m benchmarks.scaling`` measures FedAvg on a 2NN (random bytes as 28x28 images) against the number
-of clients at the same cohort, the size of the cohort, the width of the model and the number of devices;
-each point in a fresh process on a quiet machine. It fits cost ~ size^e on each axis (0: flat, 1: in
-proportion), appends the runs to ``results/scaling.jsonl`` and writes ``scaling.md``, ``scaling.png`` and
-``scaling.svg``.
+``python -m benchmarks.scaling`` measures FedAvg on a 2NN (random bytes as 28x28 images) against the number of clients
+with a fixed cohort, the cohort size, the width of the model and the number of devices; each point in a fresh process on
+a quiet machine. It fits cost ~ size^e on each axis (0: constant, 1: proportional), appends the runs to
+``results/scaling.jsonl`` and writes ``scaling.md``, ``scaling.png`` and ``scaling.svg``.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Axis:
-    """One quantity that grows while the rest stays: which, over which values, and what it stands for."""
+    """One field of a point that varies while the others are fixed."""
 
     field: str
     values: tuple[int, ...]
@@ -61,7 +60,7 @@ class Axis:
 
 
 def axes() -> dict[str, Axis]:
-    few_samples = Point(samples=2, batch=2)  # so that a million clients fit
+    few_samples = Point(samples=2, batch=2)  # so that a million clients fit into memory
     devices = tuple(sorted({1, 2, cores()} & set(range(1, cores() + 1))))
     found = (
         Axis("clients", (1_000, 10_000, 100_000, 1_000_000), few_samples, "clients N, cohort of 50", "0"),
@@ -203,14 +202,14 @@ def write_report(session: Session, measured: dict[str, list[Measured]], out: Pat
     introduction = (
         f"Written by `python -m benchmarks.scaling` on {session.header['date']} from session "
         f"`{session.header['id']}` of `scaling.jsonl`. FedAvg, five local steps, a 2NN on random 28x28 "
-        "images of bytes; unless the axis says otherwise 1000 clients of 60 samples, a cohort of 50, batches "
-        "of 12, hidden layers of 200, all devices. On the first axis clients have two samples and take "
-        "batches of two. The first round counts from the start of the process and includes making the data. "
-        "Exponents: cost ~ size^e, least squares in logarithms.\n\n"
+        "images of bytes. Except for the quantity of the axis: 1000 clients with 60 samples, a cohort of 50, batches "
+        "of 12, hidden layers of 200, all devices. On the first axis clients have two samples and "
+        "batches of two. The time of the first round counts from process start and includes generating the data. "
+        "Exponents e of cost ~ size^e are least-squares fits in logarithms.\n\n"
         f"{session.machine_text()} No accelerator is used."
     )
     sections = [
-        "# The cost of a round as the problem grows",
+        "# Scaling with the size of the problem",
         introduction,
         table(measured),
         "![Cost of a round](scaling.svg)",

@@ -1,6 +1,4 @@
-"""Raw results: one JSON line a run, and one before them that says when and on what machine they were
-measured.
-"""
+"""Raw results: one JSON line for each run, after a header line with the date and the machine."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass
 class Session:
-    """One command's lines in ``path``: ``header`` holds ``id``, ``date`` and ``machine`` and whatever was
-    added.
-    """
+    """One command's lines in ``path``; ``header`` has ``id``, ``date``, ``machine`` and further facts."""
 
     path: Path
     header: dict[str, Any]
@@ -30,7 +26,7 @@ class Session:
 
     @classmethod
     def start(cls, path: Path, described: dict[str, Any] | None = None, **facts: Any) -> Session:
-        """Writes the header; measures the machine where it is not ``described``."""
+        """Write the header; measure the machine unless it is ``described``."""
         if described is None:
             print("measuring the machine", flush=True)
             described = machine.describe() | machine.measure()
@@ -46,7 +42,7 @@ class Session:
 
     @classmethod
     def latest(cls, path: Path) -> Session:
-        """The last session of a results file; ends the command if there is none."""
+        """The last session of a results file; exits if there is none."""
         records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         headers = [record for record in records if record["kind"] == "session"]
         if not headers:
@@ -56,13 +52,13 @@ class Session:
         return cls(path, last, runs)
 
     def add(self, run: dict[str, Any]) -> None:
-        """Keeps a run's record, on disk before anything else happens."""
+        """Append a run's record and flush it to disk."""
         record = {"kind": "run", "session": self.header["id"], **run}
         self._append(record)
         self.runs.append(record)
 
     def machine_text(self) -> str:
-        """One sentence on the machine and one on what it can do."""
+        """A sentence on the machine and one on its speed."""
         m = self.header["machine"]
         return (
             f"Machine: {m['cpu']}, {m['cores']} cores, {m['memory_gib']:.0f} GiB, {m['system']}, "

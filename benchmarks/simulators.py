@@ -1,5 +1,6 @@
-"""Every simulator of the comparison, and the settings worth running: which gives a simulator its best time
-depends on the workload, so the tables show each simulator's fastest.
+"""Simulators and settings of the comparison.
+
+Which setting is fastest depends on the workload, so the tables show each simulator's fastest.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ ALL = tuple(WORKLOADS)
 LARGE = tuple(f"W{i}" for i in range(3, 10))
 """The workloads whose matrix products are large enough for a second thread to help."""
 ZOO = ("W1", "W2", "W3", "W4")
-"""The workloads whose networks fedrax has layers of its own for."""
+"""The workloads with networks of fedrax's model zoo."""
 
 
 @dataclass(frozen=True)

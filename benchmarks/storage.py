@@ -1,10 +1,10 @@
-"""Samples streamed from disk and client states spilled to it, against memory.
+"""Samples streamed from disk and client states spilled to disk, compared with memory.
 
-``python -m benchmarks.storage`` runs a federation with 1.2 GB of samples, and one whose clients' states are 1.2 GB,
-with the bulk in memory and on disk; each run in a fresh process on a quiet machine. Every client takes part once a
-pass; the rounds of the last of three passes are timed. The command checks that all places end at the same server and
-test loss, bit for bit, appends the runs to ``results/storage.jsonl`` and writes ``storage.md``, ``storage.png`` and
-``storage.svg``. Samples and spilled states lie under ``--cache`` meanwhile (1.3 GB).
+``python -m benchmarks.storage`` runs a federation with 1.2 GB of samples, and one with 1.2 GB of client states, with
+these data in memory and on disk; each run in a fresh process on a quiet machine. Every client participates once in a
+pass over all clients; the rounds of the last of three passes are timed. The command checks that all placements end at
+the same server state and test loss, bit for bit, appends the runs to ``results/storage.jsonl`` and writes
+``storage.md``, ``storage.png`` and ``storage.svg``. It needs 1.3 GB under ``--cache`` for samples and spilled states.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ PASSES = 3  # the first writes the states, the next ones read them, and the last
 
 @dataclass(frozen=True)
 class Case:
-    """A federation, and the places where its bulk may lie."""
+    """A federation, and where its samples or client states are stored."""
 
-    name: str  # of the bulk, and of the setting that says where it lies: "samples" or "states"
+    name: str  # what is stored, and the setting that chooses where: "samples" or "states"
     places: tuple[str, ...]  # the setting's value; the first is the reference
     clients: int
     rows: int  # of each client
@@ -98,7 +98,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure(arguments: argparse.Namespace) -> Session:
-    """All cases in all places; ends the command where a run fails."""
+    """All cases in all placements; exits if a run fails."""
     session = Session.start(RAW)
     arguments.cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.cache) as scratch:
@@ -140,7 +140,7 @@ def write_samples(path: Path, case: Case) -> None:
 
 
 def measure_here(case: Case, place: str, path: str) -> dict[str, Any]:
-    """One run in this process: the times of the last pass's rounds, what they moved, and where training ended."""
+    """One run in this process: times of the last pass, bytes moved in a round, final server state and test loss."""
     import jax
 
     from benchmarks.fedrax_clock import time_rounds
@@ -184,7 +184,7 @@ def method(case: Case) -> tuple[Algorithm, Task]:
 
 
 def federation_of(case: Case, place: str, path: str) -> Federation:
-    """The samples in memory where neither they are streamed nor mapped, else as a memory-mapped array."""
+    """The federation with samples in memory, or as a memory-mapped array if they are mapped or streamed."""
     from fedrax import Federation
 
     x = read_array(Path(path)) if place in ("resident", "spilled") else np.load(path, mmap_mode="r", allow_pickle=False)
@@ -195,7 +195,7 @@ def federation_of(case: Case, place: str, path: str) -> Federation:
 
 
 def cohorts(case: Case) -> np.ndarray:
-    """int [rounds, cohort]: every client once a pass; in another order each time, which scatters rows on disk."""
+    """int [rounds, cohort]: every client once in each pass, in random order, so that rows on disk are scattered."""
     rng, used = np.random.default_rng(0), case.rounds * case.cohort
     passes = [rng.permutation(case.clients)[:used].reshape(case.rounds, case.cohort) for _ in range(PASSES)]
     return np.concatenate(passes)
@@ -206,7 +206,7 @@ def cohorts(case: Case) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Row:
-    """A case in one place: medians over the repeats, in seconds and MB."""
+    """A case in one placement: medians over the repeats, in seconds and MB."""
 
     case: str
     place: str
@@ -239,7 +239,7 @@ def medians(session: Session) -> Iterator[Row]:
 
 
 def runs_of(session: Session, case: Case, place: str) -> list[dict[str, Any]]:
-    """The finished runs; ends the command if there is none."""
+    """The finished runs; exits if there is none."""
     runs = [run for run in session.runs if (run["case"], run["place"]) == (case.name, place) and "server" in run]
     if not runs:
         raise SystemExit(f"error: the session holds no finished run of {case.name} {place}")
@@ -251,10 +251,10 @@ def middle(runs: list[dict[str, Any]], name: str) -> float:
 
 
 def disagreements(session: Session) -> list[str]:
-    """A sentence for each case whose finished runs did not all end at the same server and the same test loss."""
+    """A sentence for each case whose finished runs end at different server states or test losses."""
     finished = [run for run in session.runs if "server" in run]
     return [
-        f"{case.name}: the places do not all end at the same server and test loss"
+        f"{case.name}: the placements do not all end at the same server state and test loss"
         for case in CASES
         if len({(run["server"], run["test_loss"]) for run in finished if run["case"] == case.name}) > 1
     ]
@@ -284,24 +284,26 @@ def write_report(session: Session, rows: list[Row], out: Path) -> list[Path]:
     introduction = (
         f"Written by `python -m benchmarks.storage` on {session.header['date']} from session "
         f"`{session.header['id']}` of `storage.jsonl`. Medians of {repeats} runs, each in a fresh process with an "
-        "empty cache of compiled programs. Every client takes part once a pass, in another order each time; the rounds "
-        f"of the last of {PASSES} passes are timed. The ratio is to the first place. MB a round: the cohort's part of "
-        "the bulk, samples read, states read and written. The first round counts from the start of the process.\n\n"
+        "empty compilation cache. Every client participates once in a pass, in random order; the rounds of the last of "
+        f"{PASSES} passes are timed. The ratio is relative to the first row of a group. MB a round are the cohort's "
+        "samples (read) or states (read and written). The time of the first round counts from process start.\n\n"
         f"{cases}\n\n"
-        "*Resident*: in memory. *Resident, mapped*: a memory-mapped file that is read where it is. *Streamed*: each "
-        "block of rounds copies its samples from that file. *Spilled*: states in scratch files on disk. What the "
-        "system keeps of these files in its page cache it keeps here too: with free memory for all of them, the "
-        "figures are those of the copies and system calls, not of the disk.\n\n"
-        "Peak memory is the process's proportional set size, sampled four times a second. It counts the pages of a "
-        "mapped file that the process has read and the system could take back (so *resident, mapped* grows to the "
-        "file's size where memory is free); streaming lets go of them after each block. It does not count the "
-        "page cache of spilled states, which are read and written by system calls.\n\n"
+        "*Resident*: in memory. *Resident, mapped*: a memory-mapped file, read in place. *Streamed*: each block of "
+        "rounds copies its samples from that file. *Spilled*: states in scratch files on disk. The system's page cache "
+        "is active: if free memory holds all of these files, the figures measure copies and system calls, not the "
+        "disk.\n\n"
+        "Peak memory is the process's proportional set size, sampled four times a second. It includes pages of a "
+        "mapped file that the process has read and the system could reclaim, so *resident, mapped* grows to the file's "
+        "size if memory is free; streaming releases them after each block. It does not include the page cache of "
+        "spilled states, which are read and written by system calls.\n\n"
         f"{session.machine_text()} No accelerator is used."
     )
     problems = disagreements(session)
-    agreement = "All places end at the same server and test loss, bit for bit." if not problems else "**Not all agree**"
+    agreement = "All placements end at the same server state and test loss, bit for bit."
+    if problems:
+        agreement = "**Not all agree**"
     sections = [
-        "# Samples and states on disk",
+        "# Samples and client states on disk",
         introduction,
         table(rows),
         "![Samples and states on disk](storage.svg)",
@@ -312,7 +314,7 @@ def write_report(session: Session, rows: list[Row], out: Path) -> list[Path]:
 
 
 def draw(rows: list[Row], path: Path) -> list[Path]:
-    """Milliseconds a round and peak memory, a bar for each place."""
+    """Milliseconds a round and peak memory, a bar for each placement."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,6 +1,6 @@
-"""``python -m benchmarks.sweep``: a grid of 16 step sizes and 4 seeds, as one compiled call and as runs in turn.
+"""``python -m benchmarks.sweep``: a grid of 16 learning rates and 4 seeds, in one compiled call and one run at a time.
 
-It checks that both ways end at the same parameters, appends the times to ``results/sweep.jsonl`` and writes
+It checks that both modes end at the same parameters, appends the times to ``results/sweep.jsonl`` and writes
 ``sweep.md``.
 """
 
@@ -30,7 +30,7 @@ class Model(NamedTuple):
 
 MODELS = {"softmax regression 60-10": Model((), 100), "MLP 60-200-10": Model((200,), 20), "2NN": Model((200, 200), 10)}
 RAW = RESULTS / "sweep.jsonl"
-# Up to the largest at which training is stable here: beyond it rounding errors grow and nothing can be compared.
+# Up to the largest stable learning rate: beyond it rounding errors grow and results cannot be compared.
 STEP_SIZES = np.geomspace(1e-4, 0.02, 16).astype(np.float32)
 SEEDS = range(4)
 COHORT, STEPS, BATCH = 10, 20, 10
@@ -56,7 +56,9 @@ def main() -> None:
     page = write_page(arguments.out / "sweep.md", sections(session, differences))
     print(page.read_text())
     if not max(differences.values()) <= TOLERANCE:
-        raise SystemExit(f"error: the two ways end up to {max(differences.values()):.2g} apart")
+        raise SystemExit(
+            f"error: the final parameters of the two modes differ by up to {max(differences.values()):.2g}"
+        )
 
 
 def problem(model: str, arrays: str) -> tuple[Any, Any]:
@@ -101,7 +103,7 @@ def flat(params: Any) -> np.ndarray:
 
 
 def largest_difference(model: str, directory: Path) -> float:
-    """Between the two ways' final parameters, relative to the largest parameter of each run."""
+    """Largest difference of final parameters between the modes, relative to the largest parameter of each run."""
     paths = [directory / file_name(model, way) for way in WAYS]
     one, other = (np.load(path, allow_pickle=False) for path in paths)
     for path in paths:
@@ -131,16 +133,16 @@ def sections(session: Session, differences: dict[str, float]) -> list[str]:
             )
     text = (
         f"Written by `python -m benchmarks.sweep` on {session.header['date']} from session "
-        f"`{session.header['id']}` of `sweep.jsonl`. `fedrax.sweep` over {len(STEP_SIZES)} step sizes and "
-        f"{len(SEEDS)} seeds of FedAvg on synthetic(1,1): 30 clients, a cohort of {COHORT}, {STEPS} steps of {BATCH}. "
-        f"In turn: one run after another, in one process. Together: one compiled call for the whole grid. Seconds "
-        f"include compilation, with an empty cache of compiled programs; those of the second column are a "
-        f"repetition in the same process. The ratio of the second column is in brackets; the difference is the largest "
-        f"between final parameters, relative to the largest of a run.\n\n{session.machine_text()} No accelerator is "
-        f"used."
+        f"`{session.header['id']}` of `sweep.jsonl`. `fedrax.sweep` over {len(STEP_SIZES)} learning rates and "
+        f"{len(SEEDS)} seeds of FedAvg on synthetic(1,1): 30 clients, a cohort of {COHORT}, {STEPS} steps on batches "
+        f"of {BATCH}. Sequential: one run after another in one process. Vectorized: one compiled call for the whole "
+        "grid. "
+        "Seconds include compilation with an empty compilation cache; the column *again* repeats the grid in the same "
+        "process, and its ratio is in parentheses. The difference is the largest difference between final parameters, "
+        f"relative to the largest parameter of a run.\n\n{session.machine_text()} No accelerator is used."
     )
     head = ("model", "", "seconds", "again", "ratio", "difference", "peak MB", "foreign CPU")
-    return ["# A grid of step sizes and seeds in one call", text, markdown_table(head, lines)]
+    return ["# Sweep of learning rates and seeds in one call", text, markdown_table(head, lines)]
 
 
 if __name__ == "__main__":

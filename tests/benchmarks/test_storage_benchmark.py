@@ -134,7 +134,7 @@ def test_page_says_where_places_disagree(tmp_path, field):
     session.runs[-1][field] = "another" if field == "server" else 1.0 + 1e-9
     write_report(session, list(medians(session)), tmp_path)
     page = (tmp_path / "storage.md").read_text()
-    assert "**Not all agree**" in page and "- states: the places do not all end" in page
+    assert "**Not all agree**" in page and "- states: the placements do not all end" in page
 
 
 def test_an_unfinished_session_makes_no_page(tmp_path):
