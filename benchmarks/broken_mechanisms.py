@@ -1,4 +1,4 @@
-"""Client-level privacy that is broken on purpose, for audits to catch."""
+"""Mechanisms of client-level privacy that are broken on purpose, for audits to detect."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from fedrax.tree import Tree
 
 @hyperparameters
 class Broken(ClientDP):
-    """A base: clips as it should, and adds its noise in another way, at the server or at the client."""
+    """Base class: clips correctly, and adds its noise incorrectly, at the server or at the client."""
 
     @abstractmethod
     def noisy(self, key: Array, exact: Tree, deviation: Any) -> Tree:
-        """What is let out of ``exact``, clipped."""
+        """``exact``, which is clipped, with noise."""
 
     def around_client(
         self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
@@ -52,16 +52,16 @@ class TooQuiet(Broken):
     """Noise of half the variance."""
 
     def noisy(self, key: Array, exact: Tree, deviation: Any) -> Tree:
-        """A deviation off by the square root of two."""
+        """The standard deviation is too small by the square root of two."""
         return with_noise(key, exact, deviation / 2**0.5)
 
 
 @hyperparameters
 class LeafLeftOut(Broken):
-    """One leaf goes out as it is."""
+    """One leaf gets no noise."""
 
     def noisy(self, key: Array, exact: Tree, deviation: Any) -> Tree:
-        """The last."""
+        """The last leaf is exact."""
         leaves, structure = jax.tree.flatten(with_noise(key, exact, deviation))
         return structure.unflatten([*leaves[:-1], jax.tree.leaves(exact)[-1]])
 
@@ -71,7 +71,7 @@ class SameKeyTwice(Broken):
     """Leaves of one shape get the same noise."""
 
     def noisy(self, key: Array, exact: Tree, deviation: Any) -> Tree:
-        """One key for each of them."""
+        """All leaves use one key."""
         return jax.tree.map(lambda leaf: with_noise(key, leaf, deviation), exact)
 
 
@@ -80,4 +80,4 @@ BROKEN: dict[str, type[Broken]] = {
     "a leaf left out": LeafLeftOut,
     "the same key twice": SameKeyTwice,
 }
-"""By what is wrong."""
+"""Broken mechanisms by their fault."""

@@ -1,7 +1,7 @@
-"""One virtual environment a simulator, with exact versions, made on first use.
+"""One virtual environment for each simulator, with pinned versions, created on first use.
 
-Packages come from whatever index pip is configured for. PyTorch is always installed first and alone, so that
-the configured build of it (a CPU build is enough) is the one the others find.
+Packages come from the index that pip is configured for. PyTorch is always installed first and alone, so that the other
+packages use the configured build (a CPU build is enough).
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ ENVIRONMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 def cache_directory() -> Path:
-    """Where environments and arrays are kept: ``$XDG_CACHE_HOME/fedrax-benchmarks`` or its default."""
+    """Directory of environments and arrays: ``$XDG_CACHE_HOME/fedrax-benchmarks`` or its default."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedrax-benchmarks"
 
 
 def ensure_environment(name: str, directory: Path) -> Path:
-    """The ``bin`` folder of environment ``name`` under ``directory``, made or completed if need be."""
+    """The ``bin`` folder of environment ``name`` under ``directory``, created or completed if necessary."""
     home = directory / name
     done, recipe = home / "recipe.json", json.dumps(ENVIRONMENTS[name])
     if done.exists() and done.read_text() == recipe:

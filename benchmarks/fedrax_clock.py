@@ -1,4 +1,4 @@
-"""Timing fedrax's own rounds."""
+"""Timing of fedrax's rounds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedrax.simulation.timer import clock
 
 
 class Times:
-    """A sink that notes when it saw each round's event, and the run's own clock at its end."""
+    """Sink that records the wall time and the run's own clock at each event."""
 
     def __init__(self) -> None:
         self.began = 0.0
@@ -33,11 +33,11 @@ class Times:
         pass
 
     def clock(self) -> RoundClock:
-        """The rounds' lengths, without the last one, which ends in an evaluation.
+        """Durations of the rounds, without the last one, which ends with an evaluation.
 
-        Rounds run in compiled blocks; the run's clock gives each its share of the block's time. What
-        happens on the host between blocks is not on that clock: it is added to all rounds alike. The first round,
-        the warm-up, includes compilation, the others do not.
+        Rounds run in compiled blocks, and the run's clock gives each of them its share of the block's time. Host work
+        between blocks is not included in that clock and is added in equal parts to all rounds. The first round, the
+        warm-up, includes compilation.
         """
         own = [later - earlier for earlier, later in zip(self.own, self.own[1:], strict=False)]
         between = (self.working[-1] - self.working[0]) - (self.own[-1] - self.own[0])
@@ -47,7 +47,7 @@ class Times:
 
 
 def device_peak_mb() -> float | None:
-    """The most memory of the first device that arrays and programs took; None of a CPU."""
+    """Peak memory of arrays and programs on the first device; None on a CPU."""
     import jax
 
     found = jax.local_devices()[0].memory_stats() or {}
@@ -57,7 +57,7 @@ def device_peak_mb() -> float | None:
 def time_rounds(
     algorithm: Algorithm, task: Task, federation: Federation, rounds: int, **settings: Any
 ) -> tuple[RoundClock, Result]:
-    """Simulates ``rounds`` rounds, of which the first is warm-up and the last ends in the only evaluation.
+    """Simulate ``rounds`` rounds, of which the first is warm-up and the last ends with the only evaluation.
 
     ``settings`` are those of ``fedrax.simulate``.
     """

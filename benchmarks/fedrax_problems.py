@@ -1,4 +1,4 @@
-"""The benchmarks' problems as fedrax sees them: federations, models, starting parameters."""
+"""The benchmarks' problems in fedrax: federations, models, initial parameters."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ LSTM_ARRAYS = {
 
 
 def plain_problem(workload: Workload, initial: dict[str, np.ndarray]) -> tuple[Model, dict[str, Any]]:
-    """The network of W1 to W4 and its starting parameters as a user without the zoo would write them."""
+    """The network of W1 to W4 as plain functions, without the model zoo, and its initial parameters."""
     params = jax_models.parameters(workload, initial)
     apply = jax_models.MODELS[workload.name]
     return Model(lambda key: params, lambda params, x, key=None: apply(params, x), name="plain"), params
 
 
 def problem(workload: Workload, initial: dict[str, np.ndarray]) -> tuple[Model, dict[str, Any]]:
-    """The workload's model and starting parameters: of fedrax's zoo, or a Flax module."""
+    """The workload's model, from the model zoo or a Flax module, and its initial parameters."""
     return model_of(workload), parameters_of(workload, initial)
 
 
 def model_of(workload: Workload) -> Model:
     """The workload's model from fedrax's zoo, or its Flax module."""
     if workload.name not in LAYERS:
-        from benchmarks.runners import linen_models  # which takes seconds; only these workloads shall pay for it
+        from benchmarks.runners import linen_models  # takes seconds, so only for these workloads
 
         return from_linen(linen_models.MODULES[workload.name], linen_models.sample_input(workload.name))
     return {
@@ -54,8 +54,9 @@ def model_of(workload: Workload) -> Model:
 
 
 def parameters_of(workload: Workload, initial: dict[str, np.ndarray]) -> dict[str, Any]:
-    """PyTorch's weights as the zoo's parameters (both flatten channels first; only output layers keep the order of
-    axes), or as Flax's.
+    """PyTorch's weights as parameters of the zoo or of Flax.
+
+    The zoo flattens channels first, as PyTorch does; only its output layers have the same order of axes.
     """
     if workload.name not in LAYERS:
         from benchmarks.runners import linen_models
@@ -85,8 +86,9 @@ def federation_of(arrays: Arrays) -> Federation:
 
 
 def random_images(clients: int, samples: int, classes: int) -> Federation:
-    """Random bytes as 28x28 images, ``samples`` of them a client. Only their cost is of interest, so a few
-    thousand images repeat; each copy has memory of its own.
+    """Random bytes as 28x28 images, ``samples`` for each client.
+
+    Only the cost matters, so a few thousand images are repeated; each copy has separate memory.
     """
     rng = np.random.default_rng(0)
     x = aligned_array(np.empty((clients * samples, 28, 28), np.uint8))

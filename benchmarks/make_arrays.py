@@ -1,8 +1,7 @@
-"""Makes the workloads' arrays from a fixed seed, once, into a cache directory.
+"""Creates the workloads' arrays from a fixed seed, once, in a cache directory.
 
-W1 uses MNIST from ``$FEDRAX_DATA/mnist`` (the four ``.gz`` files of its home page) and Gaussian classes of
-the same shapes where that is absent; the folder's name and its ``source.txt`` say which. The rest is
-synthetic.
+W1 uses MNIST from ``$FEDRAX_DATA/mnist`` (the four ``.gz`` files of its home page) or, without it, Gaussian classes of
+the same shapes; the folder's name and its ``source.txt`` name the source. All other workloads are synthetic.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Samples(NamedTuple):
 
 
 def ensure_arrays(name: str, directory: Path) -> Path:
-    """The folder of workload ``name``'s arrays under ``directory``, made now if it is not there yet."""
+    """The folder of workload ``name``'s arrays under ``directory``, created on first use."""
     source = source_of(name)
     home = directory / f"{name}-{source}-{SEED}-{WORKLOADS[name].total_rounds}"
     if not home.exists():
@@ -76,7 +75,7 @@ def make_arrays(workload: Workload) -> dict[str, np.ndarray]:
 
 
 def inputs(name: str, x: np.ndarray) -> dict[str, np.ndarray]:
-    """The samples under ``name``; images also with channels last, as some simulators want them."""
+    """The samples under ``name``; images also with channels last, for some simulators."""
     stored = {name: np.ascontiguousarray(x)}
     if x.ndim == 4:
         stored[f"{name}_channels_last"] = np.ascontiguousarray(x.transpose(0, 2, 3, 1))

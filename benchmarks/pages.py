@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def number(value: float) -> str:
-    """Three digits, or all before the decimal point."""
+    """Three significant digits, or all digits before the decimal point."""
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
@@ -24,7 +24,7 @@ def markdown_table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
 
 
 def write_page(path: Path, sections: Iterable[str]) -> Path:
-    """Writes the sections with an empty line between them; the old page stays until the new one is whole."""
+    """Write the sections, separated by empty lines, and replace the page atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_text("\n\n".join(sections) + "\n")
@@ -33,6 +33,6 @@ def write_page(path: Path, sections: Iterable[str]) -> Path:
 
 
 def save_picture(figure: Figure, path: Path) -> list[Path]:
-    """Saves ``path``.png and ``path``.svg."""
+    """Save ``path``.png and ``path``.svg."""
     figure.tight_layout()
     return [write_picture(path.with_suffix(suffix), figure) for suffix in (".png", ".svg")]

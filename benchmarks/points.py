@@ -33,7 +33,7 @@ def point_parser(description: str | None) -> argparse.ArgumentParser:
 def measure_point(
     module: str, point: dict[str, Any], max_wait: float, timeout: float = 900, **variables: str
 ) -> dict[str, Any]:
-    """Runs ``python -m module --point JSON``, which prints one line of results; see ``run_quietly``.
+    """Run ``python -m module --point JSON``, which prints one line of results; see ``run_quietly``.
 
     ``variables`` are added to its environment.
     """

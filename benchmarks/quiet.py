@@ -16,19 +16,18 @@ from typing import Any
 
 from benchmarks.timing import RESULT_PREFIX, STARTED
 
-QUIET_CPUS = 0.10  # CPUs' worth of other processes' work that still counts as quiet before a run
+QUIET_CPUS = 0.10  # CPUs used by other processes below which the machine counts as quiet
 SAMPLE_SECONDS = 0.25
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 def run_quietly(command: list[str], environment: dict[str, str], max_wait: float, timeout: float) -> dict[str, Any]:
-    """Runs ``command`` and returns the result it printed, or ``{"failed": last lines of output}``.
+    """Run ``command`` and return the result that it printed, or ``{"failed": last lines of output}``.
 
-    With it:
-
-    ``peak_pss_mb``: memory of the whole process tree, shared pages counted once; ``wall_seconds``;
-    ``cpu_seconds`` of the tree; ``foreign_cpu``: CPUs' worth of other processes' work meanwhile (processes
-    that leave no trace count as foreign, so about 0.1 means quiet); ``waited_seconds`` for quiet.
+    The result also has ``peak_pss_mb``: memory of the whole process tree, shared pages counted once; ``wall_seconds``;
+    ``cpu_seconds`` of the tree; ``foreign_cpu``: mean number of CPUs that other processes used meanwhile (short-lived
+    processes that were not sampled count as foreign, so about 0.1 means quiet); ``waited_seconds``: the time until the
+    machine was quiet.
     """
     waited = wait_for_quiet(max_wait)
     tag = uuid.uuid4().hex
@@ -52,7 +51,7 @@ def run_quietly(command: list[str], environment: dict[str, str], max_wait: float
 
 
 def run(command: list[str], environment: dict[str, str], timeout: float, tree: ProcessTree) -> tuple[str, bool]:
-    """The command's output, and whether it ended by itself in time."""
+    """The command's output, and whether it ended before the timeout."""
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     tree.start()
     try:
@@ -68,9 +67,7 @@ def printed_result(output: str) -> dict[str, Any] | None:
 
 
 def wait_for_quiet(max_wait: float) -> float:
-    """Waits until the machine does nothing for two seconds, at most ``max_wait``; returns the seconds
-    waited.
-    """
+    """Wait until the machine is quiet for two seconds, at most ``max_wait`` seconds; return the seconds waited."""
     start = time.monotonic()
     while True:
         before, since = busy_cpu_seconds(), time.monotonic()
@@ -87,15 +84,17 @@ def children_cpu_seconds() -> float:
 
 
 def busy_cpu_seconds() -> float:
-    """CPU seconds of the whole machine since it booted: user, nice, system, interrupts, stolen."""
+    """CPU seconds of the whole machine since boot: user, nice, system, interrupts, stolen."""
     with open("/proc/stat") as file:
         user, nice, system, _, _, irq, soft_irq, steal = map(int, file.readline().split()[1:9])
     return (user + nice + system + irq + soft_irq + steal) / TICKS_PER_SECOND
 
 
 class ProcessTree(threading.Thread):
-    """Samples all processes that carry a tag in their environment, however they were started or re-parented,
-    and their children (Ray's workers write their title over their environment).
+    """Samples the memory and CPU time of all processes with a tag in their environment, and of their children.
+
+    The tag finds processes that were re-parented; children are included because Ray's workers overwrite their
+    environment with their title.
     """
 
     def __init__(self, tag: bytes) -> None:
@@ -112,7 +111,7 @@ class ProcessTree(threading.Thread):
             self.sample()
 
     def stop(self) -> None:
-        """Ends the sampling, and the processes that the command has left behind."""
+        """Stop sampling, and kill the processes that the command has left behind."""
         self._stopped.set()
         self.join()
         deadline = time.monotonic() + 5
@@ -135,7 +134,7 @@ class ProcessTree(threading.Thread):
         self.peak_pss = max(self.peak_pss, pss)
 
     def members(self) -> list[str]:
-        """Ids of the living processes that carry the tag."""
+        """Ids of the running processes with the tag."""
         alive = {name for name in os.listdir("/proc") if name.isdigit()}
         self._members &= alive
         self._strangers &= alive
@@ -158,7 +157,7 @@ def parent(pid: str) -> str:
 
 
 def proportional_memory(pid: str) -> int:
-    """Bytes of memory of one process, shared pages divided among those who share them."""
+    """Bytes of memory of a process, with shared pages divided among the processes that share them."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) * 1024

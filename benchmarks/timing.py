@@ -1,6 +1,6 @@
-"""What a runner (one simulator, one workload, one fresh process) measures and how it reports it.
+"""Measurements and reports of a runner (one simulator, one workload, one fresh process).
 
-Standard library only: every simulator's own environment imports this file.
+Imports only NumPy and the standard library, because the environments of all simulators import this file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.workloads import WARMUP_ROUNDS, WORKLOADS, Arrays, Workload
 
-RESULT_PREFIX = "benchmark-result: "  # what the parent looks for among the process's output
+RESULT_PREFIX = "benchmark-result: "  # marks the result in the output of the process
 STARTED = "BENCHMARK_STARTED"  # environment: time.monotonic() just before the parent started the process
 
 
@@ -37,7 +37,7 @@ class RoundClock:
         self._last = now
 
     def summary(self) -> dict[str, float | int | None]:
-        """Times in seconds; the warm-up round is apart."""
+        """Times in seconds; the warm-up round is separate."""
         steady = self.seconds[WARMUP_ROUNDS:]
         return {
             "rounds": len(steady),
@@ -58,7 +58,9 @@ def runner_arguments(
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--workload", required=True, choices=WORKLOADS)
     parser.add_argument("--arrays", required=True, help="the folder of the workload's arrays")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="of simulators that choose none")
+    parser.add_argument(
+        "--device", default="cpu", choices=("cpu", "cuda"), help="for simulators that do not choose one"
+    )
     parser.add_argument("--precision", default="highest", choices=("highest", "tensorfloat32"), help="of products")
     for name, default in integers.items():
         parser.add_argument(f"--{name}", type=int, default=default)

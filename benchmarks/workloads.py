@@ -1,12 +1,12 @@
-"""The FedAvg workloads every simulator runs: definitions, arrays, and arithmetic per round.
+"""FedAvg workloads of all simulators: definitions, arrays, and arithmetic of a round.
 
-numpy and the standard library only, because every simulator's own environment imports this file.
+Imports only NumPy and the standard library, because the environments of all simulators import this file.
 
-Every simulator gets the same arrays, starts from the same weights, trains the same cohort in the same round
-and walks each client's samples in stored order, without shuffling. Clients are weighted by their number of
-samples; the server averages. All of them must therefore end at the same test loss.
+Every simulator reads the same arrays, starts from the same weights, trains the same cohorts in the same rounds and
+visits each client's samples in stored order, without shuffling. Aggregation weights are proportional to the numbers of
+samples; the server averages. All simulators must therefore end at the same test loss.
 
-The models of W1 to W4 are those of fedrax's own zoo; W5 to W11 are Flax Linen modules as a user brings them.
+The models of W1 to W4 are those of fedrax's model zoo; W5 to W11 are plain Flax Linen modules.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
-WARMUP_ROUNDS = 1  # the first round pays for compilation, actors, lazy imports: it is reported apart
+WARMUP_ROUNDS = 1  # the first round includes compilation, actors, lazy imports: it is reported separately
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One federated training problem, small enough for any simulator and any machine."""
+    """A federated training problem that is small enough for any simulator and machine."""
 
     name: str
     model: str
@@ -47,7 +47,7 @@ class Workload:
 
 
 def convolution(size: int, inputs: int, outputs: int, kernel: int = 3) -> int:
-    """Multiply-adds of a convolution that makes images of ``size`` times ``size``."""
+    """Multiply-adds of a convolution with outputs of ``size`` times ``size``."""
     return size * size * outputs * inputs * kernel * kernel
 
 
@@ -80,7 +80,7 @@ WORKLOADS = {
             epochs=10,
             batch=10,
             learning_rate=0.01,
-            rounds=50,  # fewer would be over before the fastest simulator's threads are warm
+            rounds=50,  # fewer would end before the threads of the fastest simulator are warm
             macs=(60 * 10,),
         ),
         Workload(
@@ -115,7 +115,7 @@ WORKLOADS = {
             cohort=5,
             epochs=1,
             batch=32,
-            learning_rate=0.01,  # with 0.05 rounding grows into losses 0.8% apart
+            learning_rate=0.01,  # with 0.05 rounding errors grow into losses 0.8% apart
             rounds=5,
             macs=(convolution(32, 3, 32), convolution(16, 32, 64), convolution(8, 64, 128), 128 * 10),
         ),
@@ -127,7 +127,7 @@ WORKLOADS = {
             cohort=5,
             epochs=1,
             batch=32,
-            learning_rate=0.001,  # larger steps let rounding grow here too
+            learning_rate=0.001,  # larger steps amplify rounding errors here too
             rounds=5,
             macs=(
                 convolution(32, 3, 16),
@@ -147,7 +147,7 @@ WORKLOADS = {
             batch=32,
             learning_rate=0.5,
             rounds=5,
-            macs=(0, 80 * 128 * 384, 80 * 128 * 384, 128 * 90),  # looking up takes no product
+            macs=(0, 80 * 128 * 384, 80 * 128 * 384, 128 * 90),  # the embedding takes no product
         ),
         Workload(
             name="W8",
@@ -208,19 +208,17 @@ WORKLOADS = {
     )
 }
 ON_A_GPU = ("W11",)
-"""pfl-research's own CIFAR-10 benchmark without its dropout: too much work for most CPUs."""
+"""pfl-research's CIFAR-10 benchmark without dropout: too much work for most CPUs."""
 ON_A_CPU = tuple(name for name in WORKLOADS if name not in ON_A_GPU)
 
 
 class Arrays:
-    """A workload's arrays: all clients' samples back to back; client ``k`` owns rows
-    ``offsets[k]:offsets[k+1]``.
+    """A workload's arrays: the samples of all clients in order; client ``k`` has rows ``offsets[k]:offsets[k+1]``.
 
-    ``x``: float32, one row a sample (images: [channels, height, width], or channels last where asked for; W7: int32
+    ``x``: float32, one row a sample (images: [channels, height, width], or channels last on request; W7: int32
     symbols);
     ``y``: int64 labels; ``cohorts``: int64 [total rounds, cohort], the clients of each round; ``initial``:
-    the starting weights by PyTorch's names and in PyTorch's layout; ``source``: where the samples come
-    from.
+    the initial weights by PyTorch's names and in PyTorch's layout; ``source``: the origin of the samples.
     """
 
     def __init__(self, directory: Path | str, channels_last: bool = False) -> None:
@@ -246,9 +244,7 @@ class Arrays:
 
 
 def read_array(path: Path) -> np.ndarray:
-    """An array from a ``.npy`` file, read once, straight into memory at a multiple of 64 bytes: frameworks
-    that ask for such alignment then need no copy of their own.
-    """
+    """An array from a ``.npy`` file in memory aligned to 64 bytes, which frameworks can use without a copy."""
     with path.open("rb") as file:
         np.lib.format.read_magic(file)
         shape, _, dtype = np.lib.format.read_array_header_1_0(file)

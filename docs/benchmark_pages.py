@@ -1,4 +1,4 @@
-"""The pages that the benchmarks wrote, brought into the documentation."""
+"""Copies the pages of the benchmarks into the documentation."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What each method stores, sends and evaluates: measured on a small problem, written as a Markdown table.
+"""Table of state, traffic and gradients of each method, measured on a small problem and written as Markdown.
 
-The documentation build calls :func:`write`, so that the table is always that of the code.
+The documentation build calls :func:`write`, so that the table always matches the code.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from fedrax.simulation import simulate
 CLIENTS, SAMPLES, STEPS, BATCH, BLOCKS = 4, 50, 5, 10, 5
 
 INTRODUCTION = f"""\
-Measured with N = {CLIENTS} clients of {SAMPLES} samples each, all in every round, T = {STEPS} local steps on
-{BATCH} samples each (methods with blocks: M = {BLOCKS} blocks of {SAMPLES // BLOCKS} samples; Scaffnew draws its T,
-here {STEPS} in the mean). Sizes are in copies of the model: 1 is as many bytes as the parameters have. Gradients
-are evaluations of one sample's gradient, a client and round.
+Measured with N = {CLIENTS} clients of {SAMPLES} samples each, full participation, and T = {STEPS} local steps with
+batches of {BATCH} (methods with blocks: M = {BLOCKS} blocks of {SAMPLES // BLOCKS} samples; Scaffnew draws T at random,
+here with mean {STEPS}). Sizes are multiples of the size of the parameters. Gradients are per-sample gradients of a
+client in a round.
 
 | method | down | up | phases | client state | server state | gradients | needs |
 |---|---|---|---|---|---|---|---|
@@ -37,33 +37,33 @@ are evaluations of one sample's gradient, a client and round.
 
 NEEDS = {
     "uniform_weights": "uniform weights",
-    "fixed_cohort": "cohorts of one size",
+    "fixed_cohort": "a fixed cohort size",
     "features": "a model with features",
-    "blocks": "a model of blocks",
-    "per_sample_losses": "a loss a sample",
+    "blocks": "a model with blocks",
+    "per_sample_losses": "a loss for each sample",
     "no_statistics": "no running statistics",
     "plain_sum": "a plain sum of uploads",
 }
-"""The requirements among the fields of ``Traits`` in words."""
+"""Descriptions of the requirements in ``Traits``."""
 
 
 def example(name: str, kind: type[Algorithm]) -> Algorithm:
-    """An instance with the common local work."""
+    """An instance with the common local training."""
     batches = LocalSGD(lr=0.1, steps=STEPS, batch_size=BATCH)
     blocks = LocalSGD(lr=0.01, steps=STEPS, blocks=BLOCKS)
     if name in ("losac", "fedsaga"):
         return kind(local=blocks)  # type: ignore[call-arg]
     if name == "objectiveperturbation":
         return kind(inner=FedAvg(local=batches), guarantee="none")  # type: ignore[call-arg]
-    if issubclass(kind, Wrapper):  # around FedAvg with the common local work
+    if issubclass(kind, Wrapper):  # around FedAvg with the common local training
         return kind(inner=FedAvg(local=batches))
     if name == "fedsgd":
         return kind()
-    if name == "scaffnew":  # with as many steps in the mean
+    if name == "scaffnew":  # with the same mean number of steps
         return kind(local=LocalSGD(lr=0.1, batch_size=BATCH), p=1 / STEPS)  # type: ignore[call-arg]
-    if name in ("naiveparallelclip", "signsgd"):  # of one step a round
+    if name in ("naiveparallelclip", "signsgd"):  # one step in a round
         return kind(local=LocalSGD(batch_size=BATCH, steps=1))  # type: ignore[call-arg]
-    if name == "pfedme":  # whose local step is local.lr times lam = 15
+    if name == "pfedme":  # its effective local step is local.lr times lam = 15
         batches = replace(batches, lr=0.005)
     return kind(local=batches)  # type: ignore[call-arg]
 
@@ -74,14 +74,14 @@ def copies(state: Any, parameters: int) -> str:
 
 
 def row(name: str, kind: type[Algorithm]) -> str:
-    """One method's line."""
+    """The row of one method."""
     rng = np.random.default_rng(0)
     rows = CLIENTS * SAMPLES
     x, y = rng.normal(size=(rows, 8)).astype(np.float32), rng.integers(0, 4, rows)
     offsets = np.arange(0, rows + 1, SAMPLES)
     federation = Federation.from_arrays(x, y, offsets=offsets, test=(x, y), num_classes=4)
     task = classification(Linear().build((8,), 4))
-    with warnings.catch_warnings():  # that Personalized keeps nothing at home, and FedMLB has one block, costs the same
+    with warnings.catch_warnings():  # Personalized without personal layers and FedMLB with one block warn
         warnings.simplefilter("ignore", FedraxWarning)
         algorithm = example(name, kind)
         result = simulate(algorithm, task, federation, rounds=1, cohort_size=CLIENTS)
