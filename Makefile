@@ -31,7 +31,8 @@ test-all: .venv/.dev
 
 test-torch: .venv-torch/.made
 	.venv-torch/bin/python -m pytest tests/models/test_pytorch.py tests/models/test_pytorch_operators.py \
-		tests/models/test_pytorch_unusual.py tests/docs/test_examples.py
+		tests/models/test_pytorch_gradients.py tests/models/test_pytorch_randomness.py \
+		tests/models/test_pytorch_rejections.py tests/docs/test_examples.py
 
 test-huggingface: .venv-huggingface/.made
 	.venv-huggingface/bin/python -m pytest tests/data/test_huggingface.py

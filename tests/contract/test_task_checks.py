@@ -12,8 +12,8 @@ import optax
 import pytest
 
 from fedrax import FedAvg, Federation, FedraxError, LocalSGD, Task, classification, simulate
-from fedrax.contract import supervised
-from fedrax.models import Linear
+from fedrax.contract import Variables, supervised
+from fedrax.models import Linear, Model
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(60, 4)).astype(np.float32), RNG.integers(0, 3, 60)
@@ -161,3 +161,13 @@ def test_losses_that_take_samples_in_groups(plan: Any):
     method = FedAvg(local=LocalSGD(lr=0.1, epochs=1, batch_size=4))
     result = simulate(method, task, federation, rounds=1, cohort_size=2, progress=False, plan=plan)
     assert np.isfinite(result.metric("test_error")).all()
+
+
+def test_statistics_must_be_named():
+    def train(variables: Any, x: Any, key: Any) -> Any:
+        return x @ variables.params["w"], variables.statistics + 1
+
+    apply = lambda variables, x, key=None: x @ variables.params["w"]  # noqa: E731
+    task = classification(Model(lambda key: Variables({"w": jnp.zeros((4, 3))}, jnp.zeros(3)), apply, train=train))
+    with pytest.raises(FedraxError, match="running statistics are arrays by name"):
+        run(task)

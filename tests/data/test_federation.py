@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedrax.data import Dataset, Federation, Iid, Natural, Samples, aligned_array, load
+from fedrax.data.dataset import train_test_split
 from fedrax.errors import FedraxError
+from tests.simulation.problems import FEDERATION
 
 
 def is_aligned(array):
@@ -261,3 +263,16 @@ def test_owners_that_are_none():
             Federation.from_arrays(x, y, ids)
     with pytest.raises(FedraxError, match="test_client_ids must be integers, as client_ids are"):
         Federation.from_arrays(x, y, [1, 2], test=(x, y), test_client_ids=["1", "2"])
+
+
+def test_the_test_fraction_is_rounded_to_the_nearest_row():
+    train, test = train_test_split(np.zeros(100), 0.29, np.random.default_rng(0))
+    assert (len(train), len(test)) == (71, 29)
+
+
+def test_test_offsets_without_rows_are_rejected():
+    with pytest.raises(FedraxError, match="test_offsets give no client a test row: leave them out"):
+        Federation.from_arrays(
+            *FEDERATION.train, offsets=FEDERATION.offsets, test=tuple(FEDERATION.test),
+            test_offsets=np.zeros(len(FEDERATION.offsets), int), num_classes=3,
+        )  # fmt: skip

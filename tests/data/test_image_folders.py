@@ -217,3 +217,19 @@ def test_folders_of_other_names(tmp_path: Path) -> None:
     if not (tmp_path / "train/a").exists():  # on a file system that tells capitals from other letters
         with pytest.raises(FedraxError, match="Train and train are both called train: rename one of them"):
             load("image_folder", path=tmp_path, size=(3, 4))
+
+
+def png16(value: int) -> bytes:
+    """A PNG of 2 x 2 pixels with 16 bits per channel."""
+    part = lambda kind, data: struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))  # noqa: E731
+    head = struct.pack(">IIBBBBB", 2, 2, 16, 2, 0, 0, 0)
+    body = zlib.compress((b"\0" + struct.pack(">6H", *[value] * 6)) * 2)
+    return b"\x89PNG\r\n\x1a\n" + part(b"IHDR", head) + part(b"IDAT", body) + part(b"IEND", b"")
+
+
+def test_images_of_16_bits_per_channel_are_rejected(tmp_path: Path):
+    for name, value in (("a", 200), ("b", 4000)):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        (tmp_path / "images" / name / "1.png").write_bytes(png16(value))
+    with pytest.raises(FedraxError, match="more than 8 bits a channel"):
+        load("image_folder", path=tmp_path / "images", size=(2, 2), test_fraction=0.0)

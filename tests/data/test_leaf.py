@@ -229,3 +229,22 @@ def test_whole_numbers_that_floats_do_not_tell_apart_are_no_labels(tmp_path: Pat
     floats = samples([[1.0], [2.0], [3.0]], [0.12345678, 0.12345679, 3.0])
     made = load("leaf", path=write(tmp_path / "y.json", floats), labels="classes", test_fraction=0.0)
     assert made.class_names == ("0.12345678", "0.12345679", "3")
+
+
+def test_clients_by_hierarchy_need_hierarchies_in_the_file(tmp_path: Path):
+    data = {"users": ["u1", "u2"], "user_data": {u: {"x": [[1.0, 2.0], [3.0, 4.0]], "y": [0, 1]} for u in ("u1", "u2")}}
+    file = write(tmp_path / "one.json", json.dumps(data))
+    with pytest.raises(FedraxError, match="names no hierarchies for its users"):
+        load("leaf", path=file, clients="hierarchies")
+    assert load("leaf", path=file).client_names == ("u1", "u2")
+
+
+def test_options_without_effect_are_rejected(tmp_path: Path):
+    vectors = json.dumps({"users": ["u"], "user_data": {"u": {"x": [[1.0], [2.0]], "y": [0, 1]}}})
+    with pytest.raises(FedraxError, match="tokens, length have no effect on vectors of numbers: leave them out"):
+        load("leaf", path=write(tmp_path / "v.json", vectors), tokens="words", length=3)
+    texts = json.dumps({"users": ["u"], "user_data": {"u": {"x": ["ab", "cd"], "y": [0, 1]}}})
+    with pytest.raises(FedraxError, match="shape has no effect on texts"):
+        load("leaf", path=write(tmp_path / "t.json", texts), shape=[2])
+    with pytest.raises(FedraxError, match="min_count has no effect on characters"):
+        load("leaf", path=tmp_path / "t.json", tokens="characters", min_count=1)

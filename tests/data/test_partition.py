@@ -312,3 +312,12 @@ def test_any_column_may_stand_in_place_of_the_labels(tmp_path: Path):
     for wrong in wrongs:
         with pytest.raises(FedraxError, match="partition"):
             replace(labeled([0, 1, 2]), partition_by=wrong)
+
+
+def test_partition_columns_may_be_unsigned_integers():
+    digits = load("digits")
+    by = np.arange(len(digits.train.y)) % 3
+    one, other = (replace(digits, partition_by=by.astype(kind)) for kind in (np.uint64, np.int32))
+    parts = [DirichletClasses(5, 0.5).assign(data, 0) for data in (one, other)]
+    for mine, theirs in zip(*parts, strict=True):
+        np.testing.assert_array_equal(mine, theirs)

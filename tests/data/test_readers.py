@@ -10,6 +10,7 @@ import pytest
 
 from fedrax.data import DATASETS, Federation, Natural, load
 from fedrax.data.readers.array_files import find_file, read_idx, read_npz
+from fedrax.data.readers.huggingface import _column_kind
 from fedrax.data.registry import load_idx
 from fedrax.errors import FedraxError
 
@@ -346,3 +347,10 @@ def test_arrays_as_others_save_them(tmp_path):
     texts = {part: np.char.encode(labels) for part, labels in texts.items()}
     np.savez(tmp_path / "bytes.npz", **x, **texts)
     assert load("npz", path=tmp_path / "bytes.npz").class_names == ("a", "b", "c")
+
+
+def test_binary_columns_are_images():
+    pl = pytest.importorskip("polars")
+    assert [_column_kind(dtype) for dtype in (pl.Binary, pl.String, pl.Int8, pl.List(pl.Int8))] == [
+        "image", "text", "number", "list",
+    ]  # fmt: skip

@@ -1,6 +1,7 @@
 """PyTorch modules as models: values, gradients, statistics, dropout, and the way back. Needs torch."""
 
 import copy
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from torch import nn  # noqa: E402
 from fedrax import FedAvg, Federation, FedraxError, LocalSGD, classification, simulate  # noqa: E402
 from fedrax.contract import Variables  # noqa: E402
 from fedrax.models import from_torch  # noqa: E402
+from tests.models.torch_modules import Made  # noqa: E402
 from tests.models.torch_networks import NETWORKS, BasicBlock, LeNet5  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("full_compilation")  # quickly compiled, gradients of one network are not finite
@@ -205,3 +207,40 @@ def test_samples_of_the_other_layout_are_told_of():
         convolution.apply(params, jnp.zeros((2, 8, 8, 1)))
     with pytest.raises(FedraxError, match=r"it is given \[3, 8, 8\]$"):
         convolution.apply(params, jnp.zeros((2, 3, 8, 8)))
+
+
+def test_small_integer_types_do_not_overflow():
+    torch.manual_seed(0)
+    net = Made(nn.Embedding(1000, 2), lambda self, x: self.layer((x * 31 + 7) % 1000))
+    x = torch.tensor([[9, 200], [3, 77]])
+    model = from_torch(net, x)
+    params = model.init(jax.random.key(0))
+    for kind in (jnp.uint8, jnp.int16, jnp.int32):
+        np.testing.assert_array_equal(model.apply(params, jnp.asarray(x.numpy(), kind)), net(x).detach())
+
+
+class Moving(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.kept = nn.Linear(4, 3), []
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("square", torch.ones(3))
+
+    def forward(self, x: Any) -> Any:
+        y = self.layer(x)
+        self.kept.append(y)  # an array with a history, which cannot be copied
+        if self.training:
+            with torch.no_grad():
+                self.mean = 0.9 * self.mean + 0.1 * y.mean(0)
+            self.square.data.mul_(0.9).add_(y.detach().square().mean(0), alpha=0.1)
+        return (y - self.mean) / self.square.sqrt()
+
+
+def test_assigned_buffers_are_statistics():
+    net, x = nn.Sequential(Moving()), torch.randn(5, 4)
+    model = from_torch(net, torch.randn(3, 4))
+    variables = model.init(jax.random.key(0))
+    moved = model.train(variables, jnp.asarray(x.numpy()), jax.random.key(1))[1]["0"]
+    net.train()(x)
+    for name, buffer in net[0].named_buffers():
+        np.testing.assert_allclose(moved[name], buffer.detach(), rtol=1e-5, atol=1e-6)

@@ -166,3 +166,14 @@ def test_an_optimizer_that_wants_parameters_of_its_own_form_is_a_sentence():
             FedraxError, match=r"the optimizer \(lookahead\) cannot move the model's parameters .* 'fast'"
         ):
             run(method)
+
+
+def test_an_optimizer_with_its_learning_rate_in_its_state_is_rejected():
+    rule = Optax.of(optax.inject_hyperparams(optax.adamw))
+    with pytest.raises(FedraxError, match="keeps its learning rate in its state"):
+        run(FedAvg(LocalSGD(lr=0.001, steps=1, optimizer=rule)))
+
+
+def test_an_optimizer_that_needs_the_loss_function_is_rejected():
+    with pytest.raises(FedraxError, match="needs more than a direction"):
+        run(FedAvg(LocalSGD(steps=1, optimizer=Optax(optax.lbfgs()))))

@@ -9,10 +9,11 @@ import optax
 import pytest
 
 import fedrax
-from fedrax import FedraxError, hyperparameters
+from fedrax import FedAvg, Federation, FedraxError, LocalSGD, Settings, classification, hyperparameters
 from fedrax.contract.task import Batch
 from fedrax.experiments.audit import ProtectedUnit, guess_canaries, watch_a_client
 from fedrax.models import Logistic, Model
+from fedrax.privacy import SampleDP
 from fedrax.privacy.accounting import Accountant
 from fedrax.privacy.audit.bounds import distinguish, epsilon_of_mu, guess_membership, one_run_epsilon, one_run_p_value
 from fedrax.privacy.audit.game import observe_client
@@ -232,3 +233,30 @@ def test_the_draw_of_a_client_is_audited():
     assert always.proven > 2 > seldom.proven
     with pytest.raises(FedraxError, match="the draw of cohorts hides nobody from it"):
         watch_a_client(dataclasses.replace(method, at="client"), TASK, federation, settings, drawn="fixed")
+
+
+@hyperparameters
+class UnderstatedRate(SampleDP):
+    """Claims a tenth of its sampling rate."""
+
+    def releases(self) -> tuple[Release, ...]:
+        (one,) = SampleDP.releases(self)
+        return (dataclasses.replace(one, rate=one.rate / 10),)
+
+
+@pytest.mark.slow(keep=1)
+def test_an_audit_detects_an_understated_sampling_rate():
+    """The audit adds or removes one sample; the claim includes amplification by sampling."""
+    x = np.array([[3.0, -3.0]], np.float32)
+    one = Federation.from_arrays(x, np.array([0]), np.zeros(1, int), num_classes=2)
+    local = LocalSGD(lr=0.05, steps=2, batch_size=1)
+    settings = Settings(cohort_size=1, delta=1e-2)
+    task = classification(Logistic().build((2,), 2))
+    for kind in (SampleDP, UnderstatedRate):
+        method = kind(FedAvg(local=local), clip=0.5, noise=0.7, rate=0.8)
+        found = watch_a_client(method, task, one, settings, runs=4000)
+        assert (found.unit, found.neighbors) == ("sample", "presence")
+        accountant = Accountant(method.releases(), 1e-2)
+        assert found.claimed == accountant.epsilon(1)
+        assert found.proven > 0
+        assert found.refuted == (kind is UnderstatedRate), found

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import fedrax
+from fedrax import FedAvg, Federation, LocalSGD
 from fedrax.config.hyperparameters import hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase
 from fedrax.contract.client_data import ClientData
@@ -206,3 +207,38 @@ def test_initial_parameters_are_taken_in_the_dtype_asked_for():
     start = {"output": {"weight": np.ones((3, 4), np.float64), "bias": np.zeros(3)}}
     result = run(params=start, rounds=1, federation=make_federation(test_rows=5), task=TASK)
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(result.params)} == {"float32"}
+
+
+def test_arrays_sent_in_an_earlier_phase_are_counted_once():
+    """The second phase sends only what is new: G (EPISODE), the mean gradient (MimeSVRG), also s (Mime), but not x."""
+    model, _ = travels(FedAvg(LOCAL))
+    assert travels(fedrax.Episode(LOCAL)) == (2 * model, 2 * model)
+    assert travels(fedrax.algorithms.MimeSVRG(LOCAL)) == (2 * model, 2 * model)
+    assert travels(fedrax.algorithms.Mime(LOCAL))[0] == 3 * model
+
+
+def test_arrays_that_jitted_functions_return_unchanged_are_counted_once():
+    @hyperparameters
+    class Compiled(fedrax.Episode):
+        def center(self, server: Any, cohort: Any) -> tuple[Any, dict]:
+            return jax.jit(jax.jit(super().center))(server, cohort)
+
+        def broadcast(self, server: Any) -> Any:
+            return jax.jit(super().broadcast)(server)
+
+    assert travels(Compiled(LOCAL)) == travels(fedrax.Episode(LOCAL))
+
+
+def test_gradient_counts_exceed_32_bits():
+    """One client takes many full-batch steps over many samples."""
+
+    @hyperparameters
+    class ShapeTracer(FedAvg):
+        def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
+            zero = jax.tree.map(jnp.zeros_like, message)
+            return ClientOutput(upload=zero, info={"gradients": self.local.samples(data, 5000)})
+
+    rows = 500_000
+    large = Federation.from_arrays(np.zeros((rows, 4), np.float32), np.arange(rows) % 3, offsets=np.array([0, rows]))
+    made = run(ShapeTracer(LocalSGD(batch_size="full", steps=5000)), large, rounds=1, cohort_size=1)
+    assert made.events[0]["gradients"] == 2_500_000_000

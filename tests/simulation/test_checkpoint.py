@@ -14,11 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import fedrax
-from fedrax import FedraxError
+from fedrax import FedAvg, FedraxError, LocalSGD
+from fedrax.optim import Optax
 from fedrax.simulation.executors.choose import make_mesh
 from fedrax.simulation.persistence import checkpoint
 from fedrax.simulation.placement import client_states
@@ -328,3 +330,23 @@ def test_neither_checkpoints_nor_resuming_takes_the_store_many_times(tmp_path: P
         done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
         assert float(done.stdout) < most
+
+
+@pytest.mark.parametrize("states", ["resident", "spilled"])
+def test_bfloat16_int4_and_float8_arrays_survive_a_checkpoint(states: str, tmp_path: Path):
+    """NumPy has no such types, so that .npy files alone do not name them."""
+    if states == "resident":
+        method = FedAvg(local=LOCAL, server_optimizer=Optax(optax.adam(0.01, mu_dtype="bfloat16")))
+    else:
+        rule = Optax.of(optax.adam, mu_dtype="bfloat16")
+        method = FedAvg(local=LocalSGD(lr=0.01, steps=3, batch_size=2, carry=True, optimizer=rule))
+    options: dict[str, Any] = {"directory": tmp_path / "run", "states": states, "cohort_size": 3, "eval_every": 2}
+    run(method, rounds=2, **options)
+    resumed, whole = run(method, rounds=4, resume=True, **options), run(method, rounds=4, cohort_size=3, eval_every=2)
+    assert_identical(resumed, whole)
+    state = {"a": jnp.arange(4, dtype=jnp.int4), "b": jnp.ones((2, 3), jnp.float8_e4m3fn)}
+    checkpoint.save(tmp_path / "c", state, {})
+    loaded, _ = checkpoint.load(tmp_path / "c", state)
+    jax.tree.map(np.testing.assert_array_equal, loaded, jax.tree.map(np.asarray, state))
+    with pytest.raises(FedraxError, match="belongs to another algorithm or model"):
+        checkpoint.load(tmp_path / "c", state | {"b": jnp.ones((2, 3), jnp.float8_e5m2)})

@@ -335,3 +335,14 @@ def test_one_client_at_a_time_leaves_a_device_idle():
         options = {"plan": plan, "cohort_size": 1, "rounds": 3}
         algorithm = fedrax.Scaffold(local=LOCAL)
         assert_close(run(algorithm, **options), run(algorithm, **(options | {"plan": "scan", "devices": 1})))
+
+
+def test_stragglers_are_independent_of_the_poisson_cohort():
+    """The number of stragglers varies with Poisson sampling and is exact in cohorts of a fixed size."""
+    settings = Settings(rounds=400, cohort_size=4, participation=Poisson(), stragglers=0.5)
+    sampler = cohort_sampler(settings, np.full(8, 3))
+    slow = np.array([int((sampler.work(r, 4) < 1).sum()) for r in range(400)])
+    assert set(slow) == {0, 1, 2, 3, 4}
+    assert slow.mean() == pytest.approx(2, abs=0.2)
+    fixed = cohort_sampler(Settings(rounds=9, cohort_size=4, stragglers=0.5), np.full(8, 3))
+    assert [int((fixed.work(r, 4) < 1).sum()) for r in range(9)] == [2] * 9

@@ -264,3 +264,11 @@ def test_the_command_line_ends_with_the_signal_s_status(tmp_path: Path):
     _, said = child.communicate(timeout=1800)
     assert child.returncode == 128 + signal.SIGTERM and "go on with: fedrax resume run" in said
     assert (tmp_path / "run" / "checkpoint" / "state.npz").exists()
+
+
+def test_a_script_with_other_cohorts_does_not_resume(tmp_path: Path):
+    options: dict[str, Any] = {"directory": tmp_path / "run"}
+    run(script=Script(cohorts=[[0, 1], [2], [3, 4]]), rounds=1, **options)
+    with pytest.raises(FedraxError, match=r"settings \(script\) differ"):
+        run(script=Script(cohorts=[[0], [1, 2], [3, 4]]), rounds=3, resume=True, **options)
+    assert run(script=Script(cohorts=[[0, 1], [2], [3, 4]]), rounds=3, resume=True, **options).events

@@ -14,6 +14,7 @@ from fedrax import FedAvg, Federation, FedraxError, LocalSGD, Scaffold, classifi
 from fedrax.contract import Variables
 from fedrax.data import Shards
 from fedrax.models import Linear
+from tests.simulation.problems import LOCAL, run
 
 rng = np.random.default_rng(0)
 x = rng.normal(size=(60, 4)).astype(np.float32)
@@ -219,3 +220,18 @@ def test_code_that_jax_cannot_trace_is_found_where_it_lies():
         simulate(
             method, classification(Model(lambda key: jnp.ones((4, 3)), apply)), federation, rounds=1, cohort_size=2
         )
+
+
+def test_the_trajectory_of_chosen_rounds():
+    whole, some = (run(Scaffold(local=LOCAL), rounds=9, trajectory=t).trajectory for t in (True, [2, 3, 9]))
+    assert len(whole) == 9 and len(some) == 3
+    for r, mine in zip((2, 3, 9), some, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, mine, whole[r - 1])
+    with pytest.raises(FedraxError, match="rounds 1 to 4, not after 5"):
+        run(rounds=4, trajectory=[2, 5])
+
+
+def test_a_callback_sees_the_evaluation_that_reaches_the_target():
+    seen: list[int] = []
+    made = run(FedAvg(LOCAL), rounds=4, eval_every=1, target=0.01, callbacks=[lambda s: seen.append(s.event["round"])])
+    assert made.stopped == "target" and seen == [event["round"] for event in made.events]

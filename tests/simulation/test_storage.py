@@ -15,6 +15,10 @@ import numpy as np
 import pytest
 
 import fedrax
+from fedrax import FedAvg
+from fedrax.algorithms import PFedMe
+from fedrax.contract.algorithm import Algorithm
+from fedrax.personalization import Ditto
 from fedrax.simulation import evaluation
 from fedrax.simulation.executors import choose
 from fedrax.simulation.executors.compiled import Engine
@@ -361,3 +365,13 @@ def test_samples_larger_than_memory(tmp_path: Path):
     assert seen["samples"] == 2.4e9 and seen["last"]["gradients"] == 960_000
     assert seen["peak"] < 0.5 * seen["samples"]
     assert 0 < seen["last"]["train_loss"] < 2
+
+
+@pytest.mark.parametrize("method", [PFedMe(LOCAL), Ditto(FedAvg(local=LOCAL))], ids=["pFedMe", "Ditto"])
+def test_metrics_of_personalized_models_are_the_same_with_streamed_samples(method: Algorithm):
+    """Devices then hold only the samples of a block, at other indices."""
+    ends = [run(method, samples=samples, devices=1, eval_every=2).events[-1] for samples in ("resident", "streamed")]
+    names = [name for name in ends[0] if "personal" in name]
+    assert len(names) >= 2
+    for name in names:
+        assert ends[1][name] == pytest.approx(ends[0][name], rel=1e-5), name

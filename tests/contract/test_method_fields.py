@@ -1,0 +1,73 @@
+"""Fields of user-defined methods: enumerations, arrays and NumPy scalars."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedrax import FedAvg, FedraxError, tree
+from fedrax.config.annotations import Leaf
+from fedrax.config.hyperparameters import hyperparameters
+from fedrax.contract.algorithm import ClientOutput
+from fedrax.experiments import serialization
+from fedrax.testing import check_algorithm
+from tests.simulation.problems import LOCAL, run
+
+
+class Side(Enum):
+    """Options of :class:`Sided`."""
+
+    LEFT = "left"
+    RIGHT = "right"
+
+
+@hyperparameters
+class Sided(FedAvg):
+    """FedAvg whose updates change their sign with an enumeration field."""
+
+    side: Side = Side.LEFT
+
+    def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
+        output = super().client(message, state, data)
+        return output._replace(upload=tree.scale(1 if self.side is Side.LEFT else -1, output.upload))
+
+
+def test_enumeration_fields_are_checked_and_read_from_files(tmp_path: Path):
+    with pytest.raises(FedraxError, match=r"Sided.side must be a Side: LEFT, RIGHT, got 'left'"):
+        run(Sided(LOCAL, side="left"))  # type: ignore[arg-type]
+    reader = serialization.Reader("a file", tmp_path)
+    assert serialization.table_of(Sided(side=Side.RIGHT))["side"] == "RIGHT"
+    assert reader.fields(Sided, {"side": "RIGHT"}, "").side is Side.RIGHT
+    with pytest.raises(FedraxError, match=r"side: must be a Side: LEFT, RIGHT, not 'right'"):
+        reader.fields(Sided, {"side": "right"}, "")
+
+
+@pytest.mark.parametrize("options", [{"plan": "debug"}, {"plan": "loop"}, {"devices": 1}], ids=str)
+def test_a_field_may_hold_the_parameters_of_an_earlier_run(options: dict[str, Any]):
+    @hyperparameters
+    class Towards(FedAvg):
+        teacher: Leaf[Any] = ()
+
+        def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
+            output = super().client(message, state, data)
+            near = tree.sub(self.teacher, message)
+            return output._replace(upload=tree.add_scaled(output.upload, 0.1, near))
+
+    first = run(FedAvg(LOCAL))
+    assert len(run(Towards(LOCAL, teacher=first.params), **options).events) == 4
+
+
+def test_a_float_field_may_be_a_numpy_scalar():
+    @hyperparameters
+    class Weighed(FedAvg):
+        mu: float = 0.1
+
+        def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
+            output = super().client(message, state, data)
+            return output._replace(upload=tree.scale(1 - self.mu, output.upload))
+
+    check_algorithm(Weighed(mu=np.float32(0.1)))  # type: ignore[arg-type]

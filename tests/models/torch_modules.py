@@ -1,0 +1,45 @@
+"""A PyTorch module of one layer and a function, and the comparison of its adapted model with PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch import nn
+
+from fedrax.models import from_torch
+
+
+class Made(nn.Module):
+    """A layer, and a forward function of the module and x."""
+
+    def __init__(self, layer: Any, function: Any):
+        super().__init__()
+        self.layer, self.function = layer, function
+
+    def forward(self, x: Any) -> Any:
+        return self.function(self, x)
+
+
+def made(inputs: int, outputs: int, function: Any, **options: Any) -> Made:
+    torch.manual_seed(0)
+    return Made(nn.Linear(inputs, outputs, **options), function)
+
+
+def agree(net: Any, example: Any, x: Any) -> None:
+    """Outputs, and gradients of the sum of their cubes, equal PyTorch's on samples that differ from the example."""
+    model = from_torch(net, example)
+    params = model.init(jax.random.key(0))
+    values = jnp.asarray(x.numpy())
+    expected = net.eval()(x)
+    np.testing.assert_allclose(model.apply(params, values), expected.detach(), rtol=1e-4, atol=1e-5)
+    (expected**3).sum().backward()
+    found = jax.grad(lambda p: (model.apply(p, values) ** 3).sum())(params)
+    own = [p.grad.numpy() for p in net.parameters()]
+    by_weights = lambda a: (a.shape, a.ravel() @ np.arange(a.size))  # noqa: E731 - many sum to zero
+    theirs = sorted((np.asarray(leaf) for leaf in jax.tree.leaves(found)), key=by_weights)
+    for a, b in zip(theirs, sorted(own, key=by_weights), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
