@@ -1,6 +1,6 @@
-"""A PyTorch module, trained by clients in JAX, and back: needs torch (pip install '.[torch]').
+"""Train a PyTorch module in JAX and convert it back to PyTorch: needs torch (pip install '.[torch]').
 
-The bundled digits are [n, 8, 8, 1]; the module reads [B, 1, 8, 8], which ``channels_last`` sees to.
+The bundled digits are [n, 8, 8, 1] and the module reads [B, 1, 8, 8]; ``channels_last=True`` transposes the digits.
 """
 
 import torch

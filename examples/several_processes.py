@@ -1,4 +1,4 @@
-"""One run over the devices of several processes, on one machine or many; without arguments, of this process alone.
+"""One run on the devices of several processes, on one machine or several; without arguments, of this process only.
 
 python examples/several_processes.py 127.0.0.1:7788 2 0 &
 python examples/several_processes.py 127.0.0.1:7788 2 1
