@@ -1,4 +1,4 @@
-"""`fedrax doctor`: what it says of damaged runs, what it saves, and that it never makes anything worse."""
+"""`fedrax doctor`: its report of damaged runs, its repairs, and that it never makes anything worse."""
 
 from __future__ import annotations
 
@@ -63,35 +63,35 @@ def last_event(text: bytes | None) -> Damage:
 
 
 STATE, BEFORE = "checkpoint/state.npz", "checkpoint/previous.npz"
-SAVED = {
-    "state flipped": (flip(STATE), "go back to the checkpoint before, of round 3"),
-    "state cut": (cut(STATE), "go back to the checkpoint before, of round 3"),
-    "state lost": (lambda run: (run / STATE).unlink(), "go back to the checkpoint before, of round 3"),
+REPAIRS = {
+    "state flipped": (flip(STATE), "restore the previous checkpoint, of round 3"),
+    "state cut": (cut(STATE), "restore the previous checkpoint, of round 3"),
+    "state lost": (lambda run: (run / STATE).unlink(), "restore the previous checkpoint, of round 3"),
     "state a folder": (
         lambda run: ((run / STATE).unlink(), (run / STATE).mkdir()),
-        "go back to the checkpoint before, of round 3",
+        "restore the previous checkpoint, of round 3",
     ),
     "events": (last_event(b'{"round": 4, "clients": "three"}\n'), "keep the first 3 lines"),
-    "event changed": (last_event(None), "go back to the checkpoint before, of round 3"),
-    "previous": (flip(BEFORE), "set the damaged checkpoint before aside"),
+    "event changed": (last_event(None), "restore the previous checkpoint, of round 3"),
+    "previous": (flip(BEFORE), "rename the damaged previous checkpoint"),
     "left over": (lambda run: (run / ".events.jsonl.part").write_text("{"), "remove .events.jsonl.part"),
-    "failure": (lambda run: (run / "failure").mkdir(), "set failure aside"),
+    "failure": (lambda run: (run / "failure").mkdir(), "rename failure"),
 }
 
 
-@pytest.mark.parametrize("name", SAVED)
-def test_what_can_be_saved_is_saved(name: str, whole: Path, tmp_path: Path, fedrax: Any):
-    """And goes on to the same end; what was damaged is still there."""
-    damage, says = SAVED[name]
+@pytest.mark.parametrize("name", REPAIRS)
+def test_damaged_runs_are_repaired(name: str, whole: Path, tmp_path: Path, fedrax: Any):
+    """The run resumes to the same events; damaged files are kept."""
+    damage, says = REPAIRS[name]
     run = tmp_path / "r"
     shutil.copytree(whole, run)
     damage(run)
     before = bytes_of(run)
     outcome = fedrax("doctor", "r")
-    assert outcome.status == 1 and f"--save would {says}" in outcome.out, outcome
+    assert outcome.status == 1 and f"--repair would {says}" in outcome.out, outcome
     assert bytes_of(run) == before
-    outcome = fedrax("doctor", "r", "--save")
-    assert outcome.status == 0 and "it can go on from round" in outcome.out, outcome
+    outcome = fedrax("doctor", "r", "--repair")
+    assert outcome.status == 0 and "can be resumed from round" in outcome.out, outcome
     after = list(bytes_of(run).values())
     assert all(content in after for file, content in before.items() if not file.endswith(".part"))
     assert fedrax("doctor", "r").status == 0
@@ -105,11 +105,14 @@ def events(run: Path) -> list[dict]:
 
 
 LOST = {
-    "all checkpoints": (lambda run: (flip(STATE)(run), flip(BEFORE)(run)), "it cannot go on: no checkpoint is whole"),
-    "no events": (lambda run: (run / "events.jsonl").unlink(), "it cannot go on"),
-    "experiment": (cut("experiment.toml"), "its experiment is lost"),
-    "no experiment": (lambda run: (run / "experiment.toml").unlink(), "its experiment is lost"),
-    "no checkpoint": (lambda run: shutil.rmtree(run / "checkpoint"), "resuming it begins again"),
+    "all checkpoints": (
+        lambda run: (flip(STATE)(run), flip(BEFORE)(run)),
+        "cannot be resumed: no checkpoint is intact",
+    ),
+    "no events": (lambda run: (run / "events.jsonl").unlink(), "cannot be resumed"),
+    "experiment": (cut("experiment.toml"), "experiment.toml is lost"),
+    "no experiment": (lambda run: (run / "experiment.toml").unlink(), "experiment.toml is lost"),
+    "no checkpoint": (lambda run: shutil.rmtree(run / "checkpoint"), "resuming starts from the beginning"),
 }
 
 
@@ -119,7 +122,7 @@ def test_what_is_lost_is_said(name: str, whole: Path, tmp_path: Path, fedrax: An
     shutil.copytree(whole, tmp_path / "r")
     damage(tmp_path / "r")
     before = bytes_of(tmp_path / "r")
-    outcome = fedrax("doctor", "r", "--save")
+    outcome = fedrax("doctor", "r", "--repair")
     assert says in outcome.out and "Traceback" not in outcome.err, outcome
     after = list(bytes_of(tmp_path / "r").values())
     assert all(content in after for content in before.values())
@@ -127,10 +130,10 @@ def test_what_is_lost_is_said(name: str, whole: Path, tmp_path: Path, fedrax: An
 
 def test_a_whole_run_is_left_alone(whole: Path, fedrax: Any):
     before = bytes_of(whole)
-    outcome = fedrax("doctor", whole, "--save", "--json")
+    outcome = fedrax("doctor", whole, "--repair", "--json")
     found = json.loads(outcome.out)
-    assert outcome.status == 0 and found["sound"] and not found["helps"]
-    assert {f["name"] for f in found["findings"]} >= {"experiment.toml", "events.jsonl", STATE, BEFORE}
+    assert outcome.status == 0 and found["intact"] and not found["repairs"]
+    assert {f["name"] for f in found["files"]} >= {"experiment.toml", "events.jsonl", STATE, BEFORE}
     assert bytes_of(whole) == before
 
 
@@ -139,7 +142,7 @@ def test_nothing_is_touched_while_a_run_is_writing(whole: Path, tmp_path: Path, 
     flip(STATE)(tmp_path / "r")
     before = bytes_of(tmp_path / "r")
     with owned(tmp_path / "r", resume=True):
-        outcome = fedrax("doctor", "r", "--save")
+        outcome = fedrax("doctor", "r", "--repair")
     assert outcome.status == 2 and "another run is writing to" in outcome.err
     assert bytes_of(tmp_path / "r") == before
 
@@ -148,16 +151,16 @@ def test_nothing_is_touched_while_a_run_is_writing(whole: Path, tmp_path: Path, 
 def test_what_is_no_directory(where: str, tmp_path: Path, fedrax: Any):
     (tmp_path / "x.toml").write_text(TINY)
     outcome = fedrax("doctor", where)
-    assert outcome.status == 2 and "is no directory" in outcome.err and not (tmp_path / "nowhere").exists()
+    assert outcome.status == 2 and "is not a directory" in outcome.err and not (tmp_path / "nowhere").exists()
 
 
 def test_a_directory_of_no_run(whole: Path, tmp_path: Path, fedrax: Any):
     (tmp_path / "r").mkdir()
     outcome = fedrax("doctor", "r")
-    assert outcome.status == 2 and "r is the directory of no run; one can be made in it" in outcome.err
+    assert outcome.status == 2 and "r is not a run directory" in outcome.err
     shutil.copytree(whole, tmp_path / "r" / "b" / "seed-0")
-    outcome = fedrax("doctor", "r", "--save")
-    assert outcome.status == 2 and "r is the directory of no run; the first of 1 below it is r/b/seed-0" in outcome.err
+    outcome = fedrax("doctor", "r", "--repair")
+    assert outcome.status == 2 and "r is not a run directory; the first of 1 below it is r/b/seed-0" in outcome.err
     shutil.copytree(whole, tmp_path / "s" / "c" / "search" / "fedavg" / "local.lr=0.1" / "seed-0")
     for command in ("doctor", "resume"):
         outcome = fedrax(command, "s")

@@ -85,7 +85,7 @@ def build(folder: Path, changes: dict[str, bytes | str]) -> None:
 
 
 def check(changes: dict[str, bytes | str], deep: bool = False) -> bool:
-    """Show, report, examine, save; deep: and go on."""
+    """Show, report, examine, repair; deep: and resume."""
     with tempfile.TemporaryDirectory() as outer:
         folder, victim = Path(outer) / "run", Path(outer) / "victim"
         folder.mkdir()
@@ -99,9 +99,9 @@ def check(changes: dict[str, bytes | str], deep: bool = False) -> bool:
         with owned(folder, resume=True):
             found = doctor.examine(folder)
             assert kept(folder) == before
-            doctor.save(found)
+            doctor.apply_repairs(found)
             again = doctor.examine(folder)
-            assert not again.remedies, [remedy.words for remedy in again.remedies]
+            assert not again.repairs, [repair.description for repair in again.repairs]
         left = list(kept(folder).values())
         assert all(content in left for name, content in before.items() if not name.endswith(".part"))
         goes_on = False
@@ -112,7 +112,7 @@ def check(changes: dict[str, bytes | str], deep: bool = False) -> bool:
                 goes_on = True
         assert victim.read_text() == "precious"
         shutil.rmtree(folder)
-    return goes_on if deep else found.sound
+    return goes_on if deep else found.intact
 
 
 def kept(folder: Path) -> dict[str, bytes]:

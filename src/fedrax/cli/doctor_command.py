@@ -1,4 +1,4 @@
-"""``fedrax doctor``: what a run's directory holds, what is damaged, what can be saved."""
+"""``fedrax doctor``: checks the files of a run directory, and repairs what can be repaired."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from fedrax.escaping import plain
 from fedrax.report import doctor
 from fedrax.simulation.persistence.run_directory import owned
 
-DESCRIPTION = """Examine a run's directory: `fedrax doctor DIR`.
+DESCRIPTION = """Check a run directory: `fedrax doctor DIR`.
 
-Every byte is read and held against what was written: the experiment, the events, the last checkpoint and the one before
-it. Says whether the run can go on, and what would help; --save does that, and asks first in a terminal. A damaged
-file is kept under another name. The status is 0 where nothing is wrong (any more), 1 otherwise."""
+Reads every byte of the experiment, the events, the last checkpoint and the one before it, and verifies checksums.
+Reports whether the run can be resumed, and the repairs that are possible. --repair makes them; in a terminal the
+command also asks. Damaged files are renamed, never deleted. The exit status is 0 if all files are intact in the end,
+1 otherwise."""
 
 
 @dataclass
@@ -30,51 +31,50 @@ class DoctorOptions:
 
     directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(name="DIR")]
     """Run directory."""
-    save: bool = False
-    """Do what helps."""
+    repair: bool = False
+    """Make the possible repairs without asking."""
     json: bool = False
     """Print JSON."""
 
 
 def main(args: list[str]) -> int:
-    """Examine, say so, save."""
+    """Check, report, repair."""
     options = parse(DoctorOptions, args, "fedrax doctor", DESCRIPTION)
     directory = options.directory
     if not directory.is_dir():
-        raise FedraxError(f"{directory} is no directory.")
-    if not doctor.of_run(directory):
-        raise FedraxError(
-            f"{directory} is the directory of no run; {doctor.runs_below(directory) or 'one can be made in it'}"
-        )
+        raise FedraxError(f"{directory} is not a directory.")
+    if not doctor.is_run_directory(directory):
+        below = doctor.runs_below(directory)
+        raise FedraxError(f"{directory} is not a run directory{below and f'; {below}'}")
     with owned(directory, resume=True):
         found = doctor.examine(directory)
         if not options.json:
             show(found)
-        if found.remedies and (options.save or (not options.json and asked())):
-            doctor.save(found)
+        if found.repairs and (options.repair or (not options.json and confirm())):
+            doctor.apply_repairs(found)
             found = doctor.examine(directory)
             if not options.json:
-                print("saved; now:")
+                print("repaired; now:")
                 show(found)
     if options.json:
-        findings = [dataclasses.asdict(finding) for finding in found.findings]
-        helps = [remedy.words for remedy in found.remedies]
-        print(json.dumps({"sound": found.sound, "findings": findings, "helps": helps, "verdict": found.verdict}))
-    return 0 if found.sound else 1
+        files = [dataclasses.asdict(file) for file in found.files]
+        repairs = [repair.description for repair in found.repairs]
+        print(json.dumps({"intact": found.intact, "files": files, "repairs": repairs, "conclusion": found.conclusion}))
+    return 0 if found.intact else 1
 
 
 def show(found: doctor.Examination) -> None:
-    """A line for each file, what helps, and whether the run can go on."""
-    width = max((len(finding.name) for finding in found.findings), default=0)
-    for finding in found.findings:
-        print(f"{finding.name:<{width}}  {plain(finding.state)}")
-    for remedy in found.remedies:
-        print(f"--save would {plain(remedy.words)}")
-    print(plain(found.verdict))
+    """Print the state of each file, the possible repairs, and whether the run can be resumed."""
+    width = max((len(file.name) for file in found.files), default=0)
+    for file in found.files:
+        print(f"{file.name:<{width}}  {plain(file.state)}")
+    for repair in found.repairs:
+        print(f"--repair would {plain(repair.description)}")
+    print(plain(found.conclusion))
 
 
-def asked() -> bool:
-    """Whether somebody at a terminal says yes."""
+def confirm() -> bool:
+    """Ask in a terminal whether to repair; False without a terminal."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return False
-    return input("do that now? [y/N] ").strip().casefold() in ("y", "yes")
+    return input("repair now? [y/N] ").strip().casefold() in ("y", "yes")

@@ -111,7 +111,7 @@ def _damage_remedy(directory: Path) -> str:
         done = checkpoint.verify(directory / CHECKPOINT / checkpoint.PREVIOUS).get("round")
     except FedraxError:
         return f"see what is left: fedrax doctor {directory}"
-    return f"the one before it, of round {done}, is whole; go back to it with: fedrax doctor {directory} --save"
+    return f"the one before it, of round {done}, is whole; go back to it with: fedrax doctor {directory} --repair"
 
 
 def _at_checkpoint(setup: Setup, storage: BlockLoader, where: Path, ledger: Ledger | None) -> RunStart:
