@@ -53,15 +53,15 @@ def test_labels_are_shown_and_not_interpreted(tmp_path: Path, fedrax: Any):
 @pytest.mark.parametrize(
     ("labels", "says"),
     [
-        (["a/b", "a-b"], "too alike"),
-        (["x" * 100 + "1", "x" * 100 + "2"], "too alike"),
-        (["A", "a"], "too alike"),
+        (["a/b", "a-b"], "are alike"),
+        (["x" * 100 + "1", "x" * 100 + "2"], "are alike"),
+        (["A", "a"], "are alike"),
         (["same", "same"], "two methods are called 'same'"),
         (["table.md"], "name of a file"),
         (["comparison.json"], "name of a file"),
-        (["\\u0007bell"], "not a line of text"),
-        (["two\\nlines"], "not a line of text"),
-        ([" "], "not a line of text"),
+        (["\\u0007bell"], "is empty or not printable"),
+        (["two\\nlines"], "is empty or not printable"),
+        ([" "], "is empty or not printable"),
     ],
 )
 def test_labels_that_cannot_be_are_refused_before_anything_runs(

@@ -42,11 +42,11 @@ from fedrax.config.hyperparameters import PositiveInt, check
 from fedrax.errors import FedraxError
 from fedrax.escaping import settings_in_words
 from fedrax.experiments import experiment
-from fedrax.experiments.experiment import OF_COMPARISONS, Experiment
+from fedrax.experiments.experiment import COMPARISON_KEYS, Experiment
 from fedrax.experiments.nesting import shared_by, with_tables
 from fedrax.experiments.search import grid
 from fedrax.experiments.search.grid import Grid, SettingPoint
-from fedrax.experiments.serialization import METHODS, Reader, is_another
+from fedrax.experiments.serialization import METHODS, Reader, names_another
 from fedrax.experiments.user_code import Trust, trust_in
 from fedrax.report.runs import MethodRuns, SavedRun, read_run
 from fedrax.simulation.settings import Seed, Settings
@@ -56,10 +56,12 @@ OUTPUTS = (
 )  # fmt: skip
 """Files of a comparison beside the directories of its methods."""
 SHARED = ("data", "partition", "model", "task")
-"""Tables that all methods have in common."""
-OF_ROWS, OF_ALL = ("normalize", "validation"), ("seeds", "target", "search")
-"""Keys that all methods have in common: of an experiment, and of the comparison."""
-OF_METHODS = (*SHARED, *OF_ROWS)
+"""Tables of an experiment that all methods share."""
+SAMPLE_KEYS = ("normalize", "validation")
+"""Keys of an experiment about its samples, which all methods share."""
+PLAN_KEYS = ("seeds", "target", "search")
+"""Keys of a comparison, which all its files share."""
+SHARED_KEYS = (*SHARED, *SAMPLE_KEYS)
 """Tables and keys that may not differ between methods."""
 
 
@@ -119,10 +121,11 @@ class Comparison:
         return "\n".join(lines)
 
     def _tried(self, label: str) -> str:
-        mine = self.grids.get(label)
-        if mine is None:
+        """The size of a method's search."""
+        own = self.grids.get(label)
+        if own is None:
             return ""
-        return f"; {self.search.trials} trials" if self.is_sampled(label) else f"; a grid of {mine.size} points"
+        return f"; {self.search.trials} trials" if self.is_sampled(label) else f"; a grid of {own.size} points"
 
     def check(self) -> None:
         """Raise FedraxError for a comparison that cannot be run."""
@@ -155,36 +158,35 @@ class Comparison:
                 )
 
     def _check_search(self) -> None:
+        """Raise FedraxError for too many trials, and for grids that the search cannot evaluate."""
         trials = self.search.trials
         if trials is not None and trials > grid.LARGEST:
             raise FedraxError(f"{trials:,} trials are too many (limit: {grid.LARGEST:,}).")
         for label, found in self.grids.items():
             if any(method.validation for method in self.methods if method.name == label):
                 raise FedraxError(
-                    f"the grid of {label}: the search holds out rows of its own: leave validation out here, and set it"
-                    " in [search]."
+                    f"the grid of {label}: the search holds out its own validation rows: leave validation out here, and"
+                    " set it in [search]."
                 )
             if found.ranges and trials is None:
                 path, values = next(iter(found.ranges.items()))
                 raise FedraxError(
-                    f"the grid of {label}: {path} is a range, {values}: say how many of its values Optuna is to try, by"
+                    f"the grid of {label}: {path} is a range, {values}: set the number of values for Optuna to try with"
                     " --trials N or trials in [search]."
                 )
 
     def _check_labels(self) -> None:
-        """Raise FedraxError where labels are not distinct names of directories."""
+        """Raise FedraxError for labels that are not distinct directory names."""
         places: dict[str, str] = {name: name for name in OUTPUTS}
         for label in (method.name for method in self.methods):
             if not label.strip() or not label.isprintable():
-                raise FedraxError(f"the label {label!r} is not a line of text.")
+                raise FedraxError(f"the label {label!r} is empty or not printable.")
             other = places.setdefault(safe_name(label).casefold(), label)
             if other in OUTPUTS:
                 raise FedraxError(f"the label {label!r} is the name of a file of the comparison: choose another.")
             if other is not label:
-                same = (
-                    f"two methods are called {label!r}" if other == label else f"{other!r} and {label!r} are too alike"
-                )
-                raise FedraxError(f"{same}: give them labels whose directories differ.")
+                same = f"two methods are called {label!r}" if other == label else f"{other!r} and {label!r} are alike"
+                raise FedraxError(f"{same}: give them labels with different directory names.")
 
     @property
     def search_seeds(self) -> tuple[int, ...]:
@@ -200,8 +202,8 @@ class Comparison:
         Returns:
             True for a grid with ranges or with more points than trials.
         """
-        mine, trials = self.grids.get(label), self.search.trials
-        return mine is not None and trials is not None and (bool(mine.ranges) or mine.size > trials)
+        own, trials = self.grids.get(label), self.search.trials
+        return own is not None and trials is not None and (bool(own.ranges) or own.size > trials)
 
     @cached_property
     def candidates(self) -> dict[str, list[tuple[SettingPoint, Experiment]]]:
@@ -211,13 +213,14 @@ class Comparison:
         """
         found: dict[str, list[tuple[SettingPoint, Experiment]]] = {}
         for method in self.methods:
-            mine = self.grids.get(method.name)
-            points = [{}] if mine is None else mine.ends() if self.is_sampled(method.name) else mine.points()
+            own = self.grids.get(method.name)
+            points = [{}] if own is None else own.ends() if self.is_sampled(method.name) else own.points()
             found[method.name] = [(point, self.at(method, point)) for point in points]
         return found
 
     @cached_property
     def _made(self) -> dict[tuple[str, str], Experiment]:
+        """Experiments by method and point: reading one from a table takes milliseconds."""
         return {}
 
     def at(self, method: Experiment, point: SettingPoint) -> Experiment:
@@ -232,8 +235,8 @@ class Comparison:
         """
         key = method.name, repr(point)
         if key not in self._made:
-            mine = self.grids.get(method.name, Grid(()))
-            self._made[key] = grid.changed(method, point, f"the grid of {method.name}", mine.folder, mine.trust)
+            own = self.grids.get(method.name, Grid(()))
+            self._made[key] = grid.with_settings(method, point, f"the grid of {method.name}", own.folder, own.trust)
         return self._made[key]
 
     def runs(self, chosen: Mapping[str, SettingPoint]) -> list[RunJob]:
@@ -293,8 +296,11 @@ class RunJob:
 
     spec: Experiment
     place: Path
+    """The directory, relative to that of the comparison."""
     title: str
+    """Label, settings and seed, for messages."""
     point: SettingPoint = field(default_factory=dict)
+    """Its settings at the paths of the grid."""
 
     @classmethod
     def of(cls, spec: Experiment, seed: int, point: SettingPoint) -> RunJob:
@@ -306,7 +312,7 @@ class RunJob:
         return cls(dataclasses.replace(spec, run=run), place, f"{spec.name}{words}, seed {seed}", point)
 
     def inside(self, out: Path) -> Path:
-        """Its directory in that of the comparison; raises FedraxError where a link leads out of it."""
+        """The run's directory in that of the comparison; raises FedraxError if a link leads out of it."""
         return files.inside(out, self.place)
 
 
@@ -319,7 +325,7 @@ def safe_name(name: str) -> str:
 def from_table(table: Mapping[str, Any], source: str, folder: Path = Path(), trust: Trust = "beside") -> Comparison:
     """Read a comparison from a table; a table without ``[[compare]]`` is one method."""
     reader = Reader(source, folder, trust=trust)
-    shared = {key: value for key, value in table.items() if key not in OF_COMPARISONS}
+    shared = {key: value for key, value in table.items() if key not in COMPARISON_KEYS}
     entries = table.get("compare", [{}])
     if not isinstance(entries, list) or not all(isinstance(entry, Mapping | str) for entry in entries):
         raise FedraxError(f'{source}: compare must be tables, [[compare]], or names: compare = ["fedavg", "scaffold"].')
@@ -344,9 +350,9 @@ def from_table(table: Mapping[str, Any], source: str, folder: Path = Path(), tru
         if not isinstance(label, str):
             raise FedraxError(f"{where}: the label must be a string, not {label!r}.")
         methods.append(dataclasses.replace(made, name=label))
-        mine = grid.from_table(entry["grid"], where, folder, trust) if "grid" in entry else common
-        if mine is not None:
-            grids[label] = mine
+        own_grid = grid.from_table(entry["grid"], where, folder, trust) if "grid" in entry else common
+        if own_grid is not None:
+            grids[label] = own_grid
     name = reader.value(describe(str), table.get("name", Path(source).stem), "name")
     return Comparison(name, tuple(methods), seeds, target, grids, search, run)
 
@@ -361,16 +367,21 @@ def _refuse_seed(table: Mapping[str, Any], where: str) -> None:
 
 
 def merged(base: Any, over: Any) -> Any:
-    """``base`` with the keys of ``over`` put in, table by table; one that names another class has its own keys alone.
+    """``base`` updated with ``over``, recursively.
 
-    The outermost table and those of methods have them all: they hold what methods share.
+    A table of ``over`` that names another class replaces that of ``base``, except for tables of methods, whose settings
+    are shared by all methods.
     """
     if not isinstance(base, Mapping) or not isinstance(over, Mapping):
         return over if over else base
     both = dict(base)
     for key, value in over.items():
         old = both.get(key)
-        if isinstance(old, Mapping) and isinstance(value, Mapping) and (key in METHODS or not is_another(old, value)):
+        if (
+            isinstance(old, Mapping)
+            and isinstance(value, Mapping)
+            and (key in METHODS or not names_another(old, value))
+        ):
             value = merged(old, value)
         both[key] = value
     return both
@@ -388,18 +399,19 @@ def read(paths: list[Path]) -> Comparison:
     first = parts[0]
     for path, part, table in zip(paths[1:], parts[1:], tables[1:], strict=True):
         differing = [f"[{name}]" for name in SHARED if _of_first(part, name) != _of_first(first, name)]
-        differing += [name for name in OF_ROWS if _of_first(part, name) != _of_first(first, name)]
-        differing += [name for name in OF_ALL if name in table and getattr(part, name) != getattr(first, name)]
+        differing += [name for name in SAMPLE_KEYS if _of_first(part, name) != _of_first(first, name)]
+        differing += [name for name in PLAN_KEYS if name in table and getattr(part, name) != getattr(first, name)]
         if dataclasses.replace(part.run, seed=0) != dataclasses.replace(first.run, seed=0):
             differing.append("[run]")
         if differing:
             raise FedraxError(f"{path} and {paths[0]} differ in {differing[0]}: a comparison needs the same for all.")
     methods = tuple(method for part in parts for method in part.methods)
-    grids = {label: mine for part in parts for label, mine in part.grids.items()}
+    grids = {label: own for part in parts for label, own in part.grids.items()}
     return dataclasses.replace(first, methods=methods, grids=grids)
 
 
 def _of_first(part: Comparison, name: str) -> Any:
+    """A setting of the first method, None without methods."""
     return getattr(part.methods[0], name) if part.methods else None
 
 
@@ -412,14 +424,14 @@ def state_of(spec: Experiment, directory: Path) -> SavedRun | None:
     file = directory / "experiment.toml"
     if not file.exists():
         return None
-    with files.reading(file, files.MAX_FILE) as kept:
-        same = kept.read() == tomlkit.dumps(experiment.to_table(spec)).encode()
+    with files.reading(file, files.MAX_FILE) as saved:
+        same = saved.read() == tomlkit.dumps(experiment.to_table(spec)).encode()
     if not same:
         raise OtherExperimentError(f"{directory} holds a run of another experiment: choose another --out.")
     return read_run(directory)
 
 
-def differing(one: Mapping[str, Any], other: Mapping[str, Any], shared: Sequence[str] = OF_METHODS) -> str | None:
+def differing(one: Mapping[str, Any], other: Mapping[str, Any], shared: Sequence[str] = SHARED_KEYS) -> str | None:
     """The first shared table or key in which two experiments differ, None if there is none."""
     return next((f"[{name}]" if name in SHARED else name for name in shared if one.get(name) != other.get(name)), None)
 

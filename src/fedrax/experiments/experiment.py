@@ -101,7 +101,7 @@ def _own_model(found: Any) -> type:
     return serialization.options_class(found, ("input_shape", "num_outputs"), "build")
 
 
-OF_COMPARISONS = ("compare", "seeds", "target", "grid", "search")
+COMPARISON_KEYS = ("compare", "seeds", "target", "grid", "search")
 """Keys of a file that say how methods are compared, and nothing of a run."""
 FILES = {".csv": "csv", ".tsv": "csv", ".npz": "npz"}
 """The data set that reads files of a suffix."""
@@ -177,7 +177,7 @@ def from_table(table: Mapping[str, Any], source: str, folder: Path = Path(), tru
             f"{source} compares several algorithms ([[compare]]): use `fedrax compare` with it; in Python"
             " fedrax.experiments.read_file reads it and fedrax.compare runs it."
         )
-    table = {key: value for key, value in table.items() if key not in OF_COMPARISONS}
+    table = {key: value for key, value in table.items() if key not in COMPARISON_KEYS}
     experiment = Reader(source, folder, trust=trust).fields(Experiment, table, "", Experiment())
     try:
         experiment.check()

@@ -1,7 +1,7 @@
-"""The runs of a comparison: here, one after another, or on the workers of an executor.
+"""Execute the runs of a comparison, in this process or on the workers of an executor.
 
-A run is what its directory says. One that is finished is not run again, one that was broken off goes on from its
-checkpoint, wherever it is run: workers need nothing but the same file system.
+The state of a run is that of its directory: a finished run is not repeated, an interrupted one resumes from its
+checkpoint, on any worker. Workers need the same file system.
 """
 
 from __future__ import annotations
@@ -32,42 +32,43 @@ from fedrax.simulation.results.progress import ProgressLine, ProgressSink
 from fedrax.simulation.run import check_possible
 
 ATTEMPTS = 3
-"""Workers that a run may lose, or executors that may break with no run finished between, before it is given up."""
-ARRIVAL = 60.0
-"""Seconds in which what a worker has written must be seen here; network file systems take some."""
+"""Number of lost workers of a run, or of broken executors without a finished run between them, that ends in an
+error."""
+FILE_TIMEOUT = 60.0
+"""Seconds to wait for a file that a worker has written: network file systems show it with a delay."""
 TaskAndFederation = tuple[Task, Federation]
 Executors = Executor | Callable[[], Executor]
 
 
 class ComparisonWatcher:
-    """What wants to see a comparison go on; the base sees nothing."""
+    """Receives the progress of a comparison; this base class ignores it."""
 
     def sinks(self, job: RunJob, directory: Path, number: int, of: int) -> list[Sink]:
-        """Who sees the events of a run here, the ``number``-th ``of`` those of its kind."""
+        """Sinks for the events of a run in this process, the ``number``-th of ``of`` runs."""
         return []
 
     def done(self, job: RunJob, directory: Path, error: str | None) -> None:
-        """A run has ended; ``error`` says how it diverged."""
+        """Called at the end of a run; ``error``: the message of a run that diverged."""
 
     def say(self, text: str) -> None:
-        """Something worth a line."""
+        """Called with messages for the user."""
 
     def close(self) -> None:
-        """The comparison is over, or broken off."""
+        """Called at the end of the comparison, also after an error."""
 
 
 class ProgressWatcher(ComparisonWatcher):
-    """A line for the run under way, and one that stays for each that is done."""
+    """Shows a progress line for the current run, and prints a line for each finished one."""
 
     def __init__(self) -> None:
         self._line = ProgressLine()
 
     def sinks(self, job: RunJob, directory: Path, number: int, of: int) -> list[Sink]:
-        """The line."""
+        """The progress line."""
         return [ProgressSink(f"{job.title} ({number}/{of})", self._line)]
 
     def done(self, job: RunJob, directory: Path, error: str | None) -> None:
-        """How it came out."""
+        """Print the final metrics of the run."""
         self._line.clear()
         if error is not None:
             self.say(error)
@@ -75,11 +76,11 @@ class ProgressWatcher(ComparisonWatcher):
         self.say(f"{job.title}{on}: {summary_line(read_run(directory).events)}")
 
     def say(self, text: str) -> None:
-        """A line above that of the run."""
+        """Print a line above the progress line."""
         self._line.say(text)
 
     def close(self) -> None:
-        """Take the line away."""
+        """Remove the progress line."""
         self._line.clear()
 
 
@@ -94,10 +95,10 @@ class ExperimentFile:
         experiment.write(self._spec, self._path)
 
     def event(self, event: Event) -> None:
-        """Nothing to add."""
+        """Do nothing."""
 
     def finish(self, result: Result | None) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
 
 def unfinished(jobs: Sequence[RunJob], out: Path) -> list[RunJob]:
@@ -107,52 +108,52 @@ def unfinished(jobs: Sequence[RunJob], out: Path) -> list[RunJob]:
     search, which have no checkpoint.
     """
     runs = [(job, state_of(job.spec, job.inside(out))) for job in jobs]
-    return [job for job, run in runs if run is None or not run.finished or not _is_kept(run, job)]
+    return [job for job, run in runs if run is None or not run.finished or not _has_last_checkpoint(run, job)]
 
 
-def _is_kept(run: SavedRun, job: RunJob) -> bool:
-    """Whether a run that has all its events has its last checkpoint, too, or needs none."""
-    if not _is_known(run.directory):
-        return job.spec.validation > 0  # it ran together with others
+def _has_last_checkpoint(run: SavedRun, job: RunJob) -> bool:
+    """Whether a run with all its events has its last checkpoint, or needs none."""
+    if not _has_checkpoint(run.directory):
+        return job.spec.validation > 0  # part of a vectorized search
     if checkpoint.exists(run.directory / FAILURE):
         return True
     place = run.directory / CHECKPOINT
-    if (place / checkpoint.PREVIOUS).exists():  # cut short while the last one took its place
+    if (place / checkpoint.PREVIOUS).exists():  # interrupted while the last checkpoint was written
         return False
     try:
         return int(checkpoint.load_meta(place)["round"]) >= len(run.events)
     except (FedraxError, KeyError, TypeError, ValueError):
-        return True  # it is damaged, which those say who read it
+        return True  # damaged; reading it raises
 
 
-def _is_known(place: Path) -> bool:
-    """Whether something of a run tells what it was computed from."""
+def _has_checkpoint(place: Path) -> bool:
+    """Whether a run directory has a checkpoint or a saved failure, which record what the run was computed from."""
     return any(checkpoint.exists(place / name) for name in (CHECKPOINT, FAILURE))
 
 
-def check_kept(jobs: Sequence[RunJob], out: Path, problem: Callable[[], TaskAndFederation]) -> None:
-    """Refuse, before anything runs, runs that were made of other data, another program or another version."""
+def check_saved_runs(jobs: Sequence[RunJob], out: Path, problem: Callable[[], TaskAndFederation]) -> None:
+    """Raise FedraxError for saved runs of other data, another program or another version."""
     for job in jobs:
         run, place = state_of(job.spec, job.inside(out)), job.inside(out)
-        if run is None or not _is_known(place):
+        if run is None or not _has_checkpoint(place):
             continue
         try:
             check_possible(job.spec.algorithm, *problem(), job.spec.run, place)
         except FedraxError as error:
-            raise FedraxError(f"{error}: choose another --out for a comparison of what there is now") from error
+            raise FedraxError(f"{error}: choose another --out for the present comparison") from error
 
 
-def check_all(jobs: Sequence[RunJob], out: Path, problem: Callable[[], TaskAndFederation]) -> None:
-    """Refuse, before anything runs, a method that the data, the model or the cohorts do not fit."""
+def check_methods(jobs: Sequence[RunJob], out: Path, problem: Callable[[], TaskAndFederation]) -> None:
+    """Raise FedraxError for a method that does not fit the data, the model or the cohorts."""
     firsts = {job.place.parent: job for job in reversed(unfinished(jobs, out))}
     for job in reversed(firsts.values()):
-        with titled(job.spec.name):
+        with error_prefix(job.spec.name):
             check_possible(job.spec.algorithm, *problem(), job.spec.run)
 
 
 @contextmanager
-def titled(title: str) -> Iterator[None]:
-    """Refusals say which of several runs is meant."""
+def error_prefix(title: str) -> Iterator[None]:
+    """Prefix FedraxErrors with the title of the run."""
     try:
         yield
     except FedraxError as error:
@@ -162,34 +163,37 @@ def titled(title: str) -> Iterator[None]:
 def run_here(
     jobs: Sequence[RunJob], out: Path, problem: Callable[[], TaskAndFederation], watcher: ComparisonWatcher
 ) -> None:
-    """Run what is not finished; a run that diverges is noted in its directory and does not stop the others."""
+    """Execute unfinished runs one after another in this process.
+
+    A run that diverges records it in its directory, and the others continue.
+    """
     left = {job.place for job in unfinished(jobs, out)}
     for number, job in enumerate(jobs, 1):
         if job.place not in left:
             continue
         directory = job.inside(out)
-        with titled(job.title) if len(jobs) > 1 else nullcontext():
+        with error_prefix(job.title) if len(jobs) > 1 else nullcontext():
             error = _run(job.spec, directory, problem(), watcher.sinks(job, directory, number, len(jobs)))
         watcher.done(job, directory, error)
 
 
 def _run(spec: Experiment, directory: Path, problem: TaskAndFederation, sinks: Sequence[Sink]) -> str | None:
-    """Run or go on; how it diverged, if it did."""
+    """Run or resume; returns the message of a run that diverged."""
     resume = (directory / "experiment.toml").exists()
-    seen = [ExperimentFile(spec, directory), *sinks]
+    all_sinks = [ExperimentFile(spec, directory), *sinks]
     try:
-        kept: dict[str, Any] = {"directory": directory, "resume": resume, "keep_clients": False}
-        simulate(spec.algorithm, *problem, spec.run, **kept, sinks=seen, progress=False)
+        options: dict[str, Any] = {"directory": directory, "resume": resume, "keep_clients": False}
+        simulate(spec.algorithm, *problem, spec.run, **options, sinks=all_sinks, progress=False)
     except NonFiniteError as error:
         return str(error)
     return None
 
 
 class WorkerPool:
-    """An executor for as long as a comparison takes, and the next one where it breaks and there is a way to make one.
+    """The executor of a comparison, replaced when it breaks.
 
     Some executors break when they lose a worker (ProcessPoolExecutor). A function that makes executors is then called
-    for a new one; one that was given ready-made cannot be replaced, and stays its owner's to end.
+    again; an executor that the caller passed cannot be replaced, and is not shut down.
     """
 
     def __init__(self, executors: Executors):
@@ -197,30 +201,30 @@ class WorkerPool:
         self._executor = executors if isinstance(executors, Executor) else None
 
     def connect(self) -> Executor:
-        """The executor in use; made where there is none, which may fail."""
+        """The current executor, made if there is none; making it may raise."""
         if self._executor is None:
             assert self._make is not None
             self._executor = self._make()
         return self._executor
 
     def replace(self, broken: BaseException) -> None:
-        """Go on with a new one; FedraxError where there is none."""
+        """Discard the broken executor; raises FedraxError if it cannot be replaced."""
         if self._make is None:
             raise FedraxError(
-                "the executor has broken with a worker: call again with a new one, what is finished is kept; a"
-                " function that makes executors, in its place, is called for the next one by itself"
+                "the executor broke with a lost worker: call again with a new one, finished runs are not repeated; or"
+                " pass a function that makes executors, which is called again by itself"
             ) from broken
         self.close()
 
     def close(self) -> None:
-        """End what was made here."""
+        """Shut down an executor that was made here."""
         if self._make is not None and self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._executor = None
 
 
 def run_on(workers: WorkerPool, jobs: Sequence[RunJob], out: Path, data_dir: Any, watcher: ComparisonWatcher) -> None:
-    """As ``run_here`` on the workers of an executor; the run of a worker that is lost is taken up by another."""
+    """Execute unfinished runs on the workers of an executor; the run of a lost worker is submitted again."""
     attempts, breaks = dict.fromkeys(range(len(jobs)), 0), 0
     todo = {job.place for job in unfinished(jobs, out)}
     left = {i for i, job in enumerate(jobs) if job.place in todo}
@@ -240,19 +244,20 @@ def run_on(workers: WorkerPool, jobs: Sequence[RunJob], out: Path, data_dir: Any
                 if lost is None:
                     breaks = 0
                     left.discard(i)
-                    _note(future.result(), job, out, watcher)
+                    _report(future.result(), job, out, watcher)
                     continue
-                watcher.say(f"{job.title}: its worker was lost ({_words(lost)}); another one takes it up")
-                if isinstance(lost, BrokenExecutor):  # of every run that it held, also those that had not begun
+                watcher.say(f"{job.title}: its worker was lost ({_first_line(lost)}); submitted again")
+                if isinstance(lost, BrokenExecutor):  # raised for all submitted runs, also those that had not started
                     broken = lost
                     continue
                 attempts[i] += 1
                 if attempts[i] == ATTEMPTS:
-                    raise FedraxError(f"{job.title}: {ATTEMPTS} workers were lost with it ({_words(lost)})") from lost
+                    raise FedraxError(f"{job.title}: {ATTEMPTS} workers were lost ({_first_line(lost)})") from lost
             if broken is not None:
                 breaks += 1
                 if breaks == ATTEMPTS:
-                    raise FedraxError(f"{ATTEMPTS} executors broke with no run finished ({_words(broken)})") from broken
+                    cause = _first_line(broken)
+                    raise FedraxError(f"{ATTEMPTS} executors broke without a finished run ({cause})") from broken
                 workers.replace(broken)
                 running = {}
     finally:
@@ -261,7 +266,7 @@ def run_on(workers: WorkerPool, jobs: Sequence[RunJob], out: Path, data_dir: Any
 
 
 def _lost(future: Future) -> BaseException | None:
-    """Why a future has no result, if it has none: what the run itself says is a result."""
+    """The error of a future whose worker was lost, None if it has a result; errors of the run itself are results."""
     try:
         return future.exception()
     except CancelledError as error:
@@ -269,22 +274,23 @@ def _lost(future: Future) -> BaseException | None:
 
 
 def _submit(executor: Executor, job: RunJob, out: Path, data_dir: Any) -> Future:
+    """Submit a run to an executor."""
     text = tomlkit.dumps(experiment.to_table(job.spec))
     where = None if data_dir is None else str(Path(data_dir).resolve())
     return executor.submit(run_in_worker, text, str(job.inside(out).resolve()), where)
 
 
-def _note(outcome: tuple[str, str] | None, job: RunJob, out: Path, watcher: ComparisonWatcher) -> None:
-    """What a worker said of a run."""
-    if outcome is not None and outcome[0] == "refused":
+def _report(outcome: tuple[str, str] | None, job: RunJob, out: Path, watcher: ComparisonWatcher) -> None:
+    """Report the outcome of a run on a worker; raises FedraxError for an invalid one."""
+    if outcome is not None and outcome[0] == "invalid":
         raise FedraxError(f"{job.title}: {outcome[1]}")
-    await_arrival(job.inside(out) / "experiment.toml", job.title)
+    wait_for_file(job.inside(out) / "experiment.toml", job.title)
     watcher.done(job, job.inside(out), None if outcome is None else outcome[1])
 
 
-def await_arrival(file: Path, title: str) -> None:
-    """Return once a file is there that a worker says it has written; FedraxError if it never is."""
-    end = time.monotonic() + ARRIVAL
+def wait_for_file(file: Path, title: str) -> None:
+    """Wait until a file that a worker has written is visible; raises FedraxError after FILE_TIMEOUT."""
+    end = time.monotonic() + FILE_TIMEOUT
     while not file.exists():
         if time.monotonic() > end:
             raise FedraxError(
@@ -293,18 +299,27 @@ def await_arrival(file: Path, title: str) -> None:
         time.sleep(0.5)
 
 
-def _words(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
+    """The type of an error and the first line of its message."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:200].removesuffix(": ")
 
 
 def run_in_worker(text: str, directory: str, data_dir: str | None) -> tuple[str, str] | None:
-    """Run the experiment of a file's text in a directory: None, or ("diverged" or "refused", why).
+    """Execute the run of an experiment on a worker.
 
-    It comes from the process that started the comparison, with code that was trusted there. The run has a thread of its
-    own: a signal to stop then ends a worker at once, and what takes the run up finds nobody writing to its directory.
+    The run has a thread of its own: a stop signal then ends the worker at once, and no process writes to the directory
+    when another worker resumes the run.
+
+    Args:
+        text: The experiment as TOML, from the process that started the comparison, which trusted its code.
+        directory: The run directory.
+        data_dir: Directory of data files.
+
+    Returns:
+        None, or ("diverged", message) or ("invalid", message).
     """
     outcome: list[Any] = []
-    thread = threading.Thread(target=lambda: outcome.append(_caught(text, directory, data_dir)), daemon=True)
+    thread = threading.Thread(target=lambda: outcome.append(_run_or_error(text, directory, data_dir)), daemon=True)
     thread.start()
     thread.join()
     if isinstance(outcome[0], BaseException):
@@ -312,30 +327,32 @@ def run_in_worker(text: str, directory: str, data_dir: str | None) -> tuple[str,
     return outcome[0]
 
 
-def _caught(text: str, directory: str, data_dir: str | None) -> Any:
+def _run_or_error(text: str, directory: str, data_dir: str | None) -> Any:
+    """The outcome of a run, or the exception that it raised."""
     try:
-        return _from_text(text, directory, data_dir)
-    except BaseException as error:  # handed to the thread that waits
+        return _run_text(text, directory, data_dir)
+    except BaseException as error:  # raised again by the waiting thread
         return error
 
 
-def _from_text(text: str, directory: str, data_dir: str | None) -> tuple[str, str] | None:
+def _run_text(text: str, directory: str, data_dir: str | None) -> tuple[str, str] | None:
+    """Parse the experiment and run it."""
     use_all_cores()
     place = Path(directory)
     try:
         table = tomlkit.parse(text).unwrap()
         spec = experiment.from_table(table, "the experiment of a worker", trust="typed")
         if (place / "experiment.toml").exists() and read_run(place).finished:
-            return None  # by a worker that was thought to be lost
+            return None  # a worker that was reported as lost has finished it
         shared = {key: value for key, value in table.items() if key not in ("name", "algorithm", "run")}
         error = _run(spec, place, _problem(tomlkit.dumps(shared), data_dir), [])
-    except FedraxError as refused:
-        return "refused", str(refused)
+    except FedraxError as invalid:
+        return "invalid", str(invalid)
     return None if error is None else ("diverged", error)
 
 
 @lru_cache(maxsize=2)
 def _problem(shared: str, data_dir: str | None) -> TaskAndFederation:
-    """Task and federation of experiments that share them, as long as the worker lives: programs are compiled once."""
+    """Task and federation of experiments that share them, cached in the worker so that programs are compiled once."""
     spec = experiment.from_table(tomlkit.parse(shared).unwrap(), "the experiment of a worker", trust="typed")
     return experiment.build(spec, data_dir)[1:]

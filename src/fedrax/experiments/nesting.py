@@ -1,4 +1,4 @@
-"""Settings that methods share, where one of them is a wrapper: what it does not have is for the method inside."""
+"""Shared settings of methods, some of which are wrappers: a setting that a wrapper lacks is set on its inner method."""
 
 from __future__ import annotations
 
@@ -13,10 +13,18 @@ from fedrax.experiments.serialization import ALGORITHM, Reader, TomlTable, defau
 
 
 def shared_by(shared: Mapping[str, Any], own: Mapping[str, Any], reader: Reader) -> TomlTable:
-    """The table ``shared`` of all methods, its keys where this one, of the table ``own``, has them.
+    """Move the settings of all methods to the levels of nesting where one method has them.
 
-    For a wrapper that has no ``local``, ``[algorithm.local]`` is ``[algorithm.inner.local]``. A key that no method has
-    stays where it is, for the reader to refuse it.
+    For a wrapper that has no ``local``, ``[algorithm.local]`` becomes ``[algorithm.inner.local]``. A key that no method
+    has stays at the top, where the reader raises an error for it.
+
+    Args:
+        shared: The table of all methods.
+        own: The table of this method.
+        reader: Finds classes by name.
+
+    Returns:
+        The shared table, nested as this method is.
     """
     placed: TomlTable = {"inner": copy.deepcopy(shared["inner"])} if "inner" in shared else {}
     for key in shared.keys() - {"inner"}:
@@ -28,15 +36,15 @@ def shared_by(shared: Mapping[str, Any], own: Mapping[str, Any], reader: Reader)
 
 
 def with_tables(method: Mapping[str, Any]) -> TomlTable:
-    """A method's table in which methods inside it are tables too, not names alone."""
+    """A method's table with names of inner methods replaced by tables."""
     inner = method.get("inner")
     return {**method, "inner": with_tables(_as_table(inner))} if isinstance(inner, str | Mapping) else dict(method)
 
 
 def _depth(key: str, method: Mapping[str, Any], reader: Reader) -> int:
-    """How many wrappers are around the method that has this setting; 0 if none has it.
+    """Number of wrappers around the method that has this setting; 0 if none has it.
 
-    If a wrapped value is no method, the depth of that value is returned, and the reader rejects it.
+    If an inner value is not a method, its depth is returned, and the reader raises an error for it.
     """
     depth, cls = 0, _class_of(method, reader)
     while cls is not None and key != "name":
@@ -56,7 +64,7 @@ def _depth(key: str, method: Mapping[str, Any], reader: Reader) -> int:
 
 
 def _class_of(method: Mapping[str, Any], reader: Reader) -> type | None:
-    """The class that a method's table names; None where it names none."""
+    """The class that a method's table names, None without a valid name."""
     name = method.get("name")
     try:
         return ALGORITHM.find(name, reader.folder, reader.trust) if isinstance(name, str) else None
@@ -65,11 +73,12 @@ def _class_of(method: Mapping[str, Any], reader: Reader) -> type | None:
 
 
 def _as_table(method: str | Mapping[str, Any]) -> TomlTable:
+    """The table of a method that may be given by name."""
     return {"name": method} if isinstance(method, str) else dict(method)
 
 
 def path_for(path: str, algorithm: Any) -> str:
-    """The path of a setting at the method that has it: of ``algorithm.local.lr`` ``algorithm.inner.local.lr``."""
+    """The path of a setting in the method that has it: ``algorithm.inner.local.lr`` for ``algorithm.local.lr``."""
     first, key, *rest = path.split(".")
     inside: list[str] = []
     while first == "algorithm" and key != "name" and key not in fields_of(type(algorithm)):

@@ -1,4 +1,4 @@
-"""Whether a directory is a comparison's own: what it holds already must be that comparison's."""
+"""Check that the runs in an output directory belong to the comparison."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from fedrax import files
 from fedrax.experiments import experiment
 from fedrax.experiments.comparison import (
-    OF_METHODS,
     SHARED,
+    SHARED_KEYS,
     Comparison,
     OtherExperimentError,
     differing,
@@ -21,11 +21,11 @@ from fedrax.experiments.comparison import (
 )
 
 _RUNS = ("*/seed-*", "*/*=*/seed-*", "search/*/*=*/seed-*")
-"""Where runs lie below the directory of a comparison; that of a point has an equals sign in its name."""
+"""Patterns of run directories in that of a comparison; the name of a point of a grid contains an equals sign."""
 
 
-def check_ours(spec: Comparison, out: Path) -> None:
-    """AnotherExperiment where a directory holds runs of another comparison."""
+def check_output_dir(spec: Comparison, out: Path) -> None:
+    """Raise OtherExperimentError for a directory with runs of another comparison."""
     for job in spec.possible():
         state_of(job.spec, job.inside(out))
     _check_sampled(spec, out)
@@ -33,22 +33,22 @@ def check_ours(spec: Comparison, out: Path) -> None:
 
 
 def _check_shared(spec: Comparison, out: Path) -> None:
-    """AnotherExperiment where ``out`` holds runs on other data, or with another model or task."""
+    """Raise OtherExperimentError for runs on other data, or with another partition, model or task."""
     ours = experiment.to_table(spec.methods[0])
     for runs in _RUNS:
-        shared = (*SHARED, "normalize") if runs.startswith("search") else OF_METHODS  # trials hold rows out
+        shared = (*SHARED, "normalize") if runs.startswith("search") else SHARED_KEYS  # validation differs
         for file in sorted(out.glob(f"{runs}/experiment.toml")):
             other = differing(experiment.read_file(file), ours, shared)
             if other is not None:
-                said = f"holds a run of another comparison, which differs in {other}"
-                raise OtherExperimentError(f"{file.parent} {said}: choose another --out.")
+                problem = f"holds a run of another comparison, which differs in {other}"
+                raise OtherExperimentError(f"{file.parent} {problem}: choose another --out.")
 
 
 def _check_sampled(spec: Comparison, out: Path) -> None:
-    """AnotherExperiment where ``out`` holds trials of another search.
+    """Raise OtherExperimentError for trials of another search by Optuna.
 
-    A method's differ in the settings of its grid, with a name in what it names, and in the seed. Which settings Optuna
-    will propose is not known beforehand.
+    The proposed settings are not known in advance, so trials are compared without the settings of the grid and the
+    seed.
     """
     for method in spec.methods:
         if not spec.is_sampled(method.name):
@@ -62,7 +62,7 @@ def _check_sampled(spec: Comparison, out: Path) -> None:
 
 
 def _without(table: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
-    """A table of tables without what lies at some paths."""
+    """A copy of a nested table without the entries at some paths."""
     plain = json.loads(json.dumps(table))
     for path in paths:
         *outer, last = path.split(".")

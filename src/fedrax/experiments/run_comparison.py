@@ -18,7 +18,7 @@ from fedrax.experiments import backends, comparison, experiment, jobs
 from fedrax.experiments.comparison import Comparison, OtherExperimentError, RunJob
 from fedrax.experiments.experiment import Experiment
 from fedrax.experiments.jobs import ComparisonWatcher, Executors, ProgressWatcher, TaskAndFederation, WorkerPool
-from fedrax.experiments.output_dir import check_ours
+from fedrax.experiments.output_dir import check_output_dir
 from fedrax.experiments.search import grid as grids_of
 from fedrax.experiments.search import trials
 from fedrax.report import comparison_table, curves, search_plots
@@ -65,6 +65,7 @@ class ComparisonResult:
 
     @property
     def _runs(self) -> list[SavedRun]:
+        """The runs of all methods."""
         return [run for method in self.methods for run in method.runs]
 
     @property
@@ -77,6 +78,7 @@ class ComparisonResult:
 
     @property
     def _target(self) -> tuple[float | None, bool]:
+        """The target, and whether it was given."""
         return target_of(self.methods, self.comparison.target)
 
     @property
@@ -97,10 +99,10 @@ class ComparisonResult:
             Lines to print below the table.
         """
         spec = self.comparison
-        how = (spec.search.validation, spec.search_seeds, spec.search.trials)
-        said = search_plots.lines(self.choices, *how) if self.choices else []
+        search = (spec.search.validation, spec.search_seeds, spec.search.trials)
+        selected = search_plots.lines(self.choices, *search) if self.choices else []
         legend = comparison_table.legend(*self._target, self.rows)
-        return said + [legend] * bool(legend)
+        return selected + [legend] * bool(legend)
 
     def summary(self) -> dict[str, Any]:
         """The table and the search as JSON values.
@@ -119,9 +121,10 @@ class ComparisonResult:
             "places": sorted({run.directory.parent.relative_to(self.directory).as_posix() for run in self._runs}),
         }
         if self.choices:
-            how = {"validation": spec.search.validation, "seeds": list(spec.search_seeds), "trials": spec.search.trials}
-            said = search_plots.lines(self.choices, *how.values())
-            found["search"] = {**how, "methods": search_plots.values(self.choices), "lines": said}
+            search = {"validation": spec.search.validation, "seeds": list(spec.search_seeds)}
+            search |= {"trials": spec.search.trials}
+            lines = search_plots.lines(self.choices, *search.values())
+            found["search"] = {**search, "methods": search_plots.values(self.choices), "lines": lines}
         return found
 
     @property
@@ -221,17 +224,17 @@ def compare(
     spec = source if isinstance(source, Comparison) else comparison.read(_paths(source))
     changes: dict[str, Any] = {}
     if grid is not None:
-        mine = grids_of.from_table(_with_lists(grid), "the grid")
-        changes["grids"] = {method.name: mine for method in spec.methods}
+        replacement = grids_of.from_table(_with_lists(grid), "the grid")
+        changes["grids"] = {method.name: replacement for method in spec.methods}
     changes |= {"search": dataclasses.replace(spec.search, trials=trials)} if trials is not None else {}
     changes |= {"seeds": tuple(seeds)} if seeds else {}
     changes |= {"target": target} if target is not None else {}
     spec = dataclasses.replace(spec, **changes)
     spec.check()
     if isinstance(executor, str):
-        executor = backends.engine(executor)
+        executor = backends.executor_factory(executor)
     out = default_directory(spec) if directory is None else Path(directory)
-    check_ours(spec, out)  # before anything runs
+    check_output_dir(spec, out)
     if watcher is None:
         use_all_cores()
         watcher = ProgressWatcher() if progress and progress_is_visible() else ComparisonWatcher()
@@ -246,6 +249,7 @@ def compare(
 
 
 def _paths(source: str | Path | Sequence[str | Path]) -> list[Path]:
+    """One or more files as a list of paths."""
     paths: Iterable[str | Path] = [source] if isinstance(source, str | Path) else source
     found = [Path(path) for path in paths]
     if not found:
@@ -262,14 +266,14 @@ def _with_lists(grid: Mapping[str, Any]) -> dict[str, Any]:
 def default_directory(spec: Comparison) -> Path:
     """The first of runs/NAME, runs/NAME-2, ... that is free or holds runs of this comparison.
 
-    Raises FedraxError where one of them cannot be read.
+    Raises FedraxError for one that cannot be read.
     """
     stem = Path("runs") / comparison.safe_name(spec.name)
     number = 1
     while True:
         out = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
         with contextlib.suppress(OtherExperimentError):
-            check_ours(spec, out)
+            check_output_dir(spec, out)
             return out
         number += 1
 
@@ -277,6 +281,7 @@ def default_directory(spec: Comparison) -> Path:
 def _run(
     spec: Comparison, out: Path, data_dir: Any, workers: WorkerPool | None, watcher: ComparisonWatcher
 ) -> ComparisonResult:
+    """Load the data, search, and execute the runs."""
     use_all_cores()
     first = spec.methods[0]
     federation = experiment.load_federation(first, data_dir)
@@ -288,34 +293,34 @@ def _run(
     def held() -> TaskAndFederation:
         return task, experiment.held_out(dataclasses.replace(first, validation=spec.search.validation), federation)
 
-    if len(spec.methods) > 1:  # what is wrong with a single one its own run says as soon
-        decided = [job for job in spec.runs({}) if job.spec.name not in spec.grids]
-        jobs.check_all(decided, out, lambda: (task, federation))
+    if len(spec.methods) > 1:  # a single method is checked by its own run
+        without_grid = [job for job in spec.runs({}) if job.spec.name not in spec.grids]
+        jobs.check_methods(without_grid, out, lambda: (task, federation))
     choices = {}
     if spec.grids:
         choices = trials.search(spec, out, task, held, watcher, workers, data_dir)
     chosen = {label: dict(choice.best.point) for label, choice in choices.items()}
     runs = spec.runs(chosen)
-    _say_which(runs, out)
-    jobs.check_kept(runs, out, lambda: (task, federation))
+    _update_places(runs, out)
+    jobs.check_saved_runs(runs, out, lambda: (task, federation))
     if workers is None:
         jobs.run_here(runs, out, lambda: (task, federation), watcher)
     else:
         jobs.run_on(workers, runs, out, data_dir, watcher)
-    return ComparisonResult(spec, out, tuple(_labeled(spec, out, chosen)), choices)
+    return ComparisonResult(spec, out, tuple(_with_settings(spec, out, chosen)), choices)
 
 
-def _say_which(jobs: Sequence[RunJob], out: Path) -> None:
-    """Update the run directories in comparison.json of an earlier search, so that reports ignore its other settings."""
+def _update_places(jobs: Sequence[RunJob], out: Path) -> None:
+    """Update the run directories in an existing comparison.json, so that reports ignore runs with other settings."""
     with contextlib.suppress(FedraxError):
-        kept = read_comparison(out)
-        if kept:
+        saved = read_comparison(out)
+        if saved:
             places = sorted({job.place.parent.as_posix() for job in jobs})
-            files.write_text(out / COMPARISON, json.dumps({**kept, "places": places}, indent=2) + "\n")
+            files.write_text(out / COMPARISON, json.dumps({**saved, "places": places}, indent=2) + "\n")
 
 
-def _labeled(spec: Comparison, out: Path, chosen: Mapping[str, dict[str, Any]]) -> list[MethodRuns]:
-    """The runs of each method, with its selected settings and its own run settings."""
+def _with_settings(spec: Comparison, out: Path, chosen: Mapping[str, dict[str, Any]]) -> list[MethodRuns]:
+    """The runs of each method, described by its selected settings and its own run settings."""
     found = []
     for method in comparison.methods_in(spec, out, chosen):
         run = next(one.run for one in spec.methods if one.name == method.label)

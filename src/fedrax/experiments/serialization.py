@@ -104,7 +104,7 @@ def _squeezed(name: str) -> str:
     return re.sub("[-_ ]", "", name).lower()
 
 
-def is_another(base: Mapping[str, Any], table: Mapping[str, Any]) -> bool:
+def names_another(base: Mapping[str, Any], table: Mapping[str, Any]) -> bool:
     """Whether both tables name a class, and not the same one."""
     first, second = base.get("name"), table.get("name")
     return isinstance(first, str) and isinstance(second, str) and _squeezed(first) != _squeezed(second)
@@ -134,7 +134,7 @@ def choice_of(field: Field) -> ClassChoice | None:
     if field.classes == (Algorithm,):
         return ALGORITHM
     concrete = [cls for cls in field.classes if not inspect.isabstract(cls)]  # a base class is no choice itself
-    known = {snake_case(cls.__name__): cls for cls in concrete if all(map(fits_a_file, fields_of(cls).values()))}
+    known = {snake_case(cls.__name__): cls for cls in concrete if all(map(fits_file, fields_of(cls).values()))}
     if known and (len(field.kinds) > 1 or field.optional):
         kind = field.name.replace("_", " ")
         alike = len(field.classes) > 1 and acts_as(field.classes[0], field.classes)
@@ -160,14 +160,14 @@ def _own_part(kind: str, classes: tuple[type, ...], found: Any) -> type:
 FROM_PYTHON = "give it from Python, or as a default of an algorithm of your own"
 
 
-def fits_a_file(field: Field) -> bool:
+def fits_file(field: Field) -> bool:
     """Whether a file can say what the field holds."""
     return field.plain or field.optional or choice_of(field) is not None
 
 
-def says_whole(cls: type) -> bool:
+def is_serializable(cls: type) -> bool:
     """Whether a file can say all that a class holds."""
-    return all(map(fits_a_file, fields_of(cls).values()))
+    return all(map(fits_file, fields_of(cls).values()))
 
 
 def defaults_of(cls: type, base: Any = None) -> dict[str, Any]:
@@ -250,8 +250,8 @@ class Reader:
             return self.choice(choice, value, path, base)
         if field.classes:
             cls = field.classes[0]
-            if type(base) is not cls and not says_whole(cls):
-                raise self.error(path, f"no file can say what {cls.__name__} holds: {FROM_PYTHON}.")
+            if type(base) is not cls and not is_serializable(cls):
+                raise self.error(path, f"no file can describe {cls.__name__}: {FROM_PYTHON}.")
             return self.fields(cls, value, path, base)
         made = self._plain(field, value)
         if made is MISSING:

@@ -1,9 +1,9 @@
-"""Grids: settings with several values each, and the experiments at a grid's points.
+"""Grids of comparison files: lists of values for settings, and the experiments at their points.
 
     grid = { algorithm.local.lr = [0.01, 0.03, 0.1], algorithm.server_optimizer = ["none", "adam"] }
 
-A path is that of a key in an experiment file or of a flag; any setting of the algorithm and of the run may vary. In
-place of a list there may be a range, "0.001..1:log" or "1..10", of which Optuna tries some values.
+A path is that of a key in an experiment file or of a flag; any setting of the algorithm and of the run may vary. A
+range, "0.001..1:log" or "1..10", may replace a list; Optuna then tries some of its values.
 """
 
 from __future__ import annotations
@@ -24,42 +24,45 @@ from fedrax.escaping import short_path
 from fedrax.experiments import experiment
 from fedrax.experiments.experiment import Experiment
 from fedrax.experiments.nesting import path_for
-from fedrax.experiments.serialization import METHODS, Reader, TomlTable, is_another, replaced_by
+from fedrax.experiments.serialization import METHODS, Reader, TomlTable, names_another, replaced_by
 from fedrax.experiments.user_code import Trust
 from fedrax.tuning.selection import SearchRange
 
 SettingPoint = dict[str, Any]
 """A value for each path of a grid."""
+Axes = tuple[tuple[str, tuple[Any, ...] | SearchRange], ...]
+"""Paths with a list of values or a range for each."""
 LARGEST = 1000
+"""Limit of the number of points: a larger grid is most likely a mistake, and each point is a run."""
 _VARIED = ("algorithm", "run")
-
+"""Tables of an experiment whose settings a grid may vary."""
 
 _NUMBER = r"([-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)"
 _RANGE = re.compile(rf"{_NUMBER}\.\.{_NUMBER}(:log)?")
 
 
 def range_of(text: str, source: str) -> SearchRange | None:
-    """The range that a text means; None if it means none. FedraxError for one that is empty."""
+    """Parse a range, None if ``text`` is not one; raises FedraxError for an empty range."""
     found = _RANGE.fullmatch(text.strip())
     if found is None:
         return None
     made = SearchRange(value_of(found[1]), value_of(found[2]), found[3] is not None)
     if not (-math.inf < made.low < made.high < math.inf and max(-made.low, made.high) <= sys.float_info.max):
-        raise FedraxError(f"{source}: the range {text} has no numbers between its ends.")
+        raise FedraxError(f"{source}: the range {text} is empty or not finite.")
     if made.log and made.low <= 0:
-        raise FedraxError(f"{source}: the range {text} is logarithmic, so that it must begin above 0.")
+        raise FedraxError(f"{source}: the range {text} is logarithmic: it must begin above 0.")
     return made
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Paths, and the values that each of them takes in turn, or the range that they are from."""
+    """Paths of settings with a list of values or a range for each."""
 
-    axes: tuple[tuple[str, tuple[Any, ...] | SearchRange], ...]
+    axes: Axes
     folder: Path = Path()
-    """Of the file that it stands in."""
+    """Folder of the file that has the grid."""
     trust: Trust = "typed"
-    """Which code of one's own its values may name."""
+    """Which user code its values may name."""
 
     @property
     def ranges(self) -> dict[str, SearchRange]:
@@ -68,11 +71,11 @@ class Grid:
 
     @property
     def size(self) -> int:
-        """The number of points, ranges left out."""
+        """The number of points, without the ranges."""
         return math.prod(len(values) for _, values in self.axes if not isinstance(values, SearchRange))
 
     def points(self) -> list[SettingPoint]:
-        """Every combination, of a grid without ranges; the last axis moves fastest."""
+        """All combinations of a grid without ranges; the last axis varies fastest."""
         paths = [path for path, _ in self.axes]
         values = [values for _, values in self.axes if not isinstance(values, SearchRange)]
         return [dict(zip(paths, point, strict=True)) for point in itertools.product(*values)]
@@ -95,9 +98,16 @@ class Grid:
 
 
 def from_table(table: Any, source: str, folder: Path = Path(), trust: Trust = "typed") -> Grid:
-    """The grid of a table with a list at each path, the path written with dots or as tables in tables.
+    """The grid of a table with a list at each path; paths are dotted keys or nested tables.
 
-    ``folder``: of the file that it is from, which may name the code that ``trust`` covers.
+    Args:
+        table: The table.
+        source: Prefix of error messages.
+        folder: Folder of the file that has the table.
+        trust: Which user code the table may name.
+
+    Returns:
+        The checked grid.
     """
     if not isinstance(table, Mapping):
         raise FedraxError(f"{source}: grid must be a table, {{ algorithm.local.lr = [0.01, 0.1] }}, not {table!r}.")
@@ -105,7 +115,7 @@ def from_table(table: Any, source: str, folder: Path = Path(), trust: Trust = "t
 
 
 def from_flags(words: Iterable[str]) -> Grid:
-    """The grid of ``PATH=VALUE,VALUE,...`` words."""
+    """The grid of flags ``PATH=VALUE,VALUE,...``."""
     found: dict[str, Any] = {}
     for word in words:
         path, equals, values = word.partition("=")
@@ -119,7 +129,7 @@ def from_flags(words: Iterable[str]) -> Grid:
 
 
 def value_of(word: str) -> Any:
-    """A word of the command line as a file would hold it: a number, true or false, else a string."""
+    """Parse a word of the command line as a TOML value: a number, true or false, otherwise a string."""
     word = word.strip()
     try:
         return tomllib.loads(f"value = {word}")["value"]
@@ -132,23 +142,24 @@ def value_of(word: str) -> Any:
 
 
 def _flat(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """A nested table with dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         flat |= _flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {above + key: value}
     return flat
 
 
-def _checked(found: Mapping[str, Any], source: str) -> tuple[tuple[str, tuple[Any, ...] | SearchRange], ...]:
-    """The axes of a grid."""
+def _checked(found: Mapping[str, Any], source: str) -> Axes:
+    """Check the values of a grid, and return its axes."""
     axes: list[tuple[str, tuple[Any, ...] | SearchRange]] = []
     for path, values in found.items():
         if path.split(".")[0] not in _VARIED or "." not in path:
             raise FedraxError(
-                f"{source}: {path} cannot vary: a grid is over settings of algorithm and run, such as"
-                " algorithm.local.lr; data, partition and model are the same for all."
+                f"{source}: {path} cannot vary: a grid has settings of algorithm and run, such as algorithm.local.lr;"
+                " data, partition and model are the same for all methods."
             )
         if path == "run.seed":
-            raise FedraxError(f"{source}: the seed is no setting to choose; seeds says which ones are run.")
+            raise FedraxError(f"{source}: run.seed cannot vary in a grid: set seeds instead.")
         within = range_of(values, f"{source}: {path}") if isinstance(values, str) else None
         if within is not None:
             axes.append((path, within))
@@ -157,7 +168,7 @@ def _checked(found: Mapping[str, Any], source: str) -> tuple[tuple[str, tuple[An
             raise FedraxError(f'{source}: {path} needs a list of values or a range, "0.001..1:log", not {values!r}.')
         values = [_plain(value) for value in values]
         if any(value in values[:i] for i, value in enumerate(values)):
-            raise FedraxError(f"{source}: {path} has a value twice in {values}.")
+            raise FedraxError(f"{source}: {path} has a duplicate value in {values}.")
         axes.append((path, tuple(values)))
     if not axes:
         raise FedraxError(f"{source}: the grid is empty.")
@@ -168,16 +179,16 @@ def _checked(found: Mapping[str, Any], source: str) -> tuple[tuple[str, tuple[An
 
 
 def _plain(value: Any) -> Any:
-    """A value as a file holds it: numbers of NumPy and JAX as Python's own."""
+    """A value with scalars of NumPy and JAX converted to Python numbers."""
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
-def changed(
+def with_settings(
     spec: Experiment, values: SettingPoint, source: str, folder: Path = Path(), trust: Trust = "typed"
 ) -> Experiment:
-    """``spec`` with the settings at the paths of ``values`` changed, read as those of a file in ``folder`` would be."""
+    """``spec`` with the settings at the paths of ``values`` replaced, checked as those of a file in ``folder``."""
     if not values:
         return spec
     table = experiment.to_table(spec)
@@ -185,17 +196,18 @@ def changed(
         values = {path_for(path, spec.algorithm): value for path, value in values.items()}
     replaced = {other for path in values if (other := replaced_by(path, spec)) is not None} - set(values)
     values = dict.fromkeys(replaced, "none") | dict(values)
-    for path in sorted(values, key=_order):
-        _put(table, path, values[path], source)
+    for path in sorted(values, key=_sort_key):
+        _set(table, path, values[path], source)
     return Reader(source, folder, trust=trust).fields(Experiment, table, "", Experiment())
 
 
-def _order(path: str) -> tuple[int, bool]:
-    """A name before the settings of what it names."""
+def _sort_key(path: str) -> tuple[int, bool]:
+    """Sorts the name of a class before its settings."""
     return path.count("."), not path.endswith(".name")
 
 
-def _put(table: TomlTable, path: str, value: Any, source: str) -> None:
+def _set(table: TomlTable, path: str, value: Any, source: str) -> None:
+    """Set the value at a path of a nested table."""
     *parents, last = path.split(".")
     for depth, parent in enumerate(parents, 1):
         if isinstance(table.get(parent), str) and table[parent] != "none":
@@ -208,13 +220,13 @@ def _put(table: TomlTable, path: str, value: Any, source: str) -> None:
     old = table.get(last)
     if isinstance(old, dict) and isinstance(value, str) and old.get("name") == value:
         return
-    if last == "name" and not set(parents) <= set(METHODS) and is_another(table, {"name": value}):
-        table.clear()  # it has the settings of another class
+    if last == "name" and not set(parents) <= set(METHODS) and names_another(table, {"name": value}):
+        table.clear()  # its settings belong to another class
     table[last] = value
 
 
 def folder_of(point: SettingPoint) -> str:
-    """A directory's name for a point, another one for another point."""
+    """A unique directory name for a point."""
     exact = ",".join(f"{short_path(path)}={value!r}" for path, value in sorted(point.items()))
     name = "".join(c if c.isalnum() or c in "._=,-" else "-" for c in exact)
     return name if name == exact and len(name) <= 100 else f"{name[:80]}-{zlib.crc32(exact.encode()):08x}"

@@ -1,4 +1,7 @@
-"""Choosing a method's settings by validation data: the runs of its grid, kept below ``search``."""
+"""Search of a comparison: run the points of each method's grid on validation data, and select the best.
+
+The runs are saved in the directory ``search`` of the comparison.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,12 @@ from fedrax.experiments.jobs import (
     ExperimentFile,
     TaskAndFederation,
     WorkerPool,
+    error_prefix,
     run_here,
     run_on,
-    titled,
     unfinished,
 )
 from fedrax.experiments.search.grid import SettingPoint
-from fedrax.experiments.search.optuna import OptunaStudy, unlike
 from fedrax.files import inside, read_json, write_text
 from fedrax.simulation import Result, use_all_cores
 from fedrax.simulation.evaluation import is_lower_better
@@ -39,6 +41,7 @@ from fedrax.simulation.persistence.run_identity import difference, of_data
 from fedrax.simulation.process import write_environment
 from fedrax.simulation.results.events import EventFile
 from fedrax.tuning import sweep
+from fedrax.tuning.optuna_study import OptunaStudy, distinct
 from fedrax.tuning.selection import SearchResult, Trial, group_by_structure, make_trial, selection_metric
 from fedrax.tuning.sweeps import program_keys, should_vectorize
 
@@ -50,13 +53,14 @@ def run_trials(
     problem: Callable[[], TaskAndFederation],
     watcher: ComparisonWatcher,
 ) -> None:
-    """Run all unfinished trials; those that differ in floats alone as one vectorized sweep where that is faster.
+    """Execute unfinished trials in this process.
 
-    Of a group of which only some were kept all run once more: alone the others would differ by rounding.
+    Trials that differ in float hyper-parameters only are one vectorized sweep if that is faster. A group of which some
+    trials are finished is run again as a whole: run one by one, the others would differ by rounding.
     """
     left = {job.place for job in unfinished(jobs, out)}
-    alone = {job.place for job in jobs if checkpoint.exists(job.inside(out) / CHECKPOINT)}
-    for group in _together([job for job in jobs if job.place not in alone], comparison.search_seeds):
+    sequential = {job.place for job in jobs if checkpoint.exists(job.inside(out) / CHECKPOINT)}
+    for group in _vectorizable([job for job in jobs if job.place not in sequential], comparison.search_seeds):
         if not any(job.place in left for jobs_of_point in group for job in jobs_of_point):
             continue
         task, federation = problem()
@@ -71,18 +75,18 @@ def run_trials(
         for jobs_of_point, runs in zip(group, results, strict=True):
             for job, result in zip(jobs_of_point, runs, strict=True):
                 if job.place in left:
-                    _keep(job, out, result)
+                    _save(job, out, result)
     run_here(jobs, out, problem, watcher)
 
 
-def _together(jobs: Sequence[RunJob], seeds: Sequence[int]) -> list[list[list[RunJob]]]:
-    """Points with all of their runs, in groups that one program can run; of each point its jobs."""
+def _vectorizable(jobs: Sequence[RunJob], seeds: Sequence[int]) -> list[list[list[RunJob]]]:
+    """Groups of points that one program can run, each point a list of its jobs; points need all seeds."""
     points: dict[Path, list[RunJob]] = {}
     for job in jobs:
         points.setdefault(job.place.parent, []).append(job)
-    whole = [jobs for jobs in points.values() if len(jobs) == len(seeds)]
+    complete = [jobs for jobs in points.values() if len(jobs) == len(seeds)]
     groups: dict[str, list[list[RunJob]]] = {}
-    for jobs in whole:
+    for jobs in complete:
         groups.setdefault(f"{jobs[0].spec.name} {jobs[0].spec.run!r}", []).append(jobs)
     return [
         [group[i] for i in positions]
@@ -92,44 +96,47 @@ def _together(jobs: Sequence[RunJob], seeds: Sequence[int]) -> list[list[list[Ru
     ]
 
 
-def _keep(job: RunJob, out: Path, result: Result) -> None:
-    """A run of several together as a directory like any other. Cut short anywhere, it is one that is not finished."""
+def _save(job: RunJob, out: Path, result: Result) -> None:
+    """Save a run of a vectorized sweep as a run directory; events.jsonl, which makes it finished, is written last."""
     directory = job.inside(out)
     with owned(directory, resume=True):
         if not unfinished([job], out):
-            return  # another process was faster
+            return  # another process has saved it
         write_environment(directory)
         ExperimentFile(job.spec, directory).start(None)
         if result.stopped == "diverged":
-            said = f"{job.title}: a number is not finite in round {len(result.events) + 1}"
-            checkpoint.save(directory / FAILURE, (), {"error": said})
+            message = f"{job.title}: a number is not finite in round {len(result.events) + 1}"
+            checkpoint.save(directory / FAILURE, (), {"error": message})
         EventFile(directory, result.events).close()
 
 
-def _check_known(comparison: Comparison, out: Path, task: Task, federation: Federation) -> None:
-    """Reject stored trials of other samples or programs: vectorized runs have no checkpoint that would tell."""
-    path, now = inside(out, Path("search")) / ".rows.json", of_data(federation)
+def _check_saved_trials(comparison: Comparison, out: Path, task: Task, federation: Federation) -> None:
+    """Raise FedraxError for saved trials of other samples or programs.
+
+    Vectorized runs have no checkpoint with digests of these, so the directory of the search has a file of them.
+    """
+    path, data = inside(out, Path("search")) / ".rows.json", of_data(federation)
     programs = _programs(comparison, task, federation)
-    kept: Any = read_json(path) if path.exists() else None
+    saved: Any = read_json(path) if path.exists() else None
     if next(path.parent.glob("*/*/*/experiment.toml"), None) is not None:
-        differs = difference(kept, now)
-        for label, known in programs.items() if differs is None else ():
-            if any(kept.get(name, digest) != digest for name, digest in known.items()):
+        differs = difference(saved, data)
+        for label, digests in programs.items() if differs is None else ():
+            if any(saved.get(name, digest) != digest for name, digest in digests.items()):
                 differs = f"the program of {label} differs"
         if differs:
             raise FedraxError(
-                f"{path.parent} holds the runs of a search, and {differs}: choose another --out for a comparison of"
-                " what there is now."
+                f"{path.parent} holds the runs of a search, and {differs}: choose another --out for the present"
+                " comparison."
             )
     path.parent.mkdir(parents=True, exist_ok=True)
-    known = {name: digest for of_label in programs.values() for name, digest in of_label.items()}
-    write_text(path, json.dumps((kept if isinstance(kept, dict) else {}) | now | known))
+    all_digests = {name: digest for of_label in programs.values() for name, digest in of_label.items()}
+    write_text(path, json.dumps((saved if isinstance(saved, dict) else {}) | data | all_digests))
 
 
 def _programs(comparison: Comparison, task: Task, federation: Federation) -> dict[str, dict[str, str]]:
-    """For every label with a grid, the identity of the runs at the first of points that differ in floats alone.
+    """For each label with a grid, digests of its programs: one for points that differ in floats only.
 
-    The name describes the settings. Raises for points that the data, the model or the cohorts do not fit.
+    The keys describe the settings. Raises FedraxError for points that do not fit the data, the model or the cohorts.
     """
     found: dict[str, dict[str, str]] = {}
     for label in comparison.grids:
@@ -139,14 +146,14 @@ def _programs(comparison: Comparison, task: Task, federation: Federation) -> dic
         found[label] = {}
         for point, spec in firsts.values():
             run = dataclasses.replace(spec.run, seed=comparison.search_seeds[0])
-            with titled(f"{label} ({settings_in_words(dict(point))})"):
+            with error_prefix(f"{label} ({settings_in_words(dict(point))})"):
                 name, digests = program_keys(spec.algorithm, task, federation, run)
             found[label][f"program of {label}: {name}"] = digests
     return found
 
 
 def _without_numbers(algorithm: Algorithm) -> str:
-    """A method's form but for whole numbers: a grid of them has many, and each takes a while to trace."""
+    """A method's structure without integers: tracing each value of an integer grid would take too long."""
     return re.sub(r"\d+", "", str(jax.tree.structure(algorithm)))
 
 
@@ -159,9 +166,22 @@ def search(
     workers: WorkerPool | None = None,
     data_dir: Path | str | None = None,
 ) -> dict[str, SearchResult]:
-    """The best settings of every method that has a grid, by label. ``problem``: the task with the rows held out."""
+    """Search the grids of a comparison.
+
+    Args:
+        comparison: The comparison.
+        out: Its directory.
+        task: The task.
+        problem: Returns the task and the federation with validation data in place of test data.
+        watcher: Receives the progress.
+        workers: Executes the runs; by default this process.
+        data_dir: Directory of data files, for workers.
+
+    Returns:
+        The result for each method with a grid, by label.
+    """
     use_all_cores()
-    metric = selection_metric(task, comparison.search.metric)  # before anything runs
+    metric = selection_metric(task, comparison.search.metric)  # raises before anything runs
 
     def run(jobs: Sequence[RunJob]) -> None:
         if workers is not None:
@@ -170,34 +190,36 @@ def search(
         for label in dict.fromkeys(job.spec.name for job in jobs):
             run_trials(comparison, [job for job in jobs if job.spec.name == label], out, problem, watcher)
 
-    def judged(label: str, points: Sequence[SettingPoint]) -> list[Trial]:
-        return [_judged(comparison, label, point, out, metric) for point in points]
+    def evaluated(label: str, points: Sequence[SettingPoint]) -> list[Trial]:
+        return [_trial(comparison, label, point, out, metric) for point in points]
 
     lower = is_lower_better(task, metric)
-    whole = [label for label in comparison.grids if not comparison.is_sampled(label)]
-    sampled = [label for label in comparison.grids if comparison.is_sampled(label)]
-    studies = {
-        label: OptunaStudy(comparison, label, lower) for label in sampled
-    }  # before anything runs: it needs Optuna
+    full_grids = [label for label in comparison.grids if not comparison.is_sampled(label)]
+    studies = {}  # made before anything runs: raises if Optuna is not installed
+    for label in comparison.grids:
+        if comparison.is_sampled(label):
+            assert comparison.search.trials is not None
+            seed = comparison.search_seeds[0]
+            studies[label] = OptunaStudy(comparison.grids[label].axes, comparison.search.trials, seed, lower)
     if workers is not None:
-        workers.connect()  # fails before anything is written
-    _check_known(comparison, out, *problem())
-    run([job for label in whole for job in comparison.trials(label)])
-    choices = {
-        label: SearchResult(metric, lower, tuple(judged(label, [point for point, _ in comparison.candidates[label]])))
-        for label in whole
+        workers.connect()  # raises before anything is written
+    _check_saved_trials(comparison, out, *problem())
+    run([job for label in full_grids for job in comparison.trials(label)])
+    results = {
+        label: SearchResult(metric, lower, tuple(evaluated(label, [p for p, _ in comparison.candidates[label]])))
+        for label in full_grids
     }
     while any(not study.done for study in studies.values()):
         asked = {label: study.ask() for label, study in studies.items()}
-        run([job for label, points in asked.items() for job in comparison.trials_at(label, unlike(points))])
+        run([job for label, points in asked.items() for job in comparison.trials_at(label, distinct(points))])
         for label, points in asked.items():
-            studies[label].tell(judged(label, points))
-    choices |= {label: study.choice(metric) for label, study in studies.items()}
-    return {label: choices[label] for label in comparison.grids}
+            studies[label].tell(evaluated(label, points))
+    results |= {label: study.result(metric) for label, study in studies.items()}
+    return {label: results[label] for label in comparison.grids}
 
 
-def _judged(comparison: Comparison, label: str, point: SettingPoint, out: Path, metric: str) -> Trial:
-    """What the finished runs of a point say."""
+def _trial(comparison: Comparison, label: str, point: SettingPoint, out: Path, metric: str) -> Trial:
+    """The trial of a point from its finished runs."""
     jobs = comparison.trials_at(label, [point])
     runs = [run for job in jobs if (run := state_of(job.spec, job.inside(out))) is not None]
     if len(runs) < len(jobs):
