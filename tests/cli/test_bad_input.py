@@ -98,7 +98,7 @@ CASES = {
     "flag": Case("run --algorithm.local.learning 1", "unknown option --algorithm.local.learning; did you mean"),
     "flag of another library": Case("run --algorithm.local.nesterov true", "local.nesterov; see `fedrax run --help`."),
     "flag of Python's": Case(
-        "run --algorithm.local.optimizer adam", "--algorithm.local.optimizer: no flag can say what Optax holds: give it"
+        "run --algorithm.local.optimizer adam", "--algorithm.local.optimizer: no flag can describe Optax: give it"
     ),
     "flag's value": Case("run --run.rounds ten", "--run.rounds"),
     "flag without value": Case("run --run.rounds", "--run.rounds"),
@@ -223,7 +223,7 @@ CASES = {
     ),
     "optimizer of optax": Case(
         "run x.toml",
-        "algorithm.local.optimizer: no file can say what Optax holds: give it from Python",
+        "algorithm.local.optimizer: no file can describe Optax: give it from Python",
         toml("lr = 0.1", 'lr = 0.1, optimizer = { name = "adamw" }'),
     ),
     "own function as option": Case("run x.toml", "model.act: cannot be set in a file, not 3", own_option("act = 3")),
@@ -259,7 +259,7 @@ CASES = {
     "compare nothing": Case("compare", "nothing to compare"),
     "compare labels": Case("compare --algorithms fedavg fedavg", "two methods are called 'fedavg'"),
     "compare what is there": Case(
-        "compare x.toml --algorithms FedAvg", "leave 'FedAvg' out, which is there already", toml()
+        "compare x.toml --algorithms FedAvg", "leave 'FedAvg' out, which the file has already", toml()
     ),
     "compare seeds": Case("compare --algorithms fedavg --seeds 1 1", "seeds must be different"),
     "compare target": Case("compare --algorithms fedavg --target 85", "accuracy in (0, 1]"),

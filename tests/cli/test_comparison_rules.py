@@ -114,9 +114,17 @@ def test_a_directory_that_cannot_be_read_is_not_passed_over(tmp_path: Path, monk
 
 
 WITHOUT_EFFECT = {
-    "flag": ("grid = { algorithm.local.lr = [0.1, 0.2] }\n" + TINY, "--algorithm.local.lr 0.05", "without effect"),
-    "rounds": ("grid = { run.rounds = [1, 2] }\n" + TINY, "--run.rounds=3", "--run.rounds would be without effect"),
-    "instead": ("grid = { algorithm.local.epochs = [1, 2] }\n" + TINY, "--algorithm.local.steps 3", "without effect"),
+    "flag": (
+        "grid = { algorithm.local.lr = [0.1, 0.2] }\n" + TINY,
+        "--algorithm.local.lr 0.05",
+        "is ignored, because the grid",
+    ),
+    "rounds": ("grid = { run.rounds = [1, 2] }\n" + TINY, "--run.rounds=3", "--run.rounds is ignored"),
+    "instead": (
+        "grid = { algorithm.local.epochs = [1, 2] }\n" + TINY,
+        "--algorithm.local.steps 3",
+        "is ignored, because the grid",
+    ),
     "two flags": (TINY, "--grid algorithm.local.lr=0.1,0.2 --algorithm.local.lr 0.3", "give another --grid"),
     "seed": ((SHARED + METHODS).replace("[run]\n", "[run]\nseed = 7\n"), "", "write seeds = [7]"),
     "seed of a method": (SHARED + METHODS + "run = { seed = 7 }\n", "", "[[compare]] 2: run.seed is for a single run"),
@@ -165,9 +173,9 @@ def test_methods_inside_share_what_they_wrap(tmp_path: Path) -> None:
 def test_a_grid_of_names_has_the_defaults_of_each() -> None:
     spec, path = Experiment(algorithm=FedAvg(server_optimizer=Adam(lr=0.5))), "algorithm.server_optimizer"
     for name, made in (("adagrad", Adagrad(lr=0.3)), ("Adam", Adam(lr=0.3))):
-        at = grid.changed(spec, {f"{path}.lr": 0.3, f"{path}.name": name}, "x").algorithm
+        at = grid.with_settings(spec, {f"{path}.lr": 0.3, f"{path}.name": name}, "x").algorithm
         assert at.server_optimizer == made  # type: ignore[attr-defined]
-    at = grid.changed(spec, {f"{path}.name": "adagrad"}, "x").algorithm
+    at = grid.with_settings(spec, {f"{path}.name": "adagrad"}, "x").algorithm
     assert at.server_optimizer == Adagrad()  # type: ignore[attr-defined]
 
 

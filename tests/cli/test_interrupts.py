@@ -76,6 +76,6 @@ def test_other_errors_of_such_functions_are_printed_as_ever(monkeypatch: pytest.
         def __del__(self) -> None:
             raise ValueError("gone")
 
-    with cli._interrupts_heard():
+    with cli._repeat_lost_interrupts():
         Fails()
     assert [lost.exc_type for lost in seen] == [ValueError]

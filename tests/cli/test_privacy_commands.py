@@ -55,15 +55,15 @@ def test_privacy_says_what_the_run_will_spend(fedrax: Any, private: Path, tmp_pa
 def test_privacy_prints_releases_answers_and_the_flag_for_them(fedrax: Any, private: Path):
     shown = fedrax("privacy", private)
     assert shown.status == 0
-    for text in ("replacement of a client", "together", "epsilon by the paper", "--algorithm.sigma for epsilon 0.5: "):
+    for text in ("replacement of a client", "composed", "epsilon by the paper", "--algorithm.sigma for epsilon 0.5: "):
         assert text in shown.out
     amplified = fedrax("privacy", private, "--algorithm", "clientdp", "--picture", "None")
-    assert "amplified by the draw of cohorts" in amplified.out and "picture" not in amplified.out
+    assert "amplified by sampling of cohorts" in amplified.out and "picture" not in amplified.out
 
 
 def test_privacy_says_what_no_number_holds_of(fedrax: Any, private: Path):
     silent = fedrax("privacy", private, "--algorithm.sigma", "0", "--picture", "None")
-    assert silent.status == 0 and "no finite epsilon holds, and no budget" in silent.out
+    assert silent.status == 0 and "there is no finite epsilon, and no budget" in silent.out
     leaks = PRIVATE.replace('"fedavg", local = { lr = 0.5, steps = 3 }', '"qfedavg", local = { steps = 3 }')
     private.write_text(leaks)
     refused = fedrax("privacy", private, "--picture", "None")

@@ -221,7 +221,7 @@ def test_damaged_directories_are_a_sentence(name: str, tmp_path: Path, fedrax: A
 
 
 def test_without_directories_or_with_a_target_that_is_none(tmp_path: Path, fedrax: Any):
-    assert "which runs?" in fedrax("report").err
+    assert "no directory given" in fedrax("report").err
     assert "accuracy in (0, 1]" in fedrax("report", "x", "--target", "3").err
 
 

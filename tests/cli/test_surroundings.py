@@ -64,7 +64,7 @@ def test_a_current_directory_that_was_removed_is_a_sentence(
         outcome = fedrax(*RUN)
     finally:
         monkeypatch.chdir(tmp_path)
-    assert outcome.status == 2 and "the current directory is not there any more" in outcome.err
+    assert outcome.status == 2 and "the current directory does not exist any more" in outcome.err
 
 
 def test_lists_without_docstrings_have_names_alone(tmp_path: Path):

@@ -262,7 +262,7 @@ def test_the_command_line_ends_with_the_signal_s_status(tmp_path: Path):
     assert child.returncode is None, child.communicate()
     child.send_signal(signal.SIGTERM)
     _, said = child.communicate(timeout=1800)
-    assert child.returncode == 128 + signal.SIGTERM and "go on with: fedrax resume run" in said
+    assert child.returncode == 128 + signal.SIGTERM and "resume with: fedrax resume run" in said
     assert (tmp_path / "run" / "checkpoint" / "state.npz").exists()
 
 

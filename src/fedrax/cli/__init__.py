@@ -1,6 +1,6 @@
 """The command line: ``fedrax run``, ``compare``, ``resume`` and the other ``COMMANDS``.
 
-Each command is a module of this package, imported when it is asked for, so that ``fedrax --help`` is instant.
+Each command is a module of this package, imported when the command is given, so that ``fedrax --help`` is fast.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from fedrax.escaping import plain_lines
 
 COMMANDS = {
     "run": "run one experiment: a TOML file, flags, or both",
-    "compare": "run several algorithms, each at its best settings, with several seeds; a table and curves",
+    "compare": "compare several algorithms, each at its best settings, over several seeds",
     "resume": "resume an interrupted run",
-    "show": "tables and curves of finished or running runs",
-    "report": "one page of HTML about runs: curves, table, partition, settings; it loads nothing",
-    "doctor": "what a run's directory holds, what is damaged, what can be saved",
-    "partition": "divide a data set among clients, count and draw it, measure its heterogeneity",
+    "show": "print the table of finished or running runs, and draw their curves",
+    "report": "write one self-contained HTML page about runs: curves, table, partition, settings",
+    "doctor": "check the files of a run directory, and repair what can be repaired",
+    "partition": "partition a data set over clients, draw it and measure its heterogeneity",
     "diagnose": "measure client heterogeneity, gradient noise and curvature; write a comparison to run",
-    "privacy": "what a private experiment spends, without training; the noise or the rounds for an epsilon",
-    "audit": "attack a private experiment: a lower bound on its epsilon beside the claimed one",
-    "profile": "the time of a round by its parts, its heaviest operations, and what to do",
+    "privacy": "compute the epsilon of a private experiment without training, or the noise for an epsilon",
+    "audit": "attack a private experiment: a lower bound on epsilon beside its guarantee",
+    "profile": "show the time of a round by its parts, its heaviest operations, and what to do",
     "list": "list algorithms, data sets, models, optimizers, ...",
 }
 
 USAGE = """\
 usage: fedrax COMMAND [ARGUMENTS]
 
-Federated optimization on heterogeneous clients: compare methods in simulation.
+Federated optimization on heterogeneous clients.
 
 commands:
 {commands}
 
-`fedrax COMMAND --help` explains each. To begin:
+`fedrax COMMAND --help` describes a command. Examples:
   fedrax run --algorithm scaffold --data digits
   fedrax compare --algorithms fedavg scaffold --grid algorithm.local.lr=0.01,0.03,0.1
 """
@@ -57,33 +57,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: success. 1: a method of a comparison diverged, an audit refuted a claim, or a directory is damaged. 2: invalid
     input. 130: Ctrl-C. 128 + n: stopped by signal n.
     """
-    _open_streams()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal of few letters shows the others by their numbers
+    _open_closed_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # the terminal's encoding may lack some characters
         sys.stdout.reconfigure(errors="backslashreplace")
     status = 0
     try:
-        with _warnings_as_sentences(), _interrupts_heard():
+        with _short_warnings(), _repeat_lost_interrupts():
             status = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         tell("fedrax: interrupted")
-        if arguments is None:  # the command is all that this process does
-            atexit.register(_leave, 130)
+        if arguments is None:  # the process runs nothing but this command
+            atexit.register(_exit_now, 130)
         return 130
     except BaseException as error:
-        if isinstance(error, BrokenPipeError) and _reader_has_left():  # such as head, which has had enough
-            forget_output()
+        if isinstance(error, BrokenPipeError) and _stdout_is_closed_pipe():  # its reader, such as head, has ended
+            discard_output()
             return status
-        sentence = _sentence(error)
-        if sentence is None:
+        message = _error_message(error)
+        if message is None:
             raise
-        tell(f"fedrax: {plain_lines(sentence)}")  # it may hold names that files have
+        tell(f"fedrax: {plain_lines(message)}")  # escaped: the message may contain file names
         return 2
 
 
-def _leave(status: int) -> None:
-    """End the process: what the devices are at work on may take hours yet, and JAX would wait for it."""
+def _exit_now(status: int) -> None:
+    """End the process without waiting for computations on devices, as JAX does at exit: they may take hours."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
@@ -91,144 +91,148 @@ def _leave(status: int) -> None:
 
 
 def tell(text: str) -> None:
-    """A line on standard error; that nobody reads it any more is no reason to stop, nor to say that all went well."""
+    """Print a line on standard error; a closed stream is ignored, so that the exit status stays that of the command."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
-def _reader_has_left() -> bool:
-    """Whether standard output is a pipe that nobody reads: else it is another pipe or connection that is broken."""
+def _stdout_is_closed_pipe() -> bool:
+    """Whether standard output is a pipe without a reader; otherwise another pipe or connection has broken."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)
         return bool(poll.poll(0))
-    except (OSError, ValueError, AttributeError):  # what stands in its place is no pipe
+    except (OSError, ValueError, AttributeError):  # replaced by an object that is not a file
         return False
 
 
-def _open_streams() -> None:
-    """Where somebody has closed the standard streams, what is written to them goes nowhere.
+def _open_closed_streams() -> None:
+    """Open standard streams that are closed as the null device.
 
-    The next file to be opened would have their numbers, and hold what libraries print.
+    Otherwise the next opened file would get their descriptor, and what libraries print would be written into it.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # which takes the least number that is free
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w" if number else "r", encoding="utf-8"))  # noqa: SIM115
 
 
 @contextmanager
-def _warnings_as_sentences() -> Iterator[None]:
-    """The library's warnings without the line that led to them, which is this command's; all others as they are."""
-    others = warnings.formatwarning
+def _short_warnings() -> Iterator[None]:
+    """Format the library's warnings as one line without a source line, which would be one of this command."""
+    original = warnings.formatwarning
 
-    def sentence(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None):
+    def format_warning(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
         if issubclass(category, FedraxWarning):
             return f"fedrax: {plain_lines(str(message))}\n"
-        return others(message, category, filename, lineno, line)
+        return original(message, category, filename, lineno, line)
 
-    warnings.formatwarning = sentence
+    warnings.formatwarning = format_warning
     try:
         yield
     finally:
-        warnings.formatwarning = others
+        warnings.formatwarning = original
 
 
 @contextmanager
-def _interrupts_heard() -> Iterator[None]:
-    """Ctrl-C stops the command also where it arrives while Python calls a function whose errors it only prints.
+def _repeat_lost_interrupts() -> Iterator[None]:
+    """Repeat a KeyboardInterrupt that is raised where Python cannot raise it, and only prints it.
 
-    JAX has such a function called by the garbage collector, and so have finalizers. The interrupt then comes again from
-    another thread, a moment later, since at once it would find the same place; and again until it is heard, since one
-    that comes just before a system call waits for its end.
+    Python does so in finalizers and in callbacks of the garbage collector; JAX registers one. The interrupt is repeated
+    from another thread after a pause, so that the callback has returned, and until a handler has run, since a signal
+    that arrives just before a system call is handled only after it.
     """
-    others, over = sys.unraisablehook, threading.Event()
+    original, ended = sys.unraisablehook, threading.Event()
 
     def hook(lost: sys.UnraisableHookArgs) -> None:
         if issubclass(lost.exc_type, KeyboardInterrupt):
-            _interrupt_until_heard(over)
+            _interrupt_until_handled(ended)
         else:
-            others(lost)
+            original(lost)
 
     sys.unraisablehook = hook
     try:
         yield
     finally:
-        over.set()
-        sys.unraisablehook = others
+        ended.set()
+        sys.unraisablehook = original
 
 
 _PAUSES = (0.02, 1.0)
-"""Seconds before the first interrupt, and before each of the next."""
+"""Seconds before the first repeated interrupt, and between the next ones."""
 
 
-def _interrupt_until_heard(over: threading.Event) -> None:
-    """Interrupts the main thread, which calls this, as Ctrl-C does, until that or the command has come to an end."""
-    handler, heard = signal.getsignal(signal.SIGINT), threading.Event()
+def _interrupt_until_handled(ended: threading.Event) -> None:
+    """Send SIGINT to the main thread, which calls this, until it is handled or the command has ended."""
+    handler, handled = signal.getsignal(signal.SIGINT), threading.Event()
 
-    def hear(number: int, frame: Any) -> None:
-        heard.set()
+    def handle(number: int, frame: Any) -> None:
+        handled.set()
         signal.signal(signal.SIGINT, handler)
-        if callable(handler) and not over.is_set():
+        if callable(handler) and not ended.is_set():
             handler(number, frame)
 
-    def knock() -> None:
+    def send() -> None:
         first, later = _PAUSES
         pause = first
-        while not heard.wait(pause):
+        while not handled.wait(pause):
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             pause = later
 
-    signal.signal(signal.SIGINT, hear)
-    threading.Thread(target=knock, daemon=True).start()
+    signal.signal(signal.SIGINT, handle)
+    threading.Thread(target=send, daemon=True).start()
 
 
-def _sentence(error: BaseException) -> str | None:
-    """What to say of an error: the library's own sentence, whose code it was, what the system does not do, or None."""
+def _error_message(error: BaseException) -> str | None:
+    """One message for an error of the library, user code, a file, the output or the environment; None for others."""
     if isinstance(error, FedraxError):
         return str(error)
-    own_code = sys.modules.get("fedrax.experiments.user_code")
-    if own_code is not None and (theirs := own_code.traceback_of(error)) is not None:
-        return theirs
+    user_code = sys.modules.get("fedrax.experiments.user_code")
+    if user_code is not None and (message := user_code.traceback_of(error)) is not None:
+        return message
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
-    if isinstance(error, OSError) and error.errno in _OUTPUT:
-        forget_output()
+    if isinstance(error, OSError) and error.errno in _OUTPUT_ERRORS:
+        discard_output()
         return f"cannot write the output: {error.strerror}"
-    return _about_surroundings(error)
+    return _environment_error(error)
 
 
-def _about_surroundings(error: BaseException) -> str | None:
-    """What of the process itself has led to an error, in words."""
+def _environment_error(error: BaseException) -> str | None:
+    """A message where the current directory or the JAX platform is the cause of an error."""
     if isinstance(error, FileNotFoundError):
         try:
             os.getcwd()
         except OSError:
-            return "the current directory is not there any more: change into another one"
+            return "the current directory does not exist any more: change to another one"
     if (jax := sys.modules.get("jax")) is not None and (platforms := getattr(jax.config, "jax_platforms", None)):
         try:
             jax.devices()
-        except Exception as cause:  # an assertion of JAX's, too
+        except Exception as cause:  # JAX may also raise an AssertionError
             why = f" ({str(cause).splitlines()[0]})" if str(cause) else ""
-            return f"JAX finds no device of JAX_PLATFORMS={platforms}{why}: leave that out, or set it to cpu"
+            return f"JAX finds no device of JAX_PLATFORMS={platforms}{why}: unset it, or set it to cpu"
     return None
 
 
-_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EBADF)
+_OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EBADF)
+"""Errors without a file name that come from writing to standard output."""
 
 
-def forget_output() -> None:
-    """What is still to be written goes nowhere, or Python would try once more at its end, and complain."""
+def discard_output() -> None:
+    """Redirect standard output to the null device, so that Python's flush at exit does not fail again."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(arguments: list[str]) -> int:
+    """Run the command that the first argument names."""
     if any("\0" in argument for argument in arguments):
-        raise FedraxError("an argument holds a NUL character, which no name or path does.")
+        raise FedraxError("an argument contains a NUL character, which is not valid in a name or path.")
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         width = max(map(len, COMMANDS))
         lines = (f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())

@@ -1,4 +1,4 @@
-"""Arguments by tyro: errors in one sentence, and flags for every setting of an experiment."""
+"""Command-line arguments by tyro: one-line errors, and flags for every setting of an experiment."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fedrax.config.annotations import Field, fields_of, hints_of
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment, serialization, user_code
 from fedrax.experiments.experiment import Experiment
-from fedrax.experiments.serialization import FROM_PYTHON, ClassChoice, TomlTable, fits_a_file, says_whole
+from fedrax.experiments.serialization import FROM_PYTHON, ClassChoice, TomlTable, fits_file, is_serializable
 
 T = TypeVar("T")
 PARTS = ("data", "partition", "model", "task", "algorithm", "run")
@@ -36,18 +36,18 @@ _registry = constructors.ConstructorRegistry()
 
 
 @_registry.struct_rule
-def _what_a_file_holds(info: constructors.StructTypeInfo) -> constructors.StructConstructorSpec | None:
-    """Flags for a user's own class with fields that hold functions, into which tyro would look and fail."""
+def _flags_of_class(info: constructors.StructTypeInfo) -> constructors.StructConstructorSpec | None:
+    """Flags of a class without its fields that no file can hold, such as functions, which tyro cannot parse."""
     cls, value = info.type, info.default
-    if type(value) is not cls or not dataclasses.is_dataclass(cls) or says_whole(cls):
+    if type(value) is not cls or not dataclasses.is_dataclass(cls) or is_serializable(cls):
         return None
-    hints, names = hints_of(cls), [name for name, field in fields_of(cls).items() if fits_a_file(field)]
+    hints, names = hints_of(cls), [name for name, field in fields_of(cls).items() if fits_file(field)]
     flags = tuple(constructors.StructFieldSpec(name, hints[name], getattr(value, name)) for name in names)
     return constructors.StructConstructorSpec(partial(dataclasses.replace, value), flags)
 
 
 def parse(cls: type[T], args: list[str], prog: str, description: str) -> T:
-    """``args`` as a ``cls``; prints help and leaves where asked for, raises FedraxError for anything unfit."""
+    """Parse ``args`` as a ``cls``; exits after --help and raises FedraxError for invalid arguments."""
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors), _registry:
@@ -55,47 +55,50 @@ def parse(cls: type[T], args: list[str], prog: str, description: str) -> T:
     except SystemExit as end:
         if end.code in (0, None):
             raise
-        raise FedraxError(_sentence(errors.getvalue(), prog)) from end
+        raise FedraxError(_error_message(errors.getvalue(), prog)) from end
 
 
-def _sentence(box: str, prog: str) -> str:
-    """tyro's explanation without its box: what is wrong, and the nearest option if it names one."""
+def _error_message(box: str, prog: str) -> str:
+    """tyro's error message without its box, with the nearest option if it names one."""
     lines = [re.sub(r"^[ │|]+|[ │|]+$", "", line) for line in box.splitlines()[1:]]  # the first is a title
     rule = re.compile("[─╰╯-]*")
     started = itertools.dropwhile(rule.fullmatch, lines)
-    said = " ".join(itertools.takewhile(lambda line: not rule.fullmatch(line), started))
-    said = re.sub(r"^Unrecognized options: ([^,]+),? ?.*", r"unknown option \1", said)
-    near = re.search(r"Perhaps you meant.*?(--[\w.-]+)", " ".join(lines))
-    asked = re.fullmatch(r"unknown option (--[\w.-]+)", said)
-    if near and (not asked or _is_near(*(flag[2:].split(".")[-1] for flag in (asked[1], near[1])))):
-        closing = f"; did you mean {near[1]}?"
+    message = " ".join(itertools.takewhile(lambda line: not rule.fullmatch(line), started))
+    message = re.sub(r"^Unrecognized options: ([^,]+),? ?.*", r"unknown option \1", message)
+    suggested = re.search(r"Perhaps you meant.*?(--[\w.-]+)", " ".join(lines))
+    unknown = re.fullmatch(r"unknown option (--[\w.-]+)", message)
+    if suggested and (not unknown or _is_near(*(flag[2:].split(".")[-1] for flag in (unknown[1], suggested[1])))):
+        closing = f"; did you mean {suggested[1]}?"
     else:
         closing = f"; see `{prog} --help`."
-    return (said or "the arguments cannot be understood").rstrip(".") + closing
+    return (message or "invalid arguments").rstrip(".") + closing
 
 
-def _is_near(asked: str, known: str) -> bool:
-    """Whether one word may be meant by the other: it is much the same, or short for it, as ``lr`` for learning."""
-    letters = iter(asked)
-    return difflib.SequenceMatcher(None, asked, known).ratio() >= 0.6 or all(letter in letters for letter in known)
+def _is_near(typed: str, known: str) -> bool:
+    """Whether two names are similar, or the second abbreviates the first, as ``lr`` does learning_rate."""
+    letters = iter(typed)
+    return difflib.SequenceMatcher(None, typed, known).ratio() >= 0.6 or all(letter in letters for letter in known)
 
 
 @dataclass(frozen=True)
 class ChosenClass:
-    """A place of an experiment where a class is chosen by name."""
+    """A setting of an experiment whose class is chosen by name."""
 
     path: str
+    """The setting, such as ``algorithm.server_optimizer``."""
     choice: ClassChoice
+    """The classes to choose from."""
     value: Any
+    """An object of the current class, or None."""
 
     @property
     def name(self) -> str:
-        """The name in force."""
+        """The current name; "none" for None."""
         return "none" if self.value is None else self.choice.name_of(self.value)
 
 
 def choices_in(value: Any, path: str = "") -> Iterator[ChosenClass]:
-    """Every such place, outer ones first."""
+    """All settings of ``value`` whose class is chosen by name, outer ones first."""
     for name, field in fields_of(type(value)).items():
         item, where = getattr(value, name), f"{path}.{name}" if path else name
         choice = serialization.choice_of(field)
@@ -106,7 +109,7 @@ def choices_in(value: Any, path: str = "") -> Iterator[ChosenClass]:
 
 
 def take_choices(table: TomlTable, args: list[str], reader: serialization.Reader) -> tuple[TomlTable, list[str]]:
-    """``table`` with the names that ``args`` choose (``--algorithm losac``), and the other arguments."""
+    """Apply the flags that choose classes (``--algorithm losac``) to ``table``; return it and the other arguments."""
     table = copy.deepcopy(table)
     tokens = [part for arg in args for part in (arg.split("=", 1) if re.match(r"--[\w.-]+=", arg) else [arg])]
     flags = {i: t[2:].replace("-", "_") for i, t in enumerate(tokens) if t.startswith("--") and i + 1 < len(tokens)}
@@ -120,10 +123,10 @@ def take_choices(table: TomlTable, args: list[str], reader: serialization.Reader
     return table, [token for i, token in enumerate(tokens) if i not in taken]
 
 
-def _of_one_method(table: TomlTable, args: list[str], parts: tuple[str, ...]) -> TomlTable:
-    """Complete the table of a comparison whose [algorithm] holds settings shared by methods, without a name.
+def _name_algorithm(table: TomlTable, args: list[str], parts: tuple[str, ...]) -> TomlTable:
+    """Add the name to the [algorithm] of a comparison that only has settings shared by its methods.
 
-    The name is taken from ``args`` if that algorithm has all of the keys. A command without an algorithm drops the
+    The name is the one in ``args`` if that algorithm has all of the keys. A command without an algorithm drops the
     table.
     """
     shared = table.get("algorithm", {})
@@ -140,7 +143,7 @@ def _of_one_method(table: TomlTable, args: list[str], parts: tuple[str, ...]) ->
 
 
 def _choose(table: TomlTable, chosen: ChosenClass, name: str) -> None:
-    """Put the class called ``name`` into ``table``."""
+    """Set the class of a setting in ``table``, with the old class's keys that it keeps."""
     *parents, last = chosen.path.split(".")
     for parent in parents:
         if isinstance(table.get(parent), str):
@@ -156,8 +159,8 @@ def _choose(table: TomlTable, chosen: ChosenClass, name: str) -> None:
     table[last] = {"name": serialization.own_name(cls) or name, **kept}
 
 
-def _as_flagged(made: Experiment, args: list[str]) -> Experiment:
-    """``made`` without the values in whose stead ``args`` give others: ``--algorithm.local.steps`` replaces epochs."""
+def _without_replaced(made: Experiment, args: list[str]) -> Experiment:
+    """Unset the alternatives of settings in ``args``: ``--algorithm.local.steps`` unsets ``local.epochs``."""
     flags = {arg[2:].split("=")[0].replace("-", "_") for arg in args if arg.startswith("--")}
 
     def without(value: Any, first: str, *inside: str) -> Any:
@@ -171,25 +174,25 @@ def _as_flagged(made: Experiment, args: list[str]) -> Experiment:
 
 
 def _field_of(made: Experiment, flag: str) -> Field | None:
-    """The field that a flag is about; None where there is none."""
+    """The field of an experiment that a flag sets, None for other flags."""
     value, (*parents, last) = made, flag.removeprefix("--").split("=")[0].replace("-", "_").split(".")
     for parent in parents:
         value = getattr(value, parent, None)
     return fields_of(type(value)).get(last) if dataclasses.is_dataclass(value) else None
 
 
-def _refuse_beyond_files(made: Experiment, tokens: list[str]) -> None:
-    """Refuse flags for what only Python can say, of which no flag is offered."""
+def _check_settable(made: Experiment, tokens: list[str]) -> None:
+    """Raise FedraxError for flags of settings that only Python can give."""
     for flag in (token for token in tokens if token.startswith("--")):
         field = _field_of(made, flag)
         if field is None or not field.classes or serialization.choice_of(field) is not None:
             continue
-        if not says_whole(cls := field.classes[0]):
-            raise FedraxError(f"{flag.split('=')[0]}: no flag can say what {cls.__name__} holds: {FROM_PYTHON}")
+        if not is_serializable(cls := field.classes[0]):
+            raise FedraxError(f"{flag.split('=')[0]}: no flag can describe {cls.__name__}: {FROM_PYTHON}")
 
 
-def _as_python_says(made: Experiment, tokens: list[str]) -> list[str]:
-    """``tokens`` with ``None`` for a file's ``none``, where a flag's field may have no value."""
+def _none_for_tyro(made: Experiment, tokens: list[str]) -> list[str]:
+    """Replace a file's ``none`` by tyro's ``None`` for optional fields."""
 
     def may_be_none(flag: str) -> bool:
         field = _field_of(made, flag)
@@ -201,12 +204,13 @@ def _as_python_says(made: Experiment, tokens: list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class ParsedExperiment:
-    """What the flags of a command came to."""
+    """The parsed arguments of a command."""
 
     experiment: Experiment
     options: Any
-    left_out: list[str] = dataclasses.field(default_factory=list)
-    """Keys of the file that say how methods are compared."""
+    """The command's own options."""
+    ignored_keys: list[str] = dataclasses.field(default_factory=list)
+    """Keys of a comparison in the file, which the command ignores."""
 
 
 def parse_experiment(
@@ -217,11 +221,21 @@ def parse_experiment(
     parts: tuple[str, ...] = PARTS,
     comparisons: bool = False,
 ) -> ParsedExperiment:
-    """A command's own ``options`` and an experiment, from ``[FILE.toml] [flags]``.
+    """Parse ``[FILE.toml] [flags]`` into an experiment and a command's own options.
 
-    The file comes first, if there is one. Flags are the keys of the file: ``--algorithm.local.lr 0.1``. Those of
-    ``parts`` are offered. comparisons: take the file of a comparison, too, without its [[compare]] tables. A method of
-    the user's own, ``file.py:Name``, may stand in place of the file.
+    Flags are the keys of the file: ``--algorithm.local.lr 0.1``. A user's method, ``file.py:Name``, may be given
+    instead of the file.
+
+    Args:
+        options: The class of the command's options.
+        args: The arguments.
+        prog: The command, for messages.
+        description: Text of --help.
+        parts: Tables of the experiment that have flags.
+        comparisons: Whether the file of a comparison is accepted; its [[compare]] tables are ignored.
+
+    Returns:
+        The checked experiment and the options.
     """
     if args and re.fullmatch(r"[^-].*\.py:\w+", args[0]):
         args = ["--algorithm", *args]
@@ -232,17 +246,17 @@ def parse_experiment(
     if "compare" in table and not set(args) & {"-h", "--help"} and parts == PARTS and not comparisons:
         experiment.from_table(table, source, folder, trust)  # explains that this is a file for `fedrax compare`
     if "compare" in table:
-        table = _of_one_method(table, args, parts)
-    left_out = [key for key in table if key in experiment.OF_COMPARISONS]
-    table = {key: value for key, value in table.items() if key not in left_out}
+        table = _name_algorithm(table, args, parts)
+    ignored = [key for key in table if key in experiment.COMPARISON_KEYS]
+    table = {key: value for key, value in table.items() if key not in ignored}
     reader = serialization.Reader(source, folder, tyro.MISSING, trust)
     table, rest = take_choices(table, args if path is None else args[1:], reader)
-    made = _as_flagged(reader.fields(Experiment, table, "", Experiment()), rest)
-    _refuse_beyond_files(made, rest)
-    rest = _as_python_says(made, rest)
+    made = _without_replaced(reader.fields(Experiment, table, "", Experiment()), rest)
+    _check_settable(made, rest)
+    rest = _none_for_tyro(made, rest)
     nested = Annotated[options, tyro.conf.arg(name="")]
     fields: list[Any] = [("options", nested, dataclasses.field(default_factory=options))]
-    name = Annotated[str, tyro.conf.arg(help="What to call it.")]
+    name = Annotated[str, tyro.conf.arg(help="Name of the experiment.")]
     fields.append(("name", name, dataclasses.field(default=made.name)))
     for chosen in choices_in(made):
         if chosen.path.split(".")[0] in parts:
@@ -259,8 +273,7 @@ def parse_experiment(
     parsed = parse(dataclasses.make_dataclass(options.__name__, fields), rest, prog, description)
     changed = {part: getattr(parsed, part) for part in parts if hasattr(parsed, part)}
     result = dataclasses.replace(made, name=parsed.name, **changed)
-    # read once more, as the file of the run will be: flags take the forms that values of a file have
-    # what the file alone says has been read already
+    # read again as the run's experiment.toml will be, so that values of flags get the types of values in a file
     result = serialization.Reader("command line", Path()).fields(
         Experiment, experiment.to_table(result), "", Experiment()
     )
@@ -270,4 +283,4 @@ def parse_experiment(
         given = (re.split("[.=]", arg.removeprefix("--"))[0] for arg in args if arg.startswith("--"))
         flagged = " with the flags given" if any(part in ("name", *PARTS) for part in given) else ""
         raise FedraxError(f"{source}{flagged}: {error}" if path else str(error)) from error
-    return ParsedExperiment(result, parsed.options, left_out)
+    return ParsedExperiment(result, parsed.options, ignored)

@@ -1,14 +1,13 @@
-"""``fedrax audit``: what attackers prove of a private experiment, beside what it claims."""
+"""``fedrax audit``: attacks on a private experiment, lower bounds on epsilon beside its guarantee."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
-import tyro
 from rich import box
 from rich.table import Table
 
@@ -22,11 +21,12 @@ from fedrax.simulation.settings import cohort_sampler
 
 DESCRIPTION = """Attack a private experiment: `fedrax audit [FILE.toml] [flags]`.
 
-With the flags of `fedrax run`. One attacker watches a client, with its own labels and with others, in many runs of a
-few rounds; the other guesses, from the model of one whole run, of which canaries the labels were exchanged. Each proves
-a lower bound on epsilon at 95 % confidence, printed beside what the ledger claims: about other data of a client or of a
-sample, or about its presence where a coin decides on it (of a client with `--drawn`, of a sample in batches at a rate).
-The exit status is 1 where a bound is above the sound claim: the mechanism then does not do what it says."""
+Takes the flags of `fedrax run`. One adversary observes a client in many runs of a few rounds, with its own labels and
+with other labels. With --canaries, a second one guesses from the model of one whole run which canaries had their labels
+changed. Each attack proves a lower bound on epsilon at 95 % confidence, printed beside the guaranteed upper bound.
+Neighboring datasets differ in the labels of a client or of a sample, or in its presence under Poisson sampling (of
+clients with --drawn, of samples in mini-batches). The exit status is 1 if a lower bound exceeds the guarantee: the
+mechanism then violates it."""
 
 
 @dataclass
@@ -34,20 +34,20 @@ class AuditOptions:
     """Options of ``fedrax audit``."""
 
     data_dir: Path | None = None
-    """Where data files lie; by default $FEDRAX_DATA."""
+    """Directory of data files; by default $FEDRAX_DATA."""
     unit: Literal["client", "sample"] | None = None
-    """Whose labels are exchanged: all of a client, or those of one sample; by default what the method protects."""
+    """Whose labels are changed: all of a client, or of one sample; by default the protected unit of the method."""
     client: int = 0
-    """The client that is watched."""
+    """The client to attack."""
     runs: int = 2000
-    """Of each world."""
-    watched: Annotated[int, tyro.conf.arg(name="rounds")] = 1
-    """Rounds of each of these runs."""
+    """Runs for each hypothesis."""
+    rounds: int = 1
+    """Rounds of each run."""
     drawn: bool = False
-    """Let a coin decide whether the watched client is in a round, as where cohorts are drawn by `poisson` or of a fixed
-    size: audits the amplification that is claimed for the draw."""
+    """Sample the attacked client as the experiment's participation does (poisson or uniform): audits the amplification
+    by sampling. Without it the client is in every cohort."""
     canaries: int | None = None
-    """Also train once, with so many canaries; with as many rounds as the experiment has."""
+    """Also attack one whole run with this many canaries."""
     json: bool = False
     """Print JSON."""
 
@@ -56,14 +56,14 @@ def main(args: list[str]) -> int:
     """Parse, attack, print."""
     parsed = parse_experiment(AuditOptions, args, "fedrax audit", DESCRIPTION, comparisons=True)
     spec, options = parsed.experiment, parsed.options
-    if options.watched < 1:
-        raise FedraxError(f"--rounds must be 1 or more, not {options.watched}")
+    if options.rounds < 1:
+        raise FedraxError(f"--rounds must be 1 or more, not {options.rounds}")
     use_all_cores()
     problem = experiment.build(spec, options.data_dir)
-    watching: dict[str, Any] = {"client": options.client, "rounds": options.watched, "runs": options.runs}
+    observation: dict[str, Any] = {"client": options.client, "rounds": options.rounds, "runs": options.runs}
     if options.drawn:
-        watching |= _draw(spec.run, problem[2].sizes)
-    audits = [watch_a_client(*problem, spec.run, unit=options.unit, **watching)]
+        observation |= _client_sampling(spec.run, problem[2].sizes)
+    audits = [watch_a_client(*problem, spec.run, unit=options.unit, **observation)]
     if options.canaries is not None:
         audits.append(guess_canaries(*problem, spec.run, unit=options.unit, canaries=options.canaries))
     if options.json:
@@ -73,18 +73,21 @@ def main(args: list[str]) -> int:
     return int(any(audit.refuted for audit in audits))
 
 
-def _draw(run: Settings, sizes: np.ndarray) -> dict[str, Any]:
-    """How the experiment draws a client, as a watcher is told it."""
+def _client_sampling(run: Settings, sizes: np.ndarray) -> dict[str, Any]:
+    """How the experiment samples a client, as arguments of `watch_a_client`."""
     cohorts = cohort_sampler(run, sizes).sampling
     if cohorts.drawn not in ("poisson", "fixed"):
-        raise FedraxError("--drawn is for cohorts of participation 'poisson' or 'uniform': others hide nobody")
+        raise FedraxError(
+            "--drawn is for cohorts of participation 'poisson' or 'uniform': other policies do not amplify privacy"
+        )
     return {"drawn": cohorts.drawn, "rate": cohorts.rate}
 
 
 def _print(audits: list[Audit]) -> None:
+    """Print the table of attacks."""
     console, paper = wide_console(), any(audit.claimed_paper is not None for audit in audits)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    heads = ["an attacker who", "about", "rounds", "trials", "proves epsilon", "claimed"]
+    heads = ["adversary", "neighboring data", "rounds", "trials", "epsilon proven", "guaranteed"]
     for head in heads + ["by the paper"] * paper:
         table.add_column(head, justify="left" if head in heads[:2] else "right")
     for a in audits:
@@ -95,4 +98,4 @@ def _print(audits: list[Audit]) -> None:
     console.print(table)
     console.print(f"at delta {audits[0].delta:g}, each bound with 95 % confidence")
     if any(audit.refuted for audit in audits):
-        console.print("REFUTED: more leaks than the sound claim allows. The mechanism does not do what it says.")
+        console.print("REFUTED: a lower bound exceeds the guarantee, so the mechanism violates it.")

@@ -15,7 +15,7 @@ from fedrax.algorithms.fedavg import FedAvg
 from fedrax.cli import tell
 from fedrax.cli.arguments import parse_experiment
 from fedrax.cli.figures import save
-from fedrax.cli.run_command import not_of_one_run
+from fedrax.cli.run_command import ignored_keys_note
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.local_training import LocalSGD
 from fedrax.errors import FedraxError
@@ -105,7 +105,7 @@ def main(args: list[str]) -> int:
         found = {"trials": trials and trials.to_dict()} | files
         print(json.dumps((made.to_dict() if made else {}) | found | reasons))
     else:
-        for note in [*not_of_one_run(parsed.left_out, spec), *federation.notes]:
+        for note in [*ignored_keys_note(parsed.ignored_keys, spec), *federation.notes]:
             tell(plain(note))
         lines = rendering.lines(made) if made is not None else [f"not measured   {unmeasured}"]
         lines += [] if trials is None else rendering.trial_lines(trials)

@@ -1,4 +1,4 @@
-"""The picture of what a command prints."""
+"""Saves the figure of a command."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ if TYPE_CHECKING:
 
 
 def save(draw: Callable[[], Figure], path: Path | None) -> tuple[tuple[Path, ...], FedraxError | None]:
-    """A figure as ``path``.png and .svg, if there is to be one: the files, and why there are none.
+    """Draw and save a figure as ``path``.png and .svg; None for no figure.
 
-    Such an error is raised once the command has printed what it found, which may have taken minutes.
+    Returns:
+        The files, and the error if saving failed. The command raises it after printing its results, which may have
+        taken minutes to compute.
     """
     if path is None:
         return (), None

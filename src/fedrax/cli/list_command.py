@@ -1,4 +1,4 @@
-"""``fedrax list``: what there is to choose from."""
+"""``fedrax list``: the parts of experiments by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fedrax.simulation import Settings
 
 
 def _of(cls: type, name: str) -> serialization.ClassChoice:
-    """What a field may be."""
+    """The choice of a field."""
     choice = serialization.choice_of(fields_of(cls)[name])
     assert choice is not None
     return choice
@@ -45,10 +45,10 @@ KINDS = {
     "aggregation": _of(Robust, "rule"),
 }
 
-DESCRIPTION = f"""List what an experiment can be made of: `fedrax list [{"|".join(KINDS)}]`.
+DESCRIPTION = f"""List the parts of experiments: `fedrax list [{"|".join(KINDS)}]`.
 
-optimizers are the server's (server_optimizer), schedules and proximal operators those of step sizes and local steps,
-aggregation the rules of robust."""
+optimizers: server optimizers (server_optimizer). schedules: learning rate schedules. proximal: proximal operators of
+local steps. aggregation: aggregation rules of robust."""
 
 
 @dataclass
@@ -56,9 +56,9 @@ class ListOptions:
     """Arguments of ``fedrax list``."""
 
     kind: Annotated[str | None, tyro.conf.Positional] = None
-    """One of the lists; all of them by default."""
+    """One of the lists; by default all of them."""
     json: bool = False
-    """Print JSON, with each one's settings and their defaults."""
+    """Print JSON, with the settings of each entry and their defaults."""
 
 
 def main(args: list[str]) -> int:
@@ -85,7 +85,7 @@ def entries(choice: serialization.ClassChoice) -> list[dict[str, Any]]:
     made = []
     for name, cls in choice.classes().items():
         written = cls.__doc__ or ""
-        if written.startswith(f"{cls.__name__}("):  # what dataclasses write where there is no text
+        if written.startswith(f"{cls.__name__}("):  # the signature, which dataclass sets without a docstring
             written = ""
         text = without_markup(inspect.cleandoc(written).split("\n\n")[0])
         made.append({"name": name, "description": text, "settings": settings(cls)})
@@ -93,7 +93,7 @@ def entries(choice: serialization.ClassChoice) -> list[dict[str, Any]]:
 
 
 def settings(cls: type, value: Any = None) -> dict[str, Any]:
-    """Every field with its default, or with what ``value`` holds; null where there is none."""
+    """Every field with its default, or its value in ``value``; None if it has none."""
     shown = {}
     for name, item in serialization.defaults_of(cls, value).items():
         choice = serialization.choice_of(fields_of(cls)[name])

@@ -1,4 +1,4 @@
-"""``fedrax partition``: who gets what, and how different the clients are."""
+"""``fedrax partition``: the partition of a data set over clients, and its heterogeneity."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.table import Table
 from fedrax.analysis import gradient_dissimilarity
 from fedrax.cli.arguments import parse_experiment
 from fedrax.cli.figures import save
-from fedrax.cli.run_command import say_notes
+from fedrax.cli.run_command import print_notes
 from fedrax.data import Federation, has_one_label, label_counts, measure_heterogeneity
 from fedrax.errors import FedraxError
 from fedrax.escaping import plain
@@ -27,13 +27,14 @@ from fedrax.simulation import use_all_cores
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-DESCRIPTION = """Divide a data set among clients: `fedrax partition [FILE.toml] [flags]`.
+DESCRIPTION = """Partition a data set over clients: `fedrax partition [FILE.toml] [flags]`.
 
-Prints how many samples of each class each client gets, measures of heterogeneity, and draws the partition
-(classes against clients, the area of a dot is the number of samples). The gradient dissimilarity is
-mean_i |grad f_i|^2 / |grad f|^2 at the initial parameters of the model: 1 for clients that agree."""
+Prints the number of samples of each class at each client and measures of heterogeneity, and draws the partition
+(classes against clients; the area of a dot is the number of samples). The gradient dissimilarity is
+mean_i |grad f_i|^2 / |grad f|^2 at the initial parameters of the model: 1 if all clients have the same gradient."""
 
-_LARGEST_TABLE = 20  # classes that fit a terminal
+_MAX_COLUMNS = 20
+"""Number of classes up to which the table has a column for each, so that it fits a terminal."""
 
 
 @dataclass
@@ -41,17 +42,17 @@ class PartitionOptions:
     """Options of ``fedrax partition``."""
 
     data_dir: Path | None = None
-    """Where data files lie; by default $FEDRAX_DATA."""
+    """Directory of data files; by default $FEDRAX_DATA."""
     picture: Path | None = Path("partition")
-    """Where the picture goes, as .png and .svg; None for no picture."""
+    """Where to save the figure, as .png and .svg; None for no figure."""
     show: int = 50
-    """Clients that are printed and drawn."""
+    """Number of clients to print and draw."""
     json: bool = False
     """Print JSON with all clients."""
 
 
 def main(args: list[str]) -> int:
-    """Parse, divide, print, draw."""
+    """Parse, partition, print, draw."""
     parsed = parse_experiment(
         PartitionOptions, args, "fedrax partition", DESCRIPTION, ("data", "partition", "model", "task")
     )
@@ -66,13 +67,13 @@ def main(args: list[str]) -> int:
     counts = label_counts(federation) if has_one_label(federation) else None
 
     def drawn() -> Figure:
-        from fedrax.data.plot import draw_label_counts  # which takes a while
+        from fedrax.data.plot import draw_label_counts  # importing Matplotlib takes about a second
 
         return draw_label_counts(federation, options.show)
 
     pictures, failed = save(drawn, None if counts is None else options.picture)
     if options.json:
-        say_notes(federation.notes, warnings_only=True)
+        print_notes(federation.notes, warnings_only=True)
         table: dict[str, Any] = {
             "sizes": federation.sizes.tolist(),
             "counts": None if counts is None else counts.tolist(),
@@ -91,6 +92,7 @@ def main(args: list[str]) -> int:
 
 
 def _print(federation: Federation, counts: np.ndarray | None, measures: dict[str, Any], show: int) -> None:
+    """Print the table of clients and the measures of heterogeneity."""
     console = wide_console()
     title = f"{plain(federation.name)}: training samples of each client"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -112,10 +114,10 @@ def _print(federation: Federation, counts: np.ndarray | None, measures: dict[str
 
 
 def _by_class(federation: Federation, counts: np.ndarray | None) -> tuple[list[str], Callable[[int], list[str]]]:
-    """Headings, and a client's cells: samples of each class, or only how many classes where there are many."""
+    """Headings, and a function for a client's cells: samples of each class, or the number of classes if many."""
     if counts is None:
         return [], lambda client: []
-    if counts.shape[1] > _LARGEST_TABLE:
+    if counts.shape[1] > _MAX_COLUMNS:
         return ["classes"], lambda client: [str((counts[client] > 0).sum())]
     names = federation.class_names or tuple(map(str, range(counts.shape[1])))
     return [plain(name) for name in names], lambda client: [str(n) if n else "·" for n in counts[client]]

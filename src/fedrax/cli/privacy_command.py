@@ -1,4 +1,4 @@
-"""``fedrax privacy``: what a private experiment will spend, without training."""
+"""``fedrax privacy``: the epsilon of a private experiment, without training."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from fedrax.report.privacy_forecast import Forecast, ReleaseCost, draw, forecast
 from fedrax.simulation import Settings, use_all_cores
 from fedrax.simulation.setup import prepare
 
-DESCRIPTION = """What a private experiment spends: `fedrax privacy [FILE.toml] [flags]`.
+DESCRIPTION = """Compute the privacy loss of an experiment: `fedrax privacy [FILE.toml] [flags]`.
 
-Without training, with the flags of `fedrax run`: epsilon after all rounds, of each release and of all together, by a
-sound accountant and, where a method's paper claims another number, by the paper; the noise that another epsilon takes,
-and the rounds that it has room for; a table and a curve. Of a comparison's file the [algorithm] is meant, or the one of
---algorithm."""
+Does not train; takes the flags of `fedrax run`. Prints epsilon after all rounds, of each release and of their
+composition, by a sound accountant and, if the method's paper claims another value, by the paper. For each of
+--epsilons, prints the noise multiplier that it needs and the number of rounds that it allows. Draws epsilon against
+rounds. Of the file of a comparison the [algorithm] is used, or the one of --algorithm."""
 
 
 @dataclass
@@ -34,11 +34,11 @@ class PrivacyOptions:
     """Options of ``fedrax privacy``."""
 
     data_dir: Path | None = None
-    """Where data files lie; by default $FEDRAX_DATA."""
+    """Directory of data files; by default $FEDRAX_DATA."""
     epsilons: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0, 8.0)
-    """For which to say what noise they take, and how many rounds they have room for; the run's budget is added."""
+    """Values of epsilon for which to compute the noise and the number of rounds; the run's budget is added."""
     picture: Path | None = Path("privacy")
-    """Where the curve goes, as .png and .svg; None for no curve."""
+    """Where to save the curve, as .png and .svg; None for no curve."""
     json: bool = False
     """Print JSON, with every round."""
 
@@ -53,7 +53,7 @@ def main(args: list[str]) -> int:
     algorithm, task, federation = experiment.build(spec, options.data_dir)
     asked = sorted({*options.epsilons, *filter(None, [spec.run.epsilon_budget])})
     made = forecast(algorithm, spec.run, federation.sizes, asked)
-    prepare(algorithm, task, federation, spec.run)  # of a method that lets out more than it says no number holds
+    prepare(algorithm, task, federation, spec.run)  # raises for a method whose messages are not all private
     pictures, failed = save(lambda: draw(made, spec.run.epsilon_budget), options.picture)
     if options.json:
         print(json.dumps(made.to_dict() | {"pictures": [str(path) for path in pictures]}))
@@ -67,15 +67,16 @@ def main(args: list[str]) -> int:
 
 
 def _print(made: Forecast, run: Settings, name: str) -> None:
+    """Print the guarantee, its releases, and the answers for other values of epsilon."""
     console, spent = wide_console(), made.spent
-    counted = "rounds, amplified by the draw of cohorts" if made.by_rounds else "rounds of the client with the most"
+    counted = "rounds, amplified by sampling of cohorts" if made.by_rounds else "rounds of the most sampled client"
     console.print(f"{name}: {run.rounds} rounds; {spent.about}; delta {spent.delta:g}")
     console.print(f"counted: {spent.count} {counted}")
     if spent.empty_place:
-        console.print("clients keep something from round to round: cohorts by poisson amplify, of a fixed size do not")
+        console.print("clients keep state between rounds: Poisson sampling amplifies, cohorts of a fixed size do not")
     console.print(_releases(made))
     if not math.isfinite(spent.epsilon):
-        console.print("no finite epsilon holds, and no budget: a release has no noise that anything is proven of")
+        console.print("there is no finite epsilon, and no budget can be set: a release has no noise with a guarantee")
     if made.answers:
         console.print(_answers(made, run.rounds))
     for path, value in made.noise_fields.items():
@@ -85,20 +86,22 @@ def _print(made: Forecast, run: Settings, name: str) -> None:
 
 
 def _releases(made: Forecast) -> Table:
+    """The table of releases and their composition."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     paper = made.spent.epsilon_paper is not None
-    heads = ["release", "noise", "times", "of a", "neighbors", "batches", "seen by", "epsilon", "accountant"]
+    heads = ["release", "noise", "times", "unit", "neighbors", "batches", "seen by", "epsilon", "accountant"]
     for head in heads + ["epsilon by the paper"] * paper:
         table.add_column(head, justify="right" if head in ("noise", "times") or "epsilon" in head else "left")
     for number, part in enumerate(made.parts, 1):
         table.add_row(*_cells(str(number), part), *[_number(part.epsilon_paper)] * paper)
     spent = made.spent
-    last = ["together", "", "", spent.unit, spent.neighbors, "", "", _number(spent.epsilon), spent.by]
+    last = ["composed", "", "", spent.unit, spent.neighbors, "", "", _number(spent.epsilon), spent.by]
     table.add_row(*last, *[_number(spent.epsilon_paper)] * paper, style="bold")
     return table
 
 
 def _cells(number: str, part: ReleaseCost) -> Sequence[str]:
+    """The row of a release."""
     r = part.release
     batches = f"poisson {r.rate:.4g}" if r.batches == "poisson" else r.batches
     noise = f"{float(r.noise):.4g}"
@@ -106,6 +109,7 @@ def _cells(number: str, part: ReleaseCost) -> Sequence[str]:
 
 
 def _answers(made: Forecast, rounds: int) -> Table:
+    """The table of the noise and the rounds for other values of epsilon."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for head in ("epsilon", f"noise for {rounds} rounds", "rounds with this noise"):
         table.add_column(head, justify="right")
@@ -116,4 +120,5 @@ def _answers(made: Forecast, rounds: int) -> Table:
 
 
 def _number(value: Any) -> str:
+    """Four digits, or a dash for None."""
     return "–" if value is None else f"{value:.4g}".replace("inf", "∞")

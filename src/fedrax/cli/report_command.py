@@ -1,4 +1,4 @@
-"""``fedrax report``: runs and comparisons as one page."""
+"""``fedrax report``: an HTML page about runs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import tyro
 from fedrax.cli.arguments import parse
 from fedrax.errors import FedraxError
 
-DESCRIPTION = """One page of HTML about runs: `fedrax report DIR...`.
+DESCRIPTION = """Write an HTML page about runs: `fedrax report DIR...`.
 
-DIR is a run, or holds runs (such as a comparison's directory); they may still be running. Runs that differ in their
-seeds only are one method. The page holds curves, the table, how settings were chosen, the spread over clients, the
-partition, what differs between methods, settings and machines. It loads nothing, so that it can be kept, sent and read
-anywhere."""
+DIR is a run directory or a directory of runs, such as that of a comparison; runs may be unfinished. Runs that differ
+only in their seeds are one method. The page has curves, the table, the search, the distribution over clients, the
+partition, all settings with the differences between methods, and the machines. It is one file that loads nothing from
+elsewhere."""
 
 
 @dataclass
@@ -24,20 +24,20 @@ class ReportOptions:
     """Arguments of ``fedrax report``."""
 
     directories: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR...")]
-    """Run directories, or directories that hold some."""
+    """Run directories, or directories of runs."""
     out: Path | None = None
-    """The page; by default report.html in DIR, or here where there are several."""
+    """File to write; by default report.html in DIR, or in the working directory for several."""
     title: str | None = None
-    """Its title; by default what the comparisons or runs are called."""
+    """Title; by default the names of the comparisons or runs."""
     target: float | None = None
-    """Accuracy to reach; by default the comparison's, that at which all runs end, or 95 % of the best final."""
+    """Target accuracy; by default the comparison's, the one at which all runs stop, or 95 % of the best final one."""
 
 
 def main(args: list[str]) -> int:
-    """Read, write."""
+    """Read the runs and write the page."""
     options = parse(ReportOptions, args, "fedrax report", DESCRIPTION)
     if not options.directories:
-        raise FedraxError("which runs? fedrax report DIR...")
+        raise FedraxError("no directory given: fedrax report DIR...")
     if options.target is not None and not 0 < options.target <= 1:
         raise FedraxError(f"the target is an accuracy in (0, 1], not {options.target}.")
     from fedrax.report.html import write_report

@@ -1,4 +1,4 @@
-"""``fedrax run``: one experiment."""
+"""``fedrax run``: runs one experiment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedrax.cli import forget_output, tell
+from fedrax.cli import discard_output, tell
 from fedrax.cli.arguments import parse_experiment
 from fedrax.errors import FedraxError
 from fedrax.escaping import plain
@@ -26,25 +26,24 @@ from fedrax.simulation.results.progress import ProgressSink
 
 DESCRIPTION = """Run one experiment: `fedrax run [FILE.toml] [flags]`.
 
-Every key of the file is a flag (--algorithm.local.lr 0.05 --run.rounds 20), and names choose what it is made of
-(--algorithm scaffold --data mnist --partition shards --model 2nn); without a file the defaults below hold. A method
-of your own runs by `fedrax run file.py:MyMethod`, once it takes and returns what it must; that it is pure, also in
-float64 and whatever the order of clients, fedrax.check_algorithm(MyMethod) checks, in half a minute. The run is kept in
-a directory: experiment.toml, events.jsonl, checkpoint/, environment.json, clients.json."""
+Every key of the file is also a flag (--algorithm.local.lr 0.05 --run.rounds 20); names select the parts of an
+experiment (--algorithm scaffold --data mnist --partition shards --model 2nn). Without a file the defaults below apply.
+`fedrax run file.py:MyMethod` runs your own method; in Python, fedrax.check_algorithm(MyMethod) tests it. The run
+directory holds experiment.toml, events.jsonl, checkpoint/, environment.json and clients.json."""
 
 
 @dataclass
 class ReportingOptions:
-    """What does not change the numbers."""
+    """Options of the output, without effect on results."""
 
     data_dir: Path | None = None
-    """Where data files lie; by default $FEDRAX_DATA."""
+    """Directory of data files; by default $FEDRAX_DATA."""
     quiet: bool = False
     """Print nothing."""
     json: bool = False
-    """Print each round's event, then a summary, as lines of JSON."""
+    """Print the event of each round and then a summary as lines of JSON."""
     tensorboard: bool = False
-    """Also log for TensorBoard, in the run directory."""
+    """Also write a TensorBoard log in the run directory."""
     wandb: str | None = None
     """Also log to this project of Weights & Biases."""
     mlflow: str | None = None
@@ -56,7 +55,7 @@ class RunOptions(ReportingOptions):
     """Options of ``fedrax run``."""
 
     out: Path | None = None
-    """Run directory; by default runs/NAME-ALGORITHM-seedN, with a number behind it if that exists."""
+    """Run directory; by default runs/NAME-ALGORITHM-seedN, numbered if that exists."""
 
 
 def main(args: list[str]) -> int:
@@ -67,12 +66,12 @@ def main(args: list[str]) -> int:
     use_all_cores()
     problem = experiment.build(spec, options.data_dir)
     if not options.quiet:
-        say_notes([*not_of_one_run(parsed.left_out, spec), *problem[2].notes, *problem[1].notes], options.json)
+        print_notes([*ignored_keys_note(parsed.ignored_keys, spec), *problem[2].notes, *problem[1].notes], options.json)
     return run(spec, problem, directory, options, resume=False)
 
 
 def run(spec: Experiment, problem: tuple, directory: Path, options: ReportingOptions, resume: bool) -> int:
-    """Simulate with the sinks asked for, and say how it went."""
+    """Simulate with the sinks of the options, and report."""
     try:
         seen = make_sinks(spec, directory, options)
         algorithm, task, federation = problem
@@ -80,41 +79,41 @@ def run(spec: Experiment, problem: tuple, directory: Path, options: ReportingOpt
             algorithm, task, federation, spec.run, directory=directory, resume=resume, sinks=seen, progress=False
         )
     except Interrupted as stop:
-        tell(f"fedrax: interrupted; go on with: fedrax resume {directory}")
+        tell(f"fedrax: interrupted; resume with: fedrax resume {directory}")
         return 128 + stop.signal
     report(spec, result, directory, options)
     return 0
 
 
-def not_of_one_run(keys: Sequence[str], spec: Experiment) -> list[str]:
-    """What the file says beside, and one run does not do."""
+def ignored_keys_note(keys: Sequence[str], spec: Experiment) -> list[str]:
+    """A note about keys of a comparison file that a single run ignores."""
     if not keys:
         return []
-    said = f"{' and '.join(keys)} in the file {'is' if len(keys) == 1 else 'are'} for fedrax compare"
-    return [f"{said}; this is one run, with seed {spec.run.seed}"]
+    ignored = f"{' and '.join(keys)} in the file {'is' if len(keys) == 1 else 'are'} for fedrax compare"
+    return [f"{ignored}; this is one run, with seed {spec.run.seed}"]
 
 
-def say_notes(notes: Sequence[str], warnings_only: bool) -> None:
-    """What the reader of the data wants known, on standard error; where programs listen, warnings alone."""
+def print_notes(notes: Sequence[str], warnings_only: bool) -> None:
+    """Print notes of the data reader on standard error; only warnings with JSON output."""
     for note in notes:
         if note.startswith("warning: ") or not warnings_only:
             tell(plain(note))
 
 
 class JsonLinesSink(sinks.JsonSink):
-    """Events as lines of JSON. The run stops where their reader leaves, as by Ctrl-C."""
+    """Prints events as lines of JSON; a closed pipe stops the run as Ctrl-C does."""
 
     def event(self, event: Event) -> None:
-        """Write the line."""
+        """Print the event."""
         try:
             super().event(event)
         except BrokenPipeError:
-            forget_output()
+            discard_output()
             stop_runs(signal.SIGPIPE)
 
 
 def make_sinks(spec: Experiment, directory: Path, options: ReportingOptions) -> list[Any]:
-    """The experiment's file, and the sinks that the options ask for."""
+    """The sinks of a run: the experiment's file and those of the options."""
     made: list[Any] = [ExperimentFile(spec, directory)]
     if options.json:
         made.append(JsonLinesSink())
@@ -124,7 +123,7 @@ def make_sinks(spec: Experiment, directory: Path, options: ReportingOptions) -> 
 
 
 def make_trackers(spec: Experiment, directory: Path, name: str, options: ReportingOptions) -> list[Any]:
-    """The loggers that the options ask for, of a run that they know as ``name``."""
+    """The trackers of the options, for a run called ``name``."""
     made: list[Any] = []
     if options.tensorboard:
         made.append(sinks.TensorBoardSink(directory / "tensorboard"))
@@ -136,7 +135,7 @@ def make_trackers(spec: Experiment, directory: Path, name: str, options: Reporti
 
 
 def report(spec: Experiment, result: Result, directory: Path, options: ReportingOptions) -> None:
-    """The last word on a run."""
+    """Print the outcome of a run."""
     if options.json:
         import json
 
@@ -158,14 +157,16 @@ def report(spec: Experiment, result: Result, directory: Path, options: Reporting
             budget = f"{spec.run.epsilon_budget:g} at delta {spec.run.delta:g}"
             console.print(f"stopped: round {len(result.events) + 1} would exceed the budget of epsilon {budget}")
         console.print(f"plan {result.plan}")
-        console.print(f"kept in {directory}; see it with: fedrax show {directory}")
+        console.print(f"saved in {directory}; show it with: fedrax show {directory}")
 
 
 def new_directory(spec: Experiment, out: Path | None) -> Path:
-    """A directory that holds no run yet."""
+    """A directory without a run."""
     if out is not None:
         if (out / "experiment.toml").exists() or (out / "events.jsonl").exists():
-            raise FedraxError(f"{out} holds a run already: choose another --out, or go on with: fedrax resume {out}")
+            raise FedraxError(
+                f"{out} holds a run already: choose another --out, or resume it with: fedrax resume {out}"
+            )
         return out
     stem = Path("runs") / f"{safe_name(spec.name)}-{spec.method_name.lower()}-seed{spec.run.seed}"
     number = 1

@@ -1,4 +1,4 @@
-"""``fedrax show``: finished or running runs as a table and curves."""
+"""``fedrax show``: the table and curves of runs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fedrax.report.runs import find_runs, group, main_metric, summarize, target_
 
 DESCRIPTION = """Show runs: `fedrax show DIR...`.
 
-DIR is a run, or holds runs (such as a comparison's directory); they may still be running. Runs that differ in their
-seeds only make one line: mean ± standard deviation."""
+DIR is a run directory or a directory of runs, such as that of a comparison; runs may be unfinished. Runs that differ
+only in their seeds are one row: mean ± standard deviation."""
 
 
 @dataclass
@@ -25,9 +25,9 @@ class ShowOptions:
     """Arguments of ``fedrax show``."""
 
     directories: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR...")]
-    """Run directories, or directories that hold some."""
+    """Run directories, or directories of runs."""
     target: float | None = None
-    """Accuracy to reach; by default that at which all runs end, or 95 % of the best final accuracy."""
+    """Target accuracy; by default the one at which all runs stop, or 95 % of the best final accuracy."""
     curves: Path | None = None
     """Also draw curves, to this file name with .png and .svg."""
     markdown: bool = False
@@ -37,10 +37,10 @@ class ShowOptions:
 
 
 def main(args: list[str]) -> int:
-    """Read, print, draw."""
+    """Read the runs, print the table, draw curves."""
     options = parse(ShowOptions, args, "fedrax show", DESCRIPTION)
     if not options.directories:
-        raise FedraxError("which runs? fedrax show DIR...")
+        raise FedraxError("no directory given: fedrax show DIR...")
     if options.target is not None and not 0 < options.target <= 1:
         raise FedraxError(f"the target is an accuracy in (0, 1], not {options.target}.")
     found = {run.directory.resolve(): run for path in options.directories for run in find_runs(path)}
