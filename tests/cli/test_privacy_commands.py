@@ -103,7 +103,10 @@ def test_a_run_that_ends_with_its_budget_says_so(fedrax: Any, private: Path, tmp
         (["privacy", "--epsilons", "0"], "--epsilons must be greater than 0"),
         (["privacy", "--algorithm", "clientdp", "--run.amplification", "poisson"], "'poisson' does not hold"),
         (["audit", "--algorithm", "fedavg"], "FedAvg adds no noise: there is no claim to audit"),
-        (["audit", "--algorithm", "clientdp", "--drawn", "--run.participation", "turns"], "--drawn is for cohorts of"),
+        (
+            ["audit", "--algorithm", "clientdp", "--drawn", "--run.participation", "round_robin"],
+            "--drawn is for cohorts of",
+        ),
         (["audit", "--algorithm", "clientdp", "--rounds", "0"], "--rounds must be 1 or more"),
         (["audit", "--algorithm", "clientdp", "--runs", "10"], "takes 40 to 1,000,000 runs of each, not 10"),
         (["audit", "--algorithm", "clientdp", "--runs", "99999999999"], "takes 40 to 1,000,000 runs of each"),

@@ -179,7 +179,7 @@ def test_a_client_that_is_never_heard_of_again(tmp_path: Path, monkeypatch: pyte
     xs, ticks, delays = on_a_clock(8, 5, 2, 0.5)
     known, longest = schedule(path, 8, at_work=5), max(delays)
     assert 3 in np.concatenate(known.cohorts)
-    assert known.longest_awaited == longest
+    assert known.longest_delay_in_run == longest
     settings: dict[str, Any] = {"rounds": 8, "cohort_size": 2, "params": PROBLEM.params, "dtype": "float64"}
     settings |= {"participation": Asynchronous(path, 5), "devices": 1}
     run = lambda room: simulate(  # noqa: E731
@@ -205,7 +205,7 @@ def test_a_client_that_is_never_heard_of_again(tmp_path: Path, monkeypatch: pyte
         ("client,seconds\n0,1\n9,2\n", "must name clients 0 to 6"),
         ("client,seconds\n0,1\n1,x\n", "numbers of seconds"),
         ("client,seconds\n0,\n1,2\n", "numbers of seconds"),
-        ("client,seconds\n0,1\n1,2\n", "does not say how long client 2 takes"),
+        ("client,seconds\n0,1\n1,2\n", "has no line for client 2"),
     ],
 )
 def test_broken_traces_end_in_a_sentence(tmp_path: Path, text: str, sentence: str):

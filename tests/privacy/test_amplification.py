@@ -12,7 +12,7 @@ from fedrax import FedAvg, FedraxError, LocalSGD, Scaffold, hyperparameters
 from fedrax.compression import TopK
 from fedrax.contract.algorithm import ClientOutput
 from fedrax.optim import Optax
-from fedrax.participation import Poisson, Turns, WeightedBySamples
+from fedrax.participation import Poisson, RoundRobin, WeightedBySamples
 from fedrax.personalization import Ditto
 from fedrax.privacy import ClientDP
 from fedrax.privacy.accounting import Accountant, CohortSampling
@@ -47,7 +47,7 @@ def test_client_states_prevent_amplification(inner: Any):
     busiest = lambda **options: run(method, cohort_size=2, rounds=3, **options).spent.count  # noqa: E731
     assert spent(method) == alone(busiest())
     assert spent(method, participation=WeightedBySamples()) == alone(busiest(participation=WeightedBySamples()))
-    assert spent(method, participation=Turns()) == alone(1)
+    assert spent(method, participation=RoundRobin()) == alone(1)
     public = Release(1.0, seen="public")
     assert spent(method, participation=Poisson()) == Accountant(
         [public], 1e-5, CohortSampling("poisson", 2 / 8)

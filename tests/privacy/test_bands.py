@@ -9,7 +9,7 @@ import pytest
 
 import fedrax
 from fedrax import FedAvg, FedraxError, LocalSGD, Settings
-from fedrax.participation import Turns
+from fedrax.participation import RoundRobin
 from fedrax.privacy.accounting import Accountant, CohortSampling
 from fedrax.privacy.mechanisms.client_level import ClientDP, band_coefficients
 from fedrax.privacy.mechanisms.clipping import Adaptive, Flat
@@ -45,7 +45,7 @@ def test_all_diagonals_are_the_square_root_of_prefix_sums():
 @pytest.mark.parametrize("clients", [6, 5])
 def test_the_covariance_of_noise_over_rounds(clients: int):
     """Of the sum, divided by the size asked for: with 5 clients every third cohort has one."""
-    settings = {"rounds": ROUNDS, "cohort_size": 2, "participation": Turns(), "trajectory": True}
+    settings = {"rounds": ROUNDS, "cohort_size": 2, "participation": RoundRobin(), "trajectory": True}
     result = run(PRIVATE, federation(clients), task=TASK, **settings)
     path = np.stack([np.asarray(params["w"]) for params in result.trajectory])
     noise = np.diff(path, axis=0, prepend=0.0) * 2
@@ -84,7 +84,7 @@ def test_sums_over_rounds_are_noised_less_than_by_independent_noise():
 
 
 def test_who_takes_part_in_turns():
-    sampler = cohort_sampler(Settings(rounds=9, cohort_size=4, participation=Turns()), np.full(10, 2))
+    sampler = cohort_sampler(Settings(rounds=9, cohort_size=4, participation=RoundRobin()), np.full(10, 2))
     cohorts = [sampler.cohort(r) for r in range(9)]
     assert sorted(np.concatenate(cohorts[:3])) == list(range(10))
     assert [len(cohort) for cohort in cohorts[:3]] == [4, 4, 2]
@@ -96,10 +96,10 @@ def test_refusals():
     with pytest.raises(FedraxError, match=r"take part 3 rounds apart or more, and client \d does in rounds"):
         run(PRIVATE, federation(6), task=TASK, rounds=6, cohort_size=2)
     with pytest.raises(FedraxError, match="take part 3 rounds apart"):
-        run(PRIVATE, federation(4), task=TASK, rounds=6, cohort_size=2, participation=Turns())
+        run(PRIVATE, federation(4), task=TASK, rounds=6, cohort_size=2, participation=RoundRobin())
     for other in (ClientDP(bands=2, at="client"), ClientDP(bands=2, clip=Adaptive(count_noise=9.0))):
         with pytest.raises(FedraxError, match="noise in bands is the server's"):
             run(other, federation(6), task=TASK, rounds=2, cohort_size=2)
     scaffold = ClientDP(fedrax.Scaffold(local=LocalSGD(lr=0.1, steps=1, batch_size=2)), bands=2)
     with pytest.raises(FedraxError, match="one vector of the parameters' shape, and those of Scaffold send more"):
-        run(scaffold, federation(6), task=TASK, rounds=2, cohort_size=2, participation=Turns())
+        run(scaffold, federation(6), task=TASK, rounds=2, cohort_size=2, participation=RoundRobin())

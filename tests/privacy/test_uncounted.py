@@ -18,7 +18,7 @@ from fedrax.config.hyperparameters import hyperparameters
 from fedrax.contract import Phase
 from fedrax.experiments.audit import guess_canaries, watch_a_client
 from fedrax.models import Logistic
-from fedrax.participation import Asynchronous, Availability, Turns, Uniform, WeightedBySamples
+from fedrax.participation import Asynchronous, Availability, RoundRobin, Uniform, WeightedBySamples
 from fedrax.personalization import Ditto
 from fedrax.privacy import ClientDP, ObjectivePerturbation, OutputPerturbation, SampleDP
 from fedrax.privacy.audit.bounds import distinguish
@@ -84,14 +84,14 @@ def constant() -> Task:
     return Task(lambda key: {"w": jnp.zeros(2000)}, lambda p, b, k: 0 * p["w"].sum() * b.x[:, 0])
 
 
-@pytest.mark.parametrize("draw", ["turns", "trace"])
+@pytest.mark.parametrize("draw", ["round robin", "trace"])
 def test_the_noise_does_not_tell_how_many_there_were(draw: str, tmp_path: Path):
     """A last group of one, and one available client, have the noise of two."""
     trace = tmp_path / "trace.csv"
     trace.write_text("round,client\n0,0\n0,1\n1,2\n1,3\n2,4\n")
     rows = Federation.from_arrays(np.ones((10, 1), np.float32), np.zeros(10), np.repeat(range(5), 2))
     method = ClientDP(FedAvg(local=LocalSGD(lr=0.1, steps=1, batch_size=2)), clip=Flat(1.0), noise=100.0)
-    participation = Turns() if draw == "turns" else Availability(trace)
+    participation = RoundRobin() if draw == "round robin" else Availability(trace)
     options: dict[str, Any] = {"cohort_size": 2, "participation": participation, "trajectory": True}
     result = simulate(method, constant(), rows, rounds=3, progress=False, **options)
     path = [np.asarray(params["w"]) for params in result.trajectory]
@@ -118,7 +118,7 @@ def test_a_script_says_how_many_there_are(tmp_path: Path):
     trace.write_text("round,client\n0,0\n0,1\n")
     script = Script(cohorts=[[1, 2, 3, 5]])
     method = ClientDP(FedAvg(local=LOCAL), noise=0.0)
-    drawn = (Uniform(), Availability(trace), Turns())
+    drawn = (Uniform(), Availability(trace), RoundRobin())
     ends = [run(method, rounds=1, script=script, participation=draw, cohort_size=2).params for draw in drawn]
     for end in ends[1:]:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), end, ends[0])

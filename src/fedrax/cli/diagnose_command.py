@@ -22,7 +22,7 @@ from fedrax.errors import FedraxError
 from fedrax.escaping import plain
 from fedrax.experiments import experiment
 from fedrax.files import write_text
-from fedrax.participation import Asynchronous, Poisson, Turns, Uniform
+from fedrax.participation import Asynchronous, Poisson, RoundRobin, Uniform
 from fedrax.report.comparison_table import wide_console
 from fedrax.simulation import use_all_cores
 
@@ -185,7 +185,7 @@ def not_measured(spec: experiment.Experiment, algorithm: Algorithm) -> list[str]
             found.append(f"everything of {spec.method_name} but its local steps{private}")
     if isinstance(spec.run.participation, Asynchronous):
         found.append("asynchronous participation: here each round waits for its cohort")
-    elif not isinstance(spec.run.participation, Uniform | Turns | Poisson):
+    elif not isinstance(spec.run.participation, Uniform | RoundRobin | Poisson):
         found.append("participation: all clients are measured, and trials sample cohorts as the run does")
     if spec.run.stragglers:
         found.append("stragglers: the drift is that of complete local work")

@@ -17,7 +17,7 @@ from fedrax.participation.policies import (
     Poisson as Poisson,
 )
 from fedrax.participation.policies import (
-    Turns as Turns,
+    RoundRobin as RoundRobin,
 )
 from fedrax.participation.policies import (
     Uniform as Uniform,

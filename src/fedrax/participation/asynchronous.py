@@ -23,12 +23,12 @@ from fedrax.errors import FedraxError
 from fedrax.participation.policy import ARRIVALS, CohortSizes, ParticipationPolicy, Population
 
 MAX_DELAY = 1000
-"""Server steps after the last round of a run for which pending uploads are followed; later ones count as arriving
-then."""
+"""Server steps after the last round for which the simulation continues; uploads that arrive later get the delay of
+arriving then. No server step uses them."""
 MAX_ROUNDS = 1_000_000
-"""The most rounds of a run with a trace of durations: all arrivals are computed before the first round."""
+"""Limit of the rounds of a run with a trace of durations: all arrivals are computed before the first round."""
 MAX_SECONDS = 1e15
-"""The longest that a client may take: float64 still resolves about a tenth of a second in sums of such numbers."""
+"""Limit of a client's duration: float64 still resolves about a tenth of a second in sums of such numbers."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class Arrivals:
     """Simulated seconds from the start at which the server step of each round is taken, float64 [R]."""
 
     @property
-    def longest_awaited(self) -> int:
+    def longest_delay_in_run(self) -> int:
         """The longest delay among the uploads that arrive within the run; no server step uses the others."""
         within = [own[r + own < len(self.delays)] for r, own in enumerate(self.delays)]
         return max((int(own.max()) for own in within if len(own)), default=0)
 
 
-class _State(NamedTuple):
-    """What the policy knows before the first round."""
+class _Schedule(NamedTuple):
+    """The trace and the arrivals, computed before the first round."""
 
     durations: list[np.ndarray]
     """Seconds that each client takes, one array a client."""
@@ -84,17 +84,17 @@ class Asynchronous(ParticipationPolicy):
     """M, the number of clients that work at any time."""
     uses_sample_counts: ClassVar[bool] = False
 
-    def init(self, population: Population) -> _State:
+    def init(self, population: Population) -> _Schedule:
         """The trace, and the arrivals of all rounds."""
         durations, rng = read_durations(self, population.num_clients), population.generator(ARRIVALS)
-        return _State(durations, arrivals(self, durations, population.rounds, population.cohort_size, rng))
+        return _Schedule(durations, arrivals(self, durations, population.rounds, population.cohort_size, rng))
 
     def sample(self, state: Any, round: int, population: Population, rng: np.random.Generator) -> np.ndarray:
         """The clients that start in the round."""
         return state.arrivals.cohorts[round]
 
     def cohort_sizes(self, state: Any, population: Population) -> CohortSizes:
-        """As many as start in a round."""
+        """The largest number of clients that start in a round; the expected size is the buffer's."""
         largest = max(len(cohort) for cohort in state.arrivals.cohorts)
         return CohortSizes(largest, True, float(population.cohort_size))
 
@@ -126,50 +126,52 @@ def arrivals(
     Returns:
         The cohorts, delays and times of all rounds.
     """
-    at_once, num_clients = participation.concurrency, len(durations)
+    concurrency, num_clients = participation.concurrency, len(durations)
     if rounds > MAX_ROUNDS:
         raise FedraxError(f"a run with a trace of durations has at most {MAX_ROUNDS:,} rounds, not {rounds:,}")
-    if at_once + buffer - 1 > num_clients:
+    if concurrency + buffer - 1 > num_clients:
         raise FedraxError(
-            f"{at_once} clients at work and a buffer of {buffer} uploads take {at_once + buffer - 1} clients or more:"
-            f" there are {num_clients}"
+            f"concurrency {concurrency} with a buffer of {buffer} uploads needs {concurrency + buffer - 1} clients or"
+            f" more: there are {num_clients}"
         )
     seconds = [cycle(own.tolist()) for own in durations]
-    begun: list[list[tuple[int, int]]] = [[] for _ in range(rounds)]
-    clock, engaged, waiting, unknown = np.zeros(rounds), set(), [], 0
+    delays: list[list[tuple[int, int]]] = [[] for _ in range(rounds)]
+    """For each round the clients that start in it, with the delays of their uploads."""
+    clock, busy, buffered, pending = np.zeros(rounds), set(), [], 0
+    """``busy``: clients that work or whose upload is in the buffer. ``pending``: uploads without a known delay."""
     heap: list[tuple[float, int, int, int]] = []
-    """The time at which it ends, the order in which it started, the client, and the server step of its start."""
+    """Working clients: the time of the end, the order of the start, the client, and the server step of the start."""
 
-    def begin(now: float, step: int, order: int) -> int:
-        client = next(c for c in _draws(rng, num_clients) if c not in engaged)
-        engaged.add(client)
+    def start(now: float, step: int, order: int) -> int:
+        client = next(c for c in _draws(rng, num_clients) if c not in busy)
+        busy.add(client)
         heapq.heappush(heap, (now + next(seconds[client]), order, client, step))
         return int(step < rounds)
 
     step = 0
-    for order in range(at_once):
-        unknown += begin(0.0, step, order)
-    order = at_once
-    while step < rounds or unknown:
+    for order in range(concurrency):
+        pending += start(0.0, step, order)
+    order = concurrency
+    while step < rounds or pending:
         if step > rounds + MAX_DELAY:  # some clients may take longer than the whole run
-            for *_, client, since in heap:
-                if since < rounds:
-                    begun[since].append((client, step - since))
+            for *_, client, started in heap:
+                if started < rounds:
+                    delays[started].append((client, step - started))
             break
-        now, _, client, since = heapq.heappop(heap)
-        if since < rounds:
-            begun[since].append((client, step - since))
-            unknown -= 1
-        waiting.append(client)
-        if len(waiting) == buffer:
+        now, _, client, started = heapq.heappop(heap)
+        if started < rounds:
+            delays[started].append((client, step - started))
+            pending -= 1
+        buffered.append(client)
+        if len(buffered) == buffer:
             if step < rounds:
                 clock[step] = now
             step += 1
-            engaged.difference_update(waiting)
-            waiting.clear()
-        unknown += begin(now, step, order)
+            busy.difference_update(buffered)
+            buffered.clear()
+        pending += start(now, step, order)
         order += 1
-    pairs = [np.array(sorted(round), np.int64).reshape(-1, 2) for round in begun]
+    pairs = [np.array(sorted(round), np.int64).reshape(-1, 2) for round in delays]
     return Arrivals([p[:, 0] for p in pairs], [p[:, 1].astype(np.int32) for p in pairs], clock)
 
 
@@ -193,6 +195,6 @@ def read_durations(participation: Asynchronous, num_clients: int) -> list[np.nda
         raise FedraxError(f"the trace of durations {path} must name clients 0 to {num_clients - 1}")
     missing = np.setdiff1d(np.arange(num_clients), owners)
     if len(missing):
-        raise FedraxError(f"the trace of durations {path} does not say how long client {missing[0]} takes")
+        raise FedraxError(f"the trace of durations {path} has no line for client {missing[0]}")
     order = np.argsort(owners, kind="stable")
     return np.split(values[order], np.cumsum(np.bincount(owners, minlength=num_clients))[:-1])

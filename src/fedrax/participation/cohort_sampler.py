@@ -1,7 +1,7 @@
 """Cohorts and stragglers of a run, from a participation policy or from given sequences.
 
-Everything is drawn on the host from counters (seed, stream, round), so that any round can be drawn on its own: a
-resumed run, another algorithm or another number of devices sees the same cohorts.
+Everything is drawn on the host from counters (seed, stream, round), so that each round is drawn independently of the
+others: a resumed run, another algorithm or another number of devices has the same cohorts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class CohortSampler:
         policy: which clients are sampled.
         population: the clients, and the settings of the run.
         stragglers: the share of each cohort that does only part of its local work.
-        given: the cohort of each round, in place of the policy.
+        given: the cohort of each round, instead of the policy.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class CohortSampler:
         self.policy, self.population, self.stragglers = policy, population, stragglers
         self.given = None if given is None else [np.asarray(cohort) for cohort in given]
         self.state: Any = None
-        """The policy's state: of an adaptive one after ``observed`` rounds."""
+        """The policy's state; that of an adaptive policy after ``observed`` rounds."""
         self.observed = 0
-        """Rounds that an adaptive policy has observed."""
+        """Number of rounds that an adaptive policy has observed."""
         if self.given is not None:
             self._check_given(self.given)
         elif population.cohort_size > self.num_clients:
@@ -64,6 +64,7 @@ class CohortSampler:
             raise FedraxError(f"client {empty[0]} has no samples ({len(empty)} such clients)")
 
     def _check_given(self, cohorts: list[np.ndarray]) -> None:
+        """Raise FedraxError for too few cohorts, or one with invalid or duplicate clients."""
         if len(cohorts) < self.rounds:
             raise FedraxError(f"{len(cohorts)} cohorts are given for {self.rounds} rounds")
         for r, cohort in enumerate(cohorts):
@@ -74,14 +75,14 @@ class CohortSampler:
                 )
 
     def _is_cohort(self, cohort: np.ndarray) -> bool:
-        """Whether a sorted array holds different clients."""
+        """Whether a sorted array has distinct clients from 0 to N - 1."""
         if cohort.ndim != 1 or not cohort.size:
             return cohort.ndim == 1
         inside = cohort.dtype.kind in "iu" and cohort[0] >= 0 and cohort[-1] < self.num_clients
         return bool(inside and (cohort[1:] > cohort[:-1]).all())
 
     def _canonical(self, state: Any) -> Any:
-        """The state of an adaptive policy with arrays of the types that checkpoints keep."""
+        """The state of an adaptive policy as arrays with dtypes that checkpoints preserve."""
         if not self.adaptive:
             return state
         return jax.tree.map(lambda a: np.asarray(a, jax.dtypes.canonicalize_dtype(np.asarray(a).dtype)), state)
@@ -142,12 +143,12 @@ class CohortSampler:
 
     @property
     def expected(self) -> float | None:
-        """The expected cohort size where methods are to use it in place of the actual one."""
+        """The expected cohort size if methods use it instead of the actual one."""
         return self.cohort_sizes.expected
 
     @property
     def most_clients(self) -> int:
-        """An upper bound on the different clients of the whole run, of almost any seed."""
+        """An upper bound on the number of different clients in a run, for almost every seed."""
         found = self.cohort_sizes.distinct
         return self.rounds * self.largest if found is None else found
 
@@ -158,12 +159,12 @@ class CohortSampler:
 
     @property
     def arrivals(self) -> Arrivals | None:
-        """When uploads arrive, where clients work asynchronously."""
+        """Delays of uploads under asynchronous participation, otherwise None."""
         return None if self.given is not None else self.policy.arrivals(self.state)
 
     @property
     def delays(self) -> dict[str, np.ndarray]:
-        """``delay``, int32 [R, S], where uploads arrive late; empty otherwise."""
+        """``delay``, int32 [R, S], under asynchronous participation; otherwise empty."""
         arrivals = self.arrivals
         if arrivals is None:
             return {}
@@ -174,11 +175,12 @@ class CohortSampler:
 
     @property
     def clock(self) -> np.ndarray | None:
-        """Simulated seconds at which each round ends, [R]; None where durations are unknown."""
+        """Simulated time of the end of each round in seconds, [R]; None without a trace of durations."""
         arrivals = self.arrivals
         return None if arrivals is None else arrivals.clock
 
     def _generator(self, stream: int, round: int) -> np.random.Generator:
+        """Random numbers of a round for one purpose."""
         return generator(self.population.seed, stream, round)
 
     def cohort(self, round: int) -> np.ndarray:
@@ -187,8 +189,8 @@ class CohortSampler:
             return self.given[round].astype(np.int64)
         if self.adaptive and round != self.observed:
             raise FedraxError(
-                f"{self._name} samples round {round + 1} by what the clients of earlier rounds report, so that its"
-                " cohort is known only during the run: choose another participation"
+                f"{self._name} samples round {round + 1} from what clients reported in earlier rounds, so its cohort is"
+                " known only during the run: choose another participation"
             )
         drawn = np.asarray(self.policy.sample(self.state, round, self.population, self._generator(COHORT, round)))
         cohort = np.sort(drawn)
@@ -206,26 +208,27 @@ class CohortSampler:
 
     @property
     def _name(self) -> str:
+        """The policy's class name, for messages."""
         return type(self.policy).__name__
 
     def observe(self, round: int, clients: np.ndarray, info: Mapping[str, np.ndarray]) -> None:
-        """Tell an adaptive policy what the clients of a round reported, see :meth:`ParticipationPolicy.observe`."""
+        """Update an adaptive policy with the reports of a round, see :meth:`ParticipationPolicy.observe`."""
         self.state = self._canonical(self.policy.observe(self.state, round, clients, info))
         self.observed = round + 1
 
     def restore(self, state: Any, rounds: int) -> None:
-        """Continue an adaptive policy from its state after so many rounds."""
+        """Set the state of an adaptive policy after ``rounds`` rounds."""
         self.state, self.observed = jax.tree.map(np.asarray, state), rounds
 
     def cohort_among(self, round: int, clients: np.ndarray) -> np.ndarray:
-        """A uniform cohort of the available ``clients`` (sorted), at most S; of all clients that of ``Uniform``."""
+        """A uniform sample of at most S of ``clients`` (sorted); for all clients equal to the cohort of ``Uniform``."""
         return sample_among(self._generator(COHORT, round), clients, min(self.population.cohort_size, len(clients)))
 
     def work(self, round: int, size: int) -> np.ndarray:
-        """The share of its local work that each of the ``size`` clients of a cohort does, float [S] in (0, 1].
+        """The fraction of its local work that each client of a cohort of ``size`` does, float [S] in (0, 1].
 
-        A fixed share of the cohort are stragglers. Where clients are sampled independently, each is a straggler
-        independently, too: privacy accounting needs that nothing about a client depends on the others' presence.
+        A fixed share of the cohort are stragglers. If clients are sampled independently, each is a straggler
+        independently, too: privacy accounting requires that a client's work is independent of the other clients.
         """
         rng, share = self._generator(STRAGGLERS, round), np.ones(size)
         if self.independent:
@@ -236,7 +239,7 @@ class CohortSampler:
         return share
 
     def for_rounds(self, rounds: int) -> CohortSampler:
-        """A sampler of the same policy for the seed 0 and so many rounds; of given cohorts at most those there are."""
+        """A sampler of the same policy with seed 0 and ``rounds`` rounds, at most the number of given cohorts."""
         if self.given is not None:
             rounds = min(rounds, self.rounds)
         population = replace(self.population, seed=0, rounds=rounds)

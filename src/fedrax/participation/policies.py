@@ -1,4 +1,4 @@
-"""Synchronous policies without files: uniform, weighted and Poisson sampling, fixed order, fixed list."""
+"""Synchronous policies without files: uniform, weighted, Poisson and round-robin sampling, and a fixed list."""
 
 from __future__ import annotations
 
@@ -76,28 +76,28 @@ class Poisson(ParticipationPolicy):
     uses_sample_counts: ClassVar[bool] = False
 
     def sample(self, state: Any, round: int, population: Population, rng: np.random.Generator) -> np.ndarray:
-        """A uniform sample of binomial size, which has the same distribution as independent coin flips."""
+        """A uniform sample of binomial size, which has the same distribution as independent Bernoulli draws."""
         return sample_among(rng, population.num_clients, self._size(population, rng))
 
     def cohort_sizes(self, state: Any, population: Population) -> CohortSizes:
-        """S clients in expectation, and room for every round's cohort."""
+        """S clients in expectation, and a bound on the size of every cohort."""
         largest = self._largest(population)
         return CohortSizes(largest, True, float(population.cohort_size), _distinct(population, largest))
 
     def sampling(self, population: Population) -> CohortSampling:
-        """Independent draws at the rate S / N."""
+        """Poisson sampling with probability S / N."""
         return CohortSampling("poisson", population.cohort_size / population.num_clients)
 
     @staticmethod
     def _size(population: Population, rng: np.random.Generator) -> int:
-        """The size of a round's cohort, drawn before its clients so that it can be found without them."""
+        """The size of a round's cohort, the first draw of the generator: it is needed without the clients, too."""
         return int(rng.binomial(population.num_clients, population.cohort_size / population.num_clients))
 
     def _largest(self, population: Population) -> int:
-        """A size that no cohort of the run exceeds, the same for almost every seed, so that none is recompiled.
+        """A size that no cohort of the run exceeds, equal for almost every seed, to avoid recompilation.
 
         P(more than k) <= exp(-S) (e S / k)^k for k > S, Chernoff's bound, is below 1e-12 at the size found. The sizes
-        of this run's rounds are drawn as well, so that no cohort is ever cut.
+        of this run's rounds are drawn as well, so that no cohort exceeds it.
         """
         mean, k = population.cohort_size, population.cohort_size + 1
         while k < population.num_clients and k * (np.log(mean / k) + 1) - mean > np.log(1e-12):
@@ -107,14 +107,14 @@ class Poisson(ParticipationPolicy):
 
 
 @dataclass(frozen=True)
-class Turns(ParticipationPolicy):
-    """All clients in a fixed order: shuffled once, then S in each round, from the first ones again after the last.
+class RoundRobin(ParticipationPolicy):
+    """All clients in a fixed order: shuffled once, then S in each round, and from the start after the last one.
 
-    The rounds of a client are as far apart as possible. The last cohort of a pass is smaller where S does not divide N.
+    The rounds of a client are as far apart as possible. The last cohort of a pass is smaller if S does not divide N.
 
     Example:
-        >>> fedrax.Settings(participation=fedrax.participation.Turns()).participation
-        Turns()
+        >>> fedrax.Settings(participation=fedrax.participation.RoundRobin()).participation
+        RoundRobin()
     """
 
     uses_sample_counts: ClassVar[bool] = False
@@ -134,7 +134,7 @@ class Turns(ParticipationPolicy):
         return CohortSizes(max(sizes), len(sizes) > 1, float(population.cohort_size))
 
     def sampling(self, population: Population) -> CohortSampling:
-        """Known in advance: nothing is amplified."""
+        """No amplification: the cohorts are known in advance."""
         return CohortSampling()
 
 
@@ -172,18 +172,19 @@ class FixedList(ParticipationPolicy):
 
 
 def _distinct(population: Population, largest: int) -> int:
-    """Different clients in the whole run where all are equally likely: five standard deviations above the mean.
+    """Number of different clients in a run under uniform sampling: the mean plus five standard deviations.
 
     A client is absent from all rounds with probability (1 - S / N)^R, and these events are negatively correlated.
     """
     clients = population.num_clients
     absent = (1 - population.cohort_size / clients) ** population.rounds
-    likely = int(clients * (1 - absent) + 5 * np.sqrt(clients * absent * (1 - absent))) + 1
-    return min(likely, population.rounds * largest)
+    bound = int(clients * (1 - absent) + 5 * np.sqrt(clients * absent * (1 - absent))) + 1
+    return min(bound, population.rounds * largest)
 
 
 Participation = (
-    Uniform | WeightedBySamples | Poisson | Availability | FixedList | Turns | Asynchronous | ParticipationPolicy
+    Uniform | WeightedBySamples | Poisson | Availability | FixedList | RoundRobin | Asynchronous | ParticipationPolicy
 )
 """Any participation policy: those of the library, or an own subclass of :class:`ParticipationPolicy`."""
 UNIFORM = Uniform()
+"""The default policy."""

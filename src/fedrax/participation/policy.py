@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fedrax.participation.asynchronous import Arrivals
 
 COHORT, STRAGGLERS, ARRIVALS, SHUFFLE = 1, 2, 3, 4
-"""Streams of random numbers: cohorts, stragglers, asynchronous arrivals, and the order of :class:`Turns`."""
+"""Streams of random numbers: cohorts, stragglers, asynchronous arrivals, and the order of :class:`RoundRobin`."""
 
 
 def generator(seed: int, stream: int, round: int) -> np.random.Generator:
@@ -25,7 +25,7 @@ def generator(seed: int, stream: int, round: int) -> np.random.Generator:
 
 @dataclass(frozen=True, eq=False)
 class Population:
-    """The clients that a policy samples from, and what the settings of the run ask for.
+    """The clients that a policy samples from, and the settings of the run that matter for it.
 
     Example:
         >>> population = fedrax.participation.Population(np.array([5, 3, 8]), cohort_size=2, rounds=10, seed=0)

@@ -69,8 +69,8 @@ def check_apart(apart: int, rounds: int, sampler: CohortSampler) -> None:
         if len(early):
             raise FedraxError(
                 f"noise in {apart} bands is for clients that take part {apart} rounds apart or more, and client"
-                f" {early[0]} does in rounds {last[early[0]] + 1} and {r + 1}: draw cohorts in turns, or set fewer"
-                " bands"
+                f" {early[0]} does in rounds {last[early[0]] + 1} and {r + 1}: use participation"
+                " RoundRobin, or set fewer bands"
             )
         last[cohort] = r
 

@@ -100,7 +100,7 @@ def validate(
     given = given_work(script, sampler, algorithm.local_steps) | sampler.delays
     longest = int(given["delay"].max()) if "delay" in given else 0
     if sampler.arrivals is not None and algorithm.traits.max_staleness:
-        longest = sampler.arrivals.longest_awaited
+        longest = sampler.arrivals.longest_delay_in_run
     _check_delays(algorithm, longest)
     local = algorithm.local_steps
     by_samples = bool(sizes.min() != sizes.max()) and (local is None or local.steps is None)
