@@ -215,7 +215,7 @@ def test_tensorboard_follows_no_link(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "log").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(FedraxError, match=r"log is a link, into which no log is written"):
+    with pytest.raises(FedraxError, match=r"log is a symbolic link, in which no log is written"):
         play(sinks.TensorBoardSink(tmp_path / "log"))
     assert not list((tmp_path / "elsewhere").iterdir())
 

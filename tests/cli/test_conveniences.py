@@ -200,7 +200,7 @@ def test_clients_own_results_are_in_the_table_and_the_curves(fedrax: Callable[..
     values = [float(cell.strip("*")) for cell in cells]
     assert values[0] > values[1] and cells[0].startswith("**") and not cells[1].startswith("**")
     drawn = (tmp_path / "c/curves.svg").read_text()
-    assert "training accuracy of own models" in drawn and "training accuracy, fine-tuned" in drawn
+    assert "training accuracy, personal models" in drawn and "training accuracy, fine-tuned" in drawn
 
 
 @pytest.mark.parametrize("flag", ["--algorithm.local.momentum none", "--algorithm.local.momentum=none"])

@@ -87,7 +87,7 @@ def test_a_comparison_is_one_page_that_loads_nothing(compared: Path):
     shown = " ".join(page.texts)
     for row in table["methods"]:
         assert f"{row['accuracy']['mean']:.4f} ± {row['accuracy']['std']:.4f}" in shown
-    for words in ("How settings were chosen", "local.lr 0.01", "worst client", "8 clients of", "jax", "c/scaffold"):
+    for words in ("Hyper-parameter search", "local.lr 0.01", "worst client", "8 clients of", "jax", "c/scaffold"):
         assert words in shown, words
     assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", text)
     for tag, attributes in page.elements:
@@ -187,7 +187,7 @@ def test_a_run_without_a_round_is_a_page(tmp_path: Path, fedrax: Any):
     (tmp_path / "r").mkdir()
     (tmp_path / "r/experiment.toml").write_text(RUN)
     assert fedrax("report", "r").status == 0
-    assert "No round is over yet." in (tmp_path / "r/report.html").read_text()
+    assert "No round has finished." in (tmp_path / "r/report.html").read_text()
 
 
 BIG = "1" + "0" * 400
@@ -201,7 +201,7 @@ DAMAGED = {
     "clients are a list": ({"clients.json": "[]"}, "is not the summary of a run's clients"),
     "clients unlike": ({"clients.json": '{"clients": 3}'}, "is not the summary of a run's clients"),
     "clients cut": ({"clients.json": '{"clients": 3'}, "is not the summary of a run's clients"),
-    "machine": ({"environment.json": "[1]"}, "is not what a run keeps of its machine"),
+    "machine": ({"environment.json": "[1]"}, "does not describe the machine of a run"),
     "comparison": ({"comparison.json": '{"name": "x", "methods": [3]}'}, "is damaged"),
     "comparison cut": ({"comparison.json": '{"name": '}, "is damaged"),
     "grid": ({"comparison.json": json.dumps(GRID).replace("77", BIG)}, "is damaged"),

@@ -108,9 +108,9 @@ def test_proposals_come_closer_and_are_those_of_their_seed(file: Path) -> None:
     assert choice.best.value == min(values) < 3 and np.median(values[-10:]) < np.median(values[:10]) / 2
     assert choice.at_ends() == [] and choice.best.point["algorithm.local.weight_decay"] == "none"
     at_end = SearchResult("loss", True, (Trial({"lr": 0.97}, 1.0, 1),), {"lr": SearchRange(0.1, 1)})
-    assert at_end.at_ends() == ["lr"] and "next to the largest of its range" in warnings({"m": at_end})[0]
+    assert at_end.at_ends() == ["lr"] and "near the largest of its range" in warnings({"m": at_end})[0]
     (both,) = warnings({"m": at_end, "n": at_end})
-    assert both.startswith("warning: m, n: the best lr, 0.97, is next to")
+    assert both.startswith("warning: m, n: the best lr, 0.97, is near")
 
 
 def test_a_grid_that_is_small_enough_is_tried_whole(file: Path) -> None:

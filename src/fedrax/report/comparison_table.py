@@ -1,4 +1,4 @@
-"""Tables of a comparison: for the terminal, as Markdown, and as plain values."""
+"""Tables of a comparison: for the terminal, as Markdown, and as JSON values."""
 
 from __future__ import annotations
 
@@ -17,31 +17,34 @@ from fedrax.report.runs import MethodSummary, Statistic, finite
 
 COLUMNS = ("accuracy", "loss", "best", "epsilon", "epsilon_paper", "rounds", "megabytes", "seconds")
 _TO_TARGET = ("rounds", "megabytes", "seconds")
+"""Columns of the cost to reach the target."""
 _SHARES = ("accuracy", "auc", "f1")
+"""Metrics in [0, 1]."""
 _HIGHER_IS_BETTER, _LOWER_IS_BETTER = (*_SHARES, "r2"), ("loss", "mse")
 _OVER_CLIENTS = {
     "_worst_client": ", worst client",
     "_client_p10": ", 10 % of clients",
     "_client_p90": ", 90 % of clients",
 }
+"""Suffixes of metrics over clients, and their part of a heading."""
 
 
-class _Piped(Console):
-    """A console whose reader may leave, as ``head`` does."""
+class _PipeConsole(Console):
+    """A console that raises BrokenPipeError when its pipe is closed, as by ``head``."""
 
     def on_broken_pipe(self) -> None:
-        """An error that the command line knows, in place of an exit with a status that would mean something else."""
+        """Raise the error, which the command line handles; rich would exit with status 1."""
         raise BrokenPipeError
 
 
 def wide_console() -> Console:
-    """A console for tables: as wide as the terminal, or wide enough for any table where there is none.
+    """A console for tables: as wide as the terminal, or 1,000 characters without a terminal.
 
-    It shows text as it is: names with brackets or colons are no markup.
+    Text is printed literally: brackets and colons in names are not markup.
     """
     options: dict[str, Any] = {"highlight": False, "soft_wrap": True, "markup": False, "emoji": False}
-    console = _Piped(**options)
-    return console if console.is_terminal else _Piped(**options, width=1000)
+    console = _PipeConsole(**options)
+    return console if console.is_terminal else _PipeConsole(**options, width=1000)
 
 
 def headings(target: float | None, metric: str = "test_accuracy") -> dict[str, str]:
@@ -61,20 +64,20 @@ def headings(target: float | None, metric: str = "test_accuracy") -> dict[str, s
 
 
 def legend(target: float | None, given: bool, rows: Sequence[MethodSummary]) -> str:
-    """What the columns of the target and of the worst clients say; ``given``: somebody chose the target."""
-    said = []
+    """Explain the columns of the target and of the worst clients; ``given``: whether the user set the target."""
+    parts = []
     if target is not None:
         name = "accuracy" if any(row.accuracy is not None for row in rows) else "loss"
-        what = "as given" if given else "95 % of the best method's final test accuracy, as none was given"
-        said.append(
-            f"target {target:g}: {what}. rounds, MB, s: until the test {name} first reached it, traffic of all clients"
-            " both ways, seconds without compilation."
+        origin = "as given" if given else "95 % of the best method's final test accuracy, since none was given"
+        parts.append(
+            f"target {target:g}: {origin}. rounds, MB, s: until the test {name} first reached it; MB down and up of all"
+            " clients, seconds without compilation."
         )
-    behind = [samples for row in rows for samples in row.worst_samples]
-    if behind:
-        few, many = min(behind), max(behind)
-        said.append(f"worst client: of {few:,}{f' to {many:,}' if many > few else ''} samples.")
-    return " ".join(said)
+    worst = [samples for row in rows for samples in row.worst_samples]
+    if worst:
+        few, many = min(worst), max(worst)
+        parts.append(f"worst client: of {few:,}{f' to {many:,}' if many > few else ''} samples.")
+    return " ".join(parts)
 
 
 def best(rows: Sequence[MethodSummary], column: str, metric: str = "test_accuracy") -> set[int]:
@@ -84,7 +87,7 @@ def best(rows: Sequence[MethodSummary], column: str, metric: str = "test_accurac
         for i, row in enumerate(rows)
         if (value := _value(row, column)) is not None and "diverged" not in row.state
     }
-    if len(means) < 2 or "epsilon" in column:  # a promise, not a result
+    if len(means) < 2 or "epsilon" in column:  # a guarantee, not a result
         return set()
     kind = _kind(column)
     if column.startswith(("test_", "train_")) and kind not in (*_HIGHER_IS_BETTER, *_LOWER_IS_BETTER):
@@ -95,13 +98,14 @@ def best(rows: Sequence[MethodSummary], column: str, metric: str = "test_accurac
 
 
 def _kind(column: str) -> str:
-    """What a column measures: the last word of a metric, whatever it is taken over."""
+    """The kind of metric in a column: the last word of its name without the suffix of metrics over clients."""
     for over in _OVER_CLIENTS:
         column = column.removesuffix(over)
     return column.rpartition("_")[2]
 
 
 def _heading(column: str) -> str:
+    """The heading of a metric."""
     for over, words in _OVER_CLIENTS.items():
         if column.endswith(over):
             return column.removesuffix(over).replace("_", " ") + words
@@ -109,18 +113,20 @@ def _heading(column: str) -> str:
 
 
 def _value(row: MethodSummary, column: str) -> Statistic | None:
+    """The statistic in a column."""
     return row.others.get(column) if column.startswith(("test_", "train_")) else getattr(row, column)
 
 
-def _shown(rows: Sequence[MethodSummary], target: float | None) -> list[str]:
+def _columns(rows: Sequence[MethodSummary], target: float | None) -> list[str]:
+    """The columns that any row has a value for; those of the target only with a target."""
     others = sorted({name for row in rows for name in row.others})
-    own = [c for c in COLUMNS[1:] if c not in _TO_TARGET]
-    columns = [c for c in ("accuracy", *others, *own) if any(_value(row, c) is not None for row in rows)]
+    rest = [c for c in COLUMNS[1:] if c not in _TO_TARGET]
+    columns = [c for c in ("accuracy", *others, *rest) if any(_value(row, c) is not None for row in rows)]
     return columns + (list(_TO_TARGET) if target is not None else [])
 
 
 def amount(value: Statistic, column: str, metric: str = "test_accuracy") -> str:
-    """A mean and its deviation: shares with four decimals, rounds as they are counted, others to four digits."""
+    """Format a mean and its deviation: metrics in [0, 1] with four decimals, rounds as integers, others to 4 digits."""
     kind = _kind(metric if column == "best" else column)
     if column == "rounds":
         mean, spread = ".0f", ".1f"
@@ -132,6 +138,7 @@ def amount(value: Statistic, column: str, metric: str = "test_accuracy") -> str:
 
 
 def _cell(row: MethodSummary, column: str, metric: str) -> str:
+    """The text of a cell."""
     value = _value(row, column)
     if value is None:
         return f"{row.reached} of {row.seeds} seeds" if column == "rounds" and row.reached else "–"
@@ -144,17 +151,18 @@ def _cell(row: MethodSummary, column: str, metric: str) -> str:
 
 @dataclass(frozen=True)
 class TableCells:
-    """The table as texts: headings, how many of them are names, and for each row its texts and which are best."""
+    """The table as text."""
 
     headings: list[str]
     names: int
-    """Columns on the left that hold words."""
+    """Number of columns on the left with names instead of numbers."""
     rows: list[list[tuple[str, bool]]]
+    """The cells of each row, and whether each is the best of its column."""
 
 
 def cells(rows: Sequence[MethodSummary], target: float | None, metric: str = "test_accuracy") -> TableCells:
-    """The table for whoever writes it down; names are as they are, to be escaped."""
-    heads, columns = headings(target, metric), _shown(rows, target)
+    """The cells of the table; names are not escaped."""
+    heads, columns = headings(target, metric), _columns(rows, target)
     settings = any(row.settings for row in rows)
     titles = ["method", *["settings"] * settings, *(heads.get(c, _heading(c)) for c in columns)]
     stars = {column: best(rows, column, metric) for column in columns}
@@ -167,7 +175,7 @@ def cells(rows: Sequence[MethodSummary], target: float | None, metric: str = "te
 
 
 def terminal(made: TableCells, title: str = "") -> Table:
-    """The table for rich, the best of each column bold and starred."""
+    """The table for rich; the best of each column is bold and starred."""
     table = Table(
         title=plain(title) or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
     )
@@ -192,7 +200,7 @@ def show(
     metric: str = "test_accuracy",
     title: str = "",
 ) -> None:
-    """Print the table; on a terminal that it does not fit, method by method."""
+    """Print the table, or one block for each method if the terminal is too narrow."""
     made = cells(rows, target, metric)
     table = terminal(made, title)
     if console.measure(table, options=console.options.update(width=10_000)).maximum <= console.width:
@@ -211,7 +219,7 @@ def show(
 
 
 def markdown(rows: Sequence[MethodSummary], target: float | None, metric: str = "test_accuracy") -> str:
-    """The same table as Markdown, the best of each column bold."""
+    """The table as Markdown; the best of each column is bold."""
     made = cells(rows, target, metric)
     ruler = ["---"] * made.names + ["---:"] * (len(made.headings) - made.names - 1) + ["---"]
     lines = [f"| {' | '.join(map(for_markdown, made.headings))} |", f"|{'|'.join(ruler)}|"]
@@ -222,5 +230,5 @@ def markdown(rows: Sequence[MethodSummary], target: float | None, metric: str = 
 
 
 def values(rows: Sequence[MethodSummary]) -> list[dict[str, Any]]:
-    """The table's numbers, for JSON."""
+    """The rows as JSON values."""
     return [finite(dataclasses.asdict(row)) for row in rows]

@@ -13,9 +13,10 @@ from fedrax.escaping import for_picture
 from fedrax.files import write_picture
 from fedrax.report.runs import MethodRuns, curve
 
-# Okabe and Ito's palette, distinguishable with any kind of color vision; yellow, too light for lines, left out.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+"""The palette of Okabe and Ito, for any kind of color vision, without yellow, which is too light for lines."""
 DASHES = ("-", "--", "-.", ":")
+"""Dash patterns, for more methods than colors."""
 METRICS = {
     "frobenius_error": "distance from the true matrix",
     "rank": "rank",
@@ -25,14 +26,14 @@ METRICS = {
     "train_loss": "training loss",
     "local_loss": "loss along local steps",
 }
-OWN = {
-    "test_personal_accuracy": "test accuracy of own models",
-    "train_personal_accuracy": "training accuracy of own models",
+PERSONAL_METRICS = {
+    "test_personal_accuracy": "test accuracy, personal models",
+    "train_personal_accuracy": "training accuracy, personal models",
     "test_finetuned_accuracy": "test accuracy, fine-tuned",
     "train_finetuned_accuracy": "training accuracy, fine-tuned",
 }
-"""Drawn below, where clients have models of their own."""
-X_AXES = {"round": "communication rounds", "megabytes": "traffic of all clients, both ways (MB)"}
+"""Metrics of personal models, drawn in further rows."""
+X_AXES = {"round": "communication rounds", "megabytes": "traffic of all clients, down and up (MB)"}
 
 
 def draw_curves(
@@ -40,7 +41,7 @@ def draw_curves(
 ) -> Figure:
     """A row of axes for each metric that the runs report, against rounds on the left and megabytes on the right."""
     keys = {key for method in methods for run in method.runs for event in run.events for key in event}
-    metrics = [key for key in METRICS if key in keys][:2] + [key for key in OWN if key in keys]
+    metrics = [key for key in METRICS if key in keys][:2] + [key for key in PERSONAL_METRICS if key in keys]
     figure = Figure(figsize=(10, 0.9 + 3.2 * max(len(metrics), 1)), layout="constrained")
     grid = figure.subplots(max(len(metrics), 1), 2, squeeze=False, sharey="row")
     for axes_row, key in zip(grid, metrics, strict=False):
@@ -55,7 +56,7 @@ def draw_curves(
             axes.set_xlim(left=0)
             if key == metric and target is not None:
                 axes.axhline(target, color="0.45", linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
-        axes_row[0].set_ylabel((METRICS | OWN)[key])
+        axes_row[0].set_ylabel((METRICS | PERSONAL_METRICS)[key])
         set_scale(axes_row[0], pl.concat(tables)["mean"].to_list(), key)
         if key == metric and target is not None:
             axes_row[0].annotate(
@@ -72,15 +73,16 @@ def draw_curves(
 
 
 def legend_columns(figure: Figure, labels: Sequence[str]) -> int:
-    """The number of legend entries that fit side by side into the figure.
+    """The number of columns of a legend that fit into the figure.
 
-    An inch holds about eleven letters, and the line before a label takes the room of eight.
+    An inch has about eleven letters at the default font size; the line before a label is about eight letters wide.
     """
     letters = int(11 * figure.get_size_inches()[0])
     return max(1, min(len(labels), 5, letters // (max(map(len, labels)) + 8)))
 
 
 def _draw(axes: Axes, table: pl.DataFrame, x: str, label: str, index: int) -> None:
+    """Draw the curve and the band of a method."""
     color, dash = PALETTE[index % len(PALETTE)], DASHES[(index // len(PALETTE)) % len(DASHES)]
     marker = "o" if len(table) <= 12 else None
     axes.plot(
@@ -90,7 +92,7 @@ def _draw(axes: Axes, table: pl.DataFrame, x: str, label: str, index: int) -> No
 
 
 def set_scale(axes: Axes, values: Sequence[float], metric: str) -> None:
-    """Losses over more than a factor of 20 on a logarithmic axis; accuracies never beyond 0 and 1."""
+    """Set a logarithmic axis for losses over more than a factor of 20, and limits in [0, 1] for accuracies."""
     if not values:
         return
     low, high = min(values), max(values)
@@ -102,6 +104,6 @@ def set_scale(axes: Axes, values: Sequence[float], metric: str) -> None:
 
 
 def save_curves(figure: Figure, path: Path) -> tuple[Path, Path]:
-    """Save as ``path``.png and ``path``.svg, each whole or not at all; returns both paths."""
+    """Save as ``path``.png and ``path``.svg, each atomically; returns both paths."""
     png, svg = (write_picture(path.with_name(f"{path.name}.{kind}"), figure) for kind in ("png", "svg"))
     return png, svg

@@ -1,6 +1,6 @@
-"""A report: one page of HTML that holds all it shows and loads nothing.
+"""A report as one self-contained HTML page.
 
-Names and labels in it are text, whatever they are; a content security policy lets no script run but the page's own.
+Names and labels are escaped, and a content security policy blocks all scripts and resources except the page's own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedrax.version import VERSION
 
 FILE = "report.html"
 _MOST_RUNS = 400
-"""Runs that are listed one by one."""
+"""Largest number of runs in the list of runs."""
 
 
 def write_report(
@@ -69,7 +69,7 @@ def page(material: ReportData, title: str | None = None) -> str:
     sections = {name: made for name, make in _SECTIONS.items() if (made := make(material))}
     links = "".join(f'<a href="#{_anchor(name)}">{name}</a>' for name in sections)
     body = "".join(f'<section id="{_anchor(name)}"><h2>{name}</h2>{made}</section>' for name, made in sections.items())
-    style = _resource("page.css") + html_curves.hiding(len(material.methods))
+    style = _resource("page.css") + html_curves.hiding_style(len(material.methods))
     script = _resource("page.js")
     policy = (
         f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; base-uri 'none';"
@@ -82,29 +82,33 @@ def page(material: ReportData, title: str | None = None) -> str:
         f'<meta name="color-scheme" content="light dark">\n<title>{shown(title)}</title>\n'
         f"<style>{style}</style></head>\n"
         f"<body><header><h1>{shown(title)}</h1>{_lead(material)}<nav>{links}</nav></header>\n"
-        f"<main>{body}</main>\n<footer>Made by fedrax {VERSION} from {_places(material)}.</footer>\n"
+        f"<main>{body}</main>\n<footer>Written by fedrax {VERSION} from {_places(material)}.</footer>\n"
         f"<script>{script}</script></body></html>\n"
     )
 
 
 def _resource(name: str) -> str:
+    """A file of this package."""
     return resources.files("fedrax.report").joinpath(name).read_text("utf-8")
 
 
 def _digest(text: str) -> str:
-    """By which a content security policy knows the page's own style and script."""
+    """The hash by which a content security policy allows the page's own style and script."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def _anchor(name: str) -> str:
+    """The id of a section."""
     return name.lower().replace(" ", "-")
 
 
 def _count(n: int, word: str) -> str:
+    """A number with a noun in singular or plural."""
     return f"{n:,} {word}{'s' * (n != 1)}"
 
 
 def _places(material: ReportData) -> str:
+    """The directories of the report."""
     return ", ".join(f"<code>{shown(source.directory)}</code>" for source in material.sources)
 
 
@@ -112,7 +116,7 @@ def _places(material: ReportData) -> str:
 
 
 def _lead(material: ReportData) -> str:
-    """What it is about in a line, and four numbers."""
+    """A line about the runs, and tiles with the best values and the number of finished runs."""
     runs = material.runs
     words = [_count(len(material.methods), "method")]
     for part in ("data", "model"):
@@ -131,7 +135,7 @@ def _lead(material: ReportData) -> str:
 
 
 def _bests(material: ReportData) -> list[tuple[str, str]]:
-    """Which method came out best in a column, by its mean."""
+    """The best method and its value in the main columns."""
     rows = [summarize(method, material.target, material.metric) for method in material.methods]
     word = "accuracy" if material.metric == "test_accuracy" else "loss"
     found: list[tuple[str, str]] = []
@@ -156,6 +160,7 @@ def _bests(material: ReportData) -> list[tuple[str, str]]:
 
 
 def _table(material: ReportData) -> str:
+    """The table of the comparison."""
     rows = [summarize(method, material.target, material.metric) for method in material.methods]
     made = comparison_table.cells(rows, material.target, material.metric)
     heads = "".join(f"<th{_name(i < made.names)}>{shown(text)}</th>" for i, text in enumerate(made.headings))
@@ -174,34 +179,38 @@ def _table(material: ReportData) -> str:
     )
 
 
-def _name(is_one: bool) -> str:
-    return ' class="name"' if is_one else ""
+def _name(is_name: bool) -> str:
+    """The class of cells with names."""
+    return ' class="name"' if is_name else ""
 
 
 def _state(state: str) -> str:
+    """The state of a run as a colored label."""
     kinds = {"finished": "finished", "budget": "finished", "diverged": "diverged"}
     kind = kinds.get(state.partition(" ")[0], "going")
     return f'<span class="state {kind}">{shown(state)}</span>'
 
 
 def _searches(material: ReportData) -> str:
+    """The searches of all comparisons."""
     return "".join(_search(source.search) for source in material.sources if source.search is not None)
 
 
 def _search(search: SearchOutcome) -> str:
-    """The curve of each setting that was tried, and what was chosen in words."""
+    """A chart of the metric against each setting, and the selected settings."""
     cards = []
     for path in dict.fromkeys(path for choice in search.choices.values() for path in choice.trials[0].point):
-        cards.append(f'<div class="card">{_tried(path, search)}</div>')
-    first, said = search.lines[0], search.lines[1:]
-    chosen = [line.strip() for line in said if not line.startswith("warning")]
-    items = "".join(f"<li>{shown(line)}</li>" for line in chosen)
-    warned = "".join(f'<p class="note warning">{shown(line)}</p>' for line in said if line.startswith("warning"))
-    words = f'<p class="note">{shown(first[:1].upper() + first[1:])}</p><ul class="note">{items}</ul>{warned}'
-    return f'<div class="pair">{"".join(cards)}</div>{words}'
+        cards.append(f'<div class="card">{_search_chart(path, search)}</div>')
+    first, rest = search.lines[0], search.lines[1:]
+    selected = [line.strip() for line in rest if not line.startswith("warning")]
+    items = "".join(f"<li>{shown(line)}</li>" for line in selected)
+    warnings = "".join(f'<p class="note warning">{shown(line)}</p>' for line in rest if line.startswith("warning"))
+    text = f'<p class="note">{shown(first[:1].upper() + first[1:])}</p><ul class="note">{items}</ul>{warnings}'
+    return f'<div class="pair">{"".join(cards)}</div>{text}'
 
 
-def _tried(path: str, search: SearchOutcome) -> str:
+def _search_chart(path: str, search: SearchOutcome) -> str:
+    """The validation metric against one setting."""
     shown_choices = {label: c for label, c in search.choices.items() if path in c.trials[0].point}
     values = [trial.point[path] for choice in shown_choices.values() for trial in choice.trials]
     names = [] if search_plots.are_numbers(values) else list(dict.fromkeys(map(value_in_words, values)))
@@ -215,7 +224,7 @@ def _tried(path: str, search: SearchOutcome) -> str:
         lost = [at(value) for value, trial in best if trial.value is None]
         top = choice.best
         ring = None if top.value is None else (at(top.point[path]), top.value)
-        joined = path not in choice.ranges  # of drawn values the best over the others is no curve
+        joined = path not in choice.ranges  # sampled values differ in the other settings, so they are no curve
         curves.append(ChartCurve(label, i, points, ring=ring, lost=lost, joined=joined))
     metric = next(iter(shown_choices.values())).metric
     wide = not names and min(values) > 0 and max(values) > 5 * min(values)
@@ -227,35 +236,38 @@ def _tried(path: str, search: SearchOutcome) -> str:
 
 
 def _spreads(material: ReportData) -> str:
+    """Metrics over clients."""
     made = html_curves.spreads_of(material)
     if not made:
         return (
-            '<p class="note">The runs report no metrics per client; with <code>--run.per-client</code> they report the'
+            '<p class="note">The runs have no metrics per client: run them with <code>--run.per-client</code> for the'
             " worst client and percentiles.</p>"
         )
     cards = "".join(f'<div class="card">{svg}</div>' for svg in made)
     return (
-        f'<div class="pair">{cards}</div><p class="note">The bar reaches from the 10th to the 90th percentile of the'
-        " clients, the stroke is their median, the ring the worst client, after the last evaluation; means over"
-        " seeds. A worst client with few samples says little.</p>"
+        f'<div class="pair">{cards}</div><p class="note">Bar: 10th to 90th percentile of the clients; line: median;'
+        " ring: worst client. At the last evaluation, means over seeds. The metric of a worst client with few samples"
+        " has a large statistical error.</p>"
     )
 
 
 def _partitions(material: ReportData) -> str:
+    """The partitions of the runs."""
     found = material.clients()
     if not found:
-        return '<p class="note">The runs keep nothing of their clients: they were made by an earlier version.</p>'
+        return '<p class="note">The runs have no clients.json with their partition.</p>'
     return "".join(_partition(clients) for clients in found[:4])
 
 
 def _partition(clients: ClientSummary) -> str:
+    """A partition: sizes, heterogeneity and a chart."""
     sizes = f"{clients.smallest:,} to {clients.largest:,}" if clients.smallest < clients.largest else clients.largest
     words = f"{clients.data}: {clients.clients:,} clients of {sizes} training samples (median {clients.median:g}),"
     words += f" {clients.samples:,} in all."
     if clients.total_variation is not None:
         words += (
-            f" Mean total variation distance of a client's labels from all labels: {clients.total_variation:.3f}"
-            " (0: alike, 1: nothing in common)."
+            " Mean total variation distance between a client's label distribution and that of all clients:"
+            f" {clients.total_variation:.3f} (0: identical, 1: disjoint)."
         )
     if len(clients.names) < clients.clients:
         words += f" Shown are the first {len(clients.names)}."
@@ -266,21 +278,23 @@ def _partition(clients: ClientSummary) -> str:
 
 
 def _differences(material: ReportData) -> str:
+    """The settings in which methods differ."""
     found = differences(material.methods)
     if len(material.methods) == 1:
         return ""
     if not found:
-        return "<p>Nothing but their seeds.</p>"
+        return "<p>Only the seeds.</p>"
     heads = "".join(f"<th>{shown(method.label)}</th>" for method in material.methods)
     cells = {path: "".join(f"<td>{shown(_value(value))}</td>" for value in values) for path, values in found.items()}
     lines = "".join(f"<tr><th>{breakable(short_path(path))}</th>{made}</tr>" for path, made in cells.items())
     return (
         f'<div class="card scroll"><table><thead><tr><th class="name">setting</th>{heads}</tr></thead>'
-        f'<tbody>{lines}</tbody></table></div><p class="note">All other settings are the same, the seeds apart.</p>'
+        f'<tbody>{lines}</tbody></table></div><p class="note">All other settings are equal, except for seeds.</p>'
     )
 
 
 def _value(value: Any) -> str:
+    """The text of a setting."""
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -291,6 +305,7 @@ def _value(value: Any) -> str:
 
 
 def _settings(material: ReportData) -> str:
+    """The settings that all methods share."""
     differ = differences(material.methods)
     common = {path: v for path, v in flat(material.runs[0].table).items() if path not in differ and path != "run.seed"}
     parts: dict[str, dict[str, Any]] = {}
@@ -307,11 +322,13 @@ def _settings(material: ReportData) -> str:
 
 
 def _keys(values: Mapping[str, Any]) -> str:
+    """A table of names and values."""
     lines = (f"<tr><th>{breakable(key)}</th><td>{shown(_value(value))}</td></tr>" for key, value in values.items())
     return f'<table class="keys"><tbody>{"".join(lines)}</tbody></table>'
 
 
 def _environment(material: ReportData) -> str:
+    """Versions and machines of the runs."""
     found = material.environments()
     if not found:
         return ""
@@ -319,14 +336,13 @@ def _environment(material: ReportData) -> str:
         f'<div class="card"><h3>{_count(count, "run")}</h3>{_keys(facts)}</div>' for facts, count in found[:12]
     )
     warning = (
-        '<p class="note warning">The runs were made by different versions or on different machines: their seconds'
-        " do not compare.</p>"
+        '<p class="note warning">The runs are of different versions or machines: their seconds are not comparable.</p>'
     )
     return f'<div class="cards">{cards}</div>{warning * (len(found) > 1)}'
 
 
 def _runs(material: ReportData) -> str:
-    """Every run: where it is, how far it came, what it took."""
+    """The list of runs with their directories, states and costs."""
     metric, lines = material.metric, []
     listed = [(method, run) for method in material.methods for run in method.runs]
     for method, run in listed[:_MOST_RUNS]:
@@ -343,9 +359,9 @@ def _runs(material: ReportData) -> str:
     head = "".join(f"<th>{shown(word)}</th>" for word in heads)
     more = f" {len(listed) - _MOST_RUNS:,} more runs are not listed." if len(listed) > _MOST_RUNS else ""
     again = f"fedrax run {shlex.quote(str(listed[0][1].directory / 'experiment.toml'))}"
-    left = next((run for _, run in listed if not run.finished), None)
-    go_on = "" if left is None else f"fedrax resume {shlex.quote(str(left.directory))}"
-    on = f", <code>{shown(go_on)}</code> goes on with one" if go_on else ""
+    unfinished = next((run for _, run in listed if not run.finished), None)
+    resume = "" if unfinished is None else f"fedrax resume {shlex.quote(str(unfinished.directory))}"
+    on = f", <code>{shown(resume)}</code> resumes an unfinished one" if resume else ""
     return (
         f'<div class="card scroll"><table><thead><tr><th class="name">method</th>{head}<th class="name">directory</th>'
         f'</tr></thead><tbody>{"".join(lines)}</tbody></table></div><p class="note">Seconds are without compilation.'
@@ -356,10 +372,10 @@ def _runs(material: ReportData) -> str:
 _SECTIONS: Mapping[str, Callable[[ReportData], str]] = {
     "Curves": html_curves.section,
     "Table": _table,
-    "How settings were chosen": _searches,
+    "Hyper-parameter search": _searches,
     "Clients": _spreads,
     "Partition": _partitions,
-    "What differs": _differences,
+    "Differences between methods": _differences,
     "Settings": _settings,
     "Environment": _environment,
     "Runs": _runs,

@@ -1,11 +1,11 @@
-"""The curves of a report, and its metrics over clients."""
+"""Sections of a report with curves and with metrics over clients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from fedrax.report.curves import METRICS, OWN
+from fedrax.report.curves import METRICS, PERSONAL_METRICS
 from fedrax.report.report_data import ReportData
 from fedrax.report.runs import MethodRuns, last_values, mean_and_deviation, megabytes
 from fedrax.report.svg import ChartCurve, ClientQuantiles, chart, shown, spreads, swatch
@@ -14,20 +14,21 @@ from fedrax.simulation.results.events import Event, holds
 T = TypeVar("T")
 X_AXES: dict[str, tuple[str, str, Callable[[Event], float]]] = {
     "round": ("rounds", "communication rounds", lambda event: event["round"]),
-    "megabytes": ("megabytes", "traffic of all clients, both ways (MB)", megabytes),
+    "megabytes": ("megabytes", "traffic of all clients, down and up (MB)", megabytes),
     "seconds": ("seconds", "seconds, without compilation", lambda event: event["seconds"]),
 }
-"""What curves are drawn against: a word for the switch, the axis's name, and where an event lies on it."""
+"""The x axes: text of the switch, label of the axis, and the position of an event on it."""
 _MOST_CHARTS, _MOST_POINTS, _ALL_POINTS = 8, 300, 40_000
+"""Limits of the charts of a page, the points of a curve, and the points of all curves, which keep pages small."""
 
 
-def hiding(methods: int) -> str:
-    """Style by which the boxes of the legend hide methods."""
+def hiding_style(methods: int) -> str:
+    """CSS rules by which the checkboxes of the legend hide methods."""
     return "".join(f"body:has(#m{i}:not(:checked)) .m{i}{{display:none}}\n" for i in range(methods))
 
 
 def metrics_of(material: ReportData) -> list[str]:
-    """What there are curves of: what methods are compared by, other metrics of test data, the training loss."""
+    """The metrics to draw: the main metric first, then the training loss, other known metrics and the rest."""
     names = dict.fromkeys(key for run in material.runs for event in run.events for key in event if holds(event, key))
     kinds = ("test_", "train_", *(name for name in METRICS if "_" not in name or name == "frobenius_error"))
     found = [name for name in names if name.startswith(kinds) and "_client" not in name]
@@ -41,24 +42,23 @@ def section(material: ReportData) -> str:
     """The legend, the switch of the axes, and a chart for each metric."""
     metrics = metrics_of(material)
     if not metrics:
-        return '<p class="note">No round is over yet.</p>'
+        return '<p class="note">No round has finished.</p>'
     drawn = metrics[:_MOST_CHARTS]
     most = max(30, min(_MOST_POINTS, _ALL_POINTS // (len(material.methods) * len(drawn) * len(X_AXES))))
     cards = "".join(f'<div class="card">{_charts(material, metric, most)}</div>' for metric in drawn)
     band = any(len(method.runs) > 1 for method in material.methods)
     note = "Lines are means over seeds, bands one standard deviation. " if band else ""
     if any(len(run.events) > most for run in material.runs):
-        note += f"Of longer runs about {most} rounds are drawn. "
+        note += f"For longer runs about {most} rounds are drawn. "
     if len(metrics) > len(drawn):
         note += f"Not drawn: {', '.join(metrics[_MOST_CHARTS : _MOST_CHARTS + 20])}. "
-    hint = (
-        '<span class="on-screen">Point at a chart, or move along it by the arrow keys, for its numbers; a name in the'
-    )
-    hint += " legend hides a method.</span>"
+    hint = '<span class="on-screen">Point at a chart, or use the arrow keys, to see its values; click a name in the'
+    hint += " legend to hide a method.</span>"
     return f'{_controls(material)}<div class="pair">{cards}</div><p class="note">{shown(note)}{hint}</p>'
 
 
 def _controls(material: ReportData) -> str:
+    """The switch of the x axis, and the legend."""
     switch = "".join(
         f'<label><input type="radio" name="axis" id="on-{key}"{" checked" * (key == "round")}>{word}</label>'
         for key, (word, _, _) in X_AXES.items()
@@ -71,8 +71,8 @@ def _controls(material: ReportData) -> str:
 
 
 def _charts(material: ReportData, metric: str, most: int) -> str:
-    """The metric against each of the axes, of which one is shown."""
-    name = (METRICS | OWN).get(metric, metric.replace("_", " "))
+    """Charts of a metric against each x axis, one of which is visible."""
+    name = (METRICS | PERSONAL_METRICS).get(metric, metric.replace("_", " "))
     made = []
     for key, (_, axis, place) in X_AXES.items():
         curves = [_curve(method, i, metric, place, most) for i, method in enumerate(material.methods)]
@@ -83,7 +83,7 @@ def _charts(material: ReportData, metric: str, most: int) -> str:
 
 
 def _curve(method: MethodRuns, index: int, metric: str, place: Callable[[Event], float], most: int) -> ChartCurve:
-    """Means at the rounds that every run of the method has come to, and the runs themselves where some have not."""
+    """Means at the rounds that all runs have; the single runs, too, if they differ in their rounds."""
     known = [events for run in method.runs if (events := [e for e in run.events if holds(e, metric)])]
     if not known:
         return ChartCurve(method.label, index, [])
@@ -99,18 +99,19 @@ def _curve(method: MethodRuns, index: int, metric: str, place: Callable[[Event],
 
 
 def _mean(values: Sequence[float]) -> float:
+    """The mean without overflow."""
     return mean_and_deviation(values)[0]
 
 
 def _thinned(points: Sequence[T], most: int) -> list[T]:
-    """At most about that many of them, the first and the last among them."""
+    """About ``most`` of the points at equal distances, with the first and the last."""
     step = -(-len(points) // most) or 1
     kept = list(points[::step])
     return kept if not points or (len(points) - 1) % step == 0 else [*kept, points[-1]]
 
 
 def spreads_of(material: ReportData) -> list[str]:
-    """A picture for each metric that the runs report per client."""
+    """A chart for each metric that the runs report per client."""
     lasts = [[last_values(run.events) for run in method.runs] for method in material.methods]
     end = "_client_p50"
     names = dict.fromkeys(k.removesuffix(end) for each in lasts for last in each for k in last if k.endswith(end))
@@ -132,6 +133,7 @@ def spreads_of(material: ReportData) -> list[str]:
 
 
 def _spread_values(last: dict[str, float], name: str) -> tuple[float, ...] | None:
+    """(10th percentile, median, 90th percentile, worst client, its number of samples), None if not all are known."""
     keys = [f"{name}_{part}" for part in ("client_p10", "client_p50", "client_p90", "worst_client")]
     if not all(holds(last, key) for key in keys):
         return None

@@ -1,5 +1,5 @@
 "use strict";
-// What lies under the pointer, or under the arrow keys, of each chart. Names are only ever set as text.
+// Tooltips of the charts: the values at the pointer or at the position of the arrow keys. Names are set as text only.
 const SPACE = "http://www.w3.org/2000/svg";
 const tip = document.createElement("div");
 tip.id = "tip";
@@ -12,8 +12,8 @@ const element = (name, attributes) => {
   for (const key in attributes) made.setAttribute(key, attributes[key]);
   return made;
 };
-const said = (value) => String(Number(value.toPrecision(4)));
-const where = (value) => Number.isInteger(value) ? String(value) : said(value);
+const text = (value) => String(Number(value.toPrecision(4)));
+const position = (value) => Number.isInteger(value) ? String(value) : text(value);
 const visible = (m) => { const box = document.getElementById("m" + m); return box === null || box.checked; };
 const place = ([low, high, start, end, log]) => (value) =>
   start + (end - start) * (log ? (Math.log(value) - Math.log(low)) / (Math.log(high) - Math.log(low)) : (value - low) / (high - low));
@@ -22,7 +22,7 @@ function follow(svg) {
   const data = JSON.parse(svg.dataset.curves), x = place(data.x), y = place(data.y);
   const all = [...new Set(data.series.flatMap((s) => s.points.map((p) => p[0])))].sort((a, b) => a - b);
   if (all.length === 0) return;
-  for (const title of svg.querySelectorAll("title")) title.remove(); // or the browser's own words would cover ours
+  for (const title of svg.querySelectorAll("title")) title.remove(); // the browser would show them over the tooltip
   const marks = element("g", {});
   svg.append(marks);
   let at = -1;
@@ -42,16 +42,16 @@ function follow(svg) {
     marks.replaceChildren(element("line", { class: "cursor", x1: x(value), x2: x(value), y1: data.y[3], y2: data.y[2] }));
     tip.replaceChildren();
     const head = document.createElement("b");
-    head.textContent = data.name + " " + (data.names.length ? data.names[value] : where(value));
+    head.textContent = data.name + " " + (data.names.length ? data.names[value] : position(value));
     tip.append(head);
     for (const [series, point] of near) {
-      const colour = "s" + (series.m % 7);
-      marks.append(element("circle", { class: "pointed " + colour, cx: x(point[0]), cy: y(point[1]), r: 4 }));
+      const color = "s" + (series.m % 7);
+      marks.append(element("circle", { class: "pointed " + color, cx: x(point[0]), cy: y(point[1]), r: 4 }));
       const row = document.createElement("div"), dot = document.createElement("i");
       const label = document.createElement("em"), number = document.createElement("span");
-      row.className = colour;
+      row.className = color;
       label.textContent = series.label;
-      number.textContent = said(point[1]) + (point[2] ? " ± " + said(point[2]) : "");
+      number.textContent = text(point[1]) + (point[2] ? " ± " + text(point[2]) : "");
       row.append(dot, label, number);
       tip.append(row);
     }

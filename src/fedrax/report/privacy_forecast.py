@@ -1,4 +1,4 @@
-"""What a private experiment will spend, without training: the ledger of its cohorts, and inverse questions."""
+"""The epsilon of a private experiment, computed without training, and the noise or the rounds for other values."""
 
 from __future__ import annotations
 
@@ -29,54 +29,65 @@ from fedrax.simulation.settings import Settings, cohort_sampler
 
 @dataclass(frozen=True)
 class EpsilonAnswer:
-    """What an asked-for epsilon takes: more noise, or fewer rounds."""
+    """The noise, or the number of rounds, for a given epsilon."""
 
     epsilon: float
     factor: float | None
-    """On all noise, for all rounds of the run; None where no noise is enough."""
+    """Factor on all noise for all rounds of the run; None if no noise is enough."""
     rounds: int
-    """With the noise as it is."""
+    """Number of rounds with the present noise."""
     more: bool
-    """Whether there may be more rounds than could be looked at."""
+    """Whether more rounds may be possible than were examined."""
 
 
 @dataclass(frozen=True)
 class ReleaseCost:
-    """One release, by itself."""
+    """The epsilon of one release alone."""
 
     release: Release
     epsilon: float
     by: str
+    """Name of the accountant with the smallest epsilon."""
     epsilon_paper: float | None
+    """epsilon by the method's paper."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What the rounds of an experiment will spend."""
+    """The privacy loss of an experiment."""
 
     events: tuple[Event, ...]
-    """Of each round: ``round``, ``epsilon`` and maybe ``epsilon_paper``, as those of the run."""
+    """For each round ``round``, ``epsilon`` and, if a paper claims one, ``epsilon_paper``, as in events of the run."""
     spent: PrivacySpent
+    """The privacy loss after all rounds."""
     by_rounds: bool
-    """Whether the draw of cohorts amplifies; else it is participations that count."""
+    """Whether rounds are counted, amplified by sampling; otherwise the participations of a client."""
     parts: tuple[ReleaseCost, ...]
+    """The releases."""
     answers: tuple[EpsilonAnswer, ...]
+    """The noise and the rounds for given values of epsilon."""
     noise_fields: dict[str, float]
-    """Hyper-parameters with which all noise grows in proportion, and their values."""
+    """Hyper-parameters to which all noise is proportional, with their values."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: no number is infinite, null stands for it."""
+        """The forecast as JSON values, None for infinity."""
         return finite(dataclasses.asdict(self))
 
 
 def forecast(
     algorithm: Algorithm, settings: Settings, sizes: np.ndarray, epsilons: Sequence[float] = (), most: int | None = None
 ) -> Forecast:
-    """What ``settings.rounds`` rounds of a private method cost among clients of ``sizes`` samples.
+    """Compute the privacy loss of ``settings.rounds`` rounds of a private method.
 
-    epsilons: for which to ask what they take. most: the rounds to look at for that; ten times the run's by default.
+    Args:
+        algorithm: The method; raises FedraxError if it adds no noise.
+        settings: Settings of the run.
+        sizes: Number of samples of each client.
+        epsilons: Values for which to compute the noise and the number of rounds.
+        most: Limit of that number; by default ten times the rounds of the run, at least 1,000.
 
-    Raises FedraxError for a method that is not private.
+    Returns:
+        The privacy loss and the answers.
     """
     sampler = cohort_sampler(settings, sizes)
     ledger = ledger_of(algorithm, dataclasses.replace(settings, epsilon_budget=None), sampler)
@@ -84,8 +95,8 @@ def forecast(
         raise FedraxError(f"{type(algorithm).__name__} adds no noise: there is no epsilon to compute")
     accountant = ledger.accountant
     events = [{"round": r + 1} | ledger.spend(sampler.cohort(r)) for r in range(settings.rounds)]
-    further = sampler.arrivals is None  # whose uploads arrive later is not known
-    most = most or (max(10 * settings.rounds, 1000) if further else settings.rounds)
+    extendable = sampler.arrivals is None  # asynchronous arrivals are only known for the rounds of the run
+    most = most or (max(10 * settings.rounds, 1000) if extendable else settings.rounds)
     return Forecast(
         events=tuple(events),
         spent=ledger.spent,
@@ -97,6 +108,7 @@ def forecast(
 
 
 def _part(release: Release, whole: Accountant, ledger: Ledger) -> ReleaseCost:
+    """The epsilon of one release over all rounds."""
     alone = Ledger(Accountant([release], whole.delta, whole.cohorts), ledger.sizes)
     alone.restore(ledger.counts, ledger.rounds)
     epsilon, by = alone.accountant.bound(alone.count)
@@ -104,17 +116,18 @@ def _part(release: Release, whole: Accountant, ledger: Ledger) -> ReleaseCost:
 
 
 def _answer(epsilon: float, ledger: Ledger, sampler: CohortSampler, most: int) -> EpsilonAnswer:
+    """The noise and the rounds for one epsilon."""
     accountant = ledger.accountant
     try:
         factor = accountant.factor_for(epsilon, ledger.count) if accountant.protects else None
-    except FedraxError:  # that no noise is enough
+    except FedraxError:  # no noise is enough
         factor = None
     rounds = ledger.last_round(epsilon, most, sampler.cohort)
     return EpsilonAnswer(epsilon, factor, rounds, more=rounds == most)
 
 
 def noise_fields(algorithm: Algorithm) -> dict[str, float]:
-    """The numbers among the method's leaves, by their path, with which all noise grows in proportion."""
+    """Hyper-parameters to which the noise of all releases is proportional, by path, found by doubling each."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(algorithm)
     before, found = [release.noise for release in private_releases(algorithm)], {}
     for i, (path, value) in enumerate(leaves):
@@ -127,7 +140,7 @@ def noise_fields(algorithm: Algorithm) -> dict[str, float]:
 
 
 def draw(made: Forecast, budget: float | None = None) -> Figure:
-    """The sound epsilon beside the paper's, against rounds; a dotted line at the ``budget``."""
+    """Draw the sound and the paper's epsilon against rounds, with a dotted line at the ``budget``."""
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     axes = figure.subplots()
     lines = (("epsilon", f"sound ({made.spent.by})", "-"), ("epsilon_paper", "by the paper", "--"))

@@ -1,6 +1,6 @@
-"""What a report is made of: runs, what a comparison's file adds to them, their clients and machines.
+"""The data of a report, read from run directories: runs, searches, partitions and machines.
 
-Everything is read from files that may come from elsewhere; no code of theirs is run.
+Files may come from other users: they are validated, and no code that they name is run.
 """
 
 from __future__ import annotations
@@ -29,46 +29,52 @@ from fedrax.simulation.persistence.client_summary import ClientSummary, read_cli
 from fedrax.tuning.selection import SearchRange, SearchResult, Trial
 
 ENVIRONMENT = "environment.json"
-_DEEPEST = 8
-"""Lists in lists, or tables in tables, of one setting."""
+_MAX_DEPTH = 8
+"""Limit of nested lists or tables in one setting."""
 
 
 @dataclass(frozen=True)
 class SearchOutcome:
-    """How a comparison's settings were chosen."""
+    """The search of a comparison."""
 
     validation: float
+    """Share of the training rows that was held out."""
     seeds: tuple[int, ...]
+    """Seeds of the search."""
     choices: Mapping[str, SearchResult]
+    """The results, by label."""
     lines: Sequence[str]
-    """What the command said of it."""
+    """Its description, as printed by the command."""
 
 
 @dataclass(frozen=True)
 class ReportSource:
-    """A directory that a report is asked for, with the methods in it."""
+    """A requested directory and its methods."""
 
     directory: Path
     name: str
+    """Name of the comparison or run."""
     methods: Sequence[MethodRuns]
     target: float | None = None
+    """Target of the comparison."""
     search: SearchOutcome | None = None
+    """Search of the comparison."""
 
 
 @dataclass(frozen=True)
 class ReportData:
-    """All of it together."""
+    """The data of a report."""
 
     sources: Sequence[ReportSource]
     methods: Sequence[MethodRuns]
-    """Of all sources, under names that tell them apart."""
+    """The methods of all sources, under unique labels."""
     target: float | None
     given: bool
-    """Whether somebody chose the target."""
+    """Whether the user set the target."""
 
     @property
     def metric(self) -> str:
-        """What methods are compared by."""
+        """The metric to compare by."""
         return main_metric(self.methods)
 
     @property
@@ -77,13 +83,13 @@ class ReportData:
         return [run for method in self.methods for run in method.runs]
 
     def clients(self) -> list[ClientSummary]:
-        """The different clients of the runs; empty for runs that keep nothing of them."""
+        """The distinct partitions of the runs; empty without clients.json files."""
         return list(
             dict.fromkeys(found for run in self.runs if (found := read_client_summary(run.directory)) is not None)
         )
 
     def environments(self) -> list[tuple[dict[str, str], int]]:
-        """The different machines and versions, each with the number of its runs."""
+        """The distinct machines and versions, each with the number of its runs."""
         counts: dict[tuple[tuple[str, str], ...], int] = {}
         for run in self.runs:
             if (run.directory / ENVIRONMENT).exists():
@@ -93,10 +99,16 @@ class ReportData:
 
 
 def gather(directories: Sequence[Path], target: float | None = None) -> ReportData:
-    """Read the directories, each run once; FedraxError where one holds no run or is damaged.
+    """Read directories, each run once.
 
-    Runs of no comparison that differ in their seeds only are one method, wherever they lie.
-    target: an accuracy whose cost is reported; by default that of the first comparison, else 95 % of the best method's.
+    Runs outside of comparisons that differ in their seeds only are one method, also across directories.
+
+    Args:
+        directories: Run directories or directories of runs; raises FedraxError for one without runs or a damaged one.
+        target: Target accuracy; by default that of the first comparison, otherwise 95 % of the best method's.
+
+    Returns:
+        The data.
     """
     places: dict[Path, Path] = {}
     for path in directories:
@@ -134,6 +146,7 @@ def _told_apart(methods: Sequence[MethodRuns], homes: Mapping[Path, Path]) -> li
 
 
 def _source(directory: Path, kept: dict[str, Any], methods: Sequence[MethodRuns]) -> ReportSource:
+    """The source of a directory; ``kept``: its comparison.json, empty if it has none."""
     if not kept:
         name = str(methods[0].runs[0].table.get("name", "")) if len(methods) == 1 else directory.resolve().name
         return ReportSource(directory, name, methods)
@@ -144,10 +157,10 @@ def _source(directory: Path, kept: dict[str, Any], methods: Sequence[MethodRuns]
 
 
 def _compared(kept: Any, directory: Path, methods: Sequence[MethodRuns]) -> ReportSource:
-    """The methods in the comparison's order, with the settings that were chosen; checked as it is read."""
-    said = {str(row["label"]): str(row.get("settings", "")) for row in kept["methods"]}
-    order = {label: place for place, label in enumerate(said)}
-    shown = [replace(m, settings=said.get(m.label, m.settings)) for m in methods]
+    """The methods in the order of the comparison, with their selected settings; raises for invalid values."""
+    settings = {str(row["label"]): str(row.get("settings", "")) for row in kept["methods"]}
+    order = {label: place for place, label in enumerate(settings)}
+    shown = [replace(m, settings=settings.get(m.label, m.settings)) for m in methods]
     shown.sort(key=lambda method: order.get(method.label, len(order)))
     target = None if kept.get("target_is_default") or kept.get("target") is None else _number(kept["target"])
     return ReportSource(
@@ -156,6 +169,7 @@ def _compared(kept: Any, directory: Path, methods: Sequence[MethodRuns]) -> Repo
 
 
 def _search(kept: Any) -> SearchOutcome:
+    """The search in comparison.json; raises for invalid values."""
     choices = {}
     for label, found in kept["methods"].items():
         trials = tuple(_trial(trial) for trial in found["trials"])
@@ -167,29 +181,31 @@ def _search(kept: Any) -> SearchOutcome:
         choices[label] = SearchResult(str(found["metric"]), bool(lower), trials, ranges)
     share, seeds = _number(kept["validation"]), tuple(int(seed) for seed in kept["seeds"])
     if not all(isinstance(line, str) for line in kept.get("lines", [])):
-        raise ValueError("what is said of the search is no text")
+        raise ValueError("the lines of the search are not strings")
     return SearchOutcome(
         share, seeds, choices, list(kept.get("lines", [])) or search_plots.lines(choices, share, seeds)
     )
 
 
 def _range(kept: Any) -> SearchRange:
+    """A search range; raises for invalid values."""
     low, high, log = _number(kept["low"]), _number(kept["high"]), kept["log"] is True
     if not low < high or (log and low <= 0):
-        raise ValueError(f"there is nothing between {low} and {high}")
+        raise ValueError(f"the range {low} to {high} is empty")
     return SearchRange(low, high, log)
 
 
 def _trial(kept: Any) -> Trial:
+    """A trial; raises for invalid values."""
     value = kept["value"]
     point = {str(path): _value(found) for path, found in kept["point"].items()}
     return Trial(point, None if value is None else _number(value), int(kept["rounds"]))
 
 
 def _value(found: Any, depth: int = 0) -> Any:
-    """A setting that was tried: numbers that are some, words, and lists and tables of these."""
-    if depth > _DEEPEST:
-        raise ValueError("a setting is of lists in lists, too deep")
+    """A setting: a finite number, a string, a boolean, or lists and tables of these; raises for others."""
+    if depth > _MAX_DEPTH:
+        raise ValueError("a setting is nested too deeply")
     if isinstance(found, dict):
         return {name: _value(one, depth + 1) for name, one in found.items()}
     if isinstance(found, list):
@@ -198,30 +214,32 @@ def _value(found: Any, depth: int = 0) -> Any:
 
 
 def _number(value: Any) -> float:
+    """A finite number; raises for other values."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise ValueError(f"{value!r:.40} is no number")
+        raise ValueError(f"{value!r:.40} is not a number")
     return float(value)
 
 
 def read_environment(directory: Path) -> dict[str, str]:
-    """A run's environment.json, in words; FedraxError where it is damaged."""
+    """Read environment.json as text values; raises FedraxError for a damaged file."""
     path = directory / ENVIRONMENT
     try:
         with reading(path) as file:
             found = json.loads(file.read(1 << 20).decode())
         return {str(name): _words(value) for name, value in found.items()}
     except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise FedraxError(f"{path} is not what a run keeps of its machine: {error!r:.200}.") from error
+        raise FedraxError(f"{path} does not describe the machine of a run: {error!r:.200}.") from error
 
 
 def _words(value: Any) -> str:
+    """A value as text, shortened."""
     if isinstance(value, list):
         return f"{len(value)}: {', '.join(map(str, value[:8]))}{', …' if len(value) > 8 else ''}"
     return str(value)[:500]
 
 
 def flat(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """A run's settings by their paths."""
+    """A nested table with dotted keys; empty tables are kept."""
     found: dict[str, Any] = {}
     for key, value in table.items():
         inner = isinstance(value, Mapping) and value
@@ -230,7 +248,7 @@ def flat(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def differences(methods: Sequence[MethodRuns]) -> dict[str, list[Any]]:
-    """The settings in which methods differ, seeds apart: for each path a value a method, None where it has none."""
+    """The settings except seeds in which methods differ: for each path the values of all methods, None if unset."""
     tables = [flat(method.runs[0].table) for method in methods]
     paths = dict.fromkeys(path for table in tables for path in table if path not in ("name", "run.seed"))
     values = {path: [table.get(path) for table in tables] for path in paths}

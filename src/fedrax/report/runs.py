@@ -78,9 +78,10 @@ class MethodRuns:
     """Runs of one method that differ in their seeds."""
 
     label: str
+    """Name of the method in tables."""
     runs: Sequence[SavedRun]
     settings: str = ""
-    """Settings in which it differs from the other methods: those that a search chose, those of its runs."""
+    """Its selected settings and its own run settings, as text."""
 
     @property
     def failure(self) -> str | None:
@@ -126,7 +127,7 @@ def read_experiment(directory: Path) -> dict[str, Any]:
     for key, kind in (("seed", int), ("rounds", int), ("target", (int, float))):
         value = run.get(key, "none")
         if (value != "none" or key != "target") and (not isinstance(value, kind) or isinstance(value, bool)):
-            raise FedraxError(f"{directory / 'experiment.toml'}: run.{key} is {value!r:.40}, which is no number.")
+            raise FedraxError(f"{directory / 'experiment.toml'}: run.{key} must be a number, not {value!r:.40}.")
     return table
 
 
@@ -163,14 +164,14 @@ def find_runs(path: Path | str) -> list[SavedRun]:
 
 
 def _settings_left(path: Path) -> Callable[[Path], bool]:
-    """Predicate of directories whose runs have settings that a later search of the comparison did not choose."""
+    """Predicate of directories whose runs have settings that a later search of the comparison did not select."""
     chosen = {path / place for place in read_comparison(path).get("places", [])}
     methods = {place.parent for place in chosen} - {path}
     return lambda directory: directory.parent in methods and directory not in chosen
 
 
 def read_comparison(directory: Path) -> dict[str, Any]:
-    """Read comparison.json; empty where there is none. Raises FedraxError where it is damaged."""
+    """Read comparison.json, empty without the file; raises FedraxError for a damaged one."""
     path = directory / COMPARISON
     if not path.exists():
         return {}
@@ -178,14 +179,14 @@ def read_comparison(directory: Path) -> dict[str, Any]:
         with reading(path, MAX_COMPARISON) as file:
             found = json.loads(file.read().decode())
         if not isinstance(found, dict) or not all(isinstance(place, str) for place in found.get("places", [])):
-            raise ValueError("no table, or places that are no names")
+            raise ValueError("not a table, or places are not strings")
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise FedraxError(f"{path} is damaged: {error!r:.200}.") from error
     return found
 
 
-def _once(runs: Sequence[SavedRun]) -> list[SavedRun]:
-    """Drop duplicates: of runs of the same experiment and seed the one with most rounds stays."""
+def _without_duplicates(runs: Sequence[SavedRun]) -> list[SavedRun]:
+    """Drop duplicates: of runs with equal experiment and seed, keep the one with the most rounds."""
     found: dict[str, SavedRun] = {}
     for run in runs:
         key = json.dumps(run.table, sort_keys=True, default=str)
@@ -197,7 +198,7 @@ def _once(runs: Sequence[SavedRun]) -> list[SavedRun]:
 def group(runs: Sequence[SavedRun]) -> list[MethodRuns]:
     """Group runs that differ only in their seeds, under unique labels."""
     groups: dict[str, list[SavedRun]] = {}
-    for run in _once(runs):
+    for run in _without_duplicates(runs):
         settings = {k: v for k, v in run.table["run"].items() if k != "seed"}
         groups.setdefault(json.dumps(run.table | {"run": settings}, sort_keys=True, default=str), []).append(run)
     names = [[str(runs[0].table.get("name", "")) for runs in groups.values()]]
@@ -236,7 +237,7 @@ def summary_line(events: Sequence[Event]) -> str:
 
 
 def main_metric(methods: Sequence[MethodRuns]) -> str:
-    """The metric to compare by: test accuracy where there is one, else test loss."""
+    """The metric to compare by: test accuracy if it is reported, otherwise test loss."""
     keys = {key for method in methods for run in method.runs for event in run.events for key in event}
     return "test_accuracy" if "test_accuracy" in keys else "test_loss"
 
@@ -283,7 +284,7 @@ class Statistic:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Statistic | None:
-        """None where there are no values."""
+        """The statistic of some values, None if there are none."""
         if not values:
             return None
         mean, deviation = mean_and_deviation(values)
@@ -296,23 +297,29 @@ class MethodSummary:
 
     label: str
     seeds: int
+    """Number of runs."""
     state: str
     accuracy: Statistic | None
+    """Final test accuracy."""
     loss: Statistic | None
+    """Final test loss."""
     reached: int
-    """Seeds that reached the target."""
+    """Number of seeds that reached the target."""
     rounds: Statistic | None
+    """Rounds, megabytes and seconds to the target, None unless all seeds reached it."""
     megabytes: Statistic | None
     seconds: Statistic | None
     epsilon: Statistic | None = None
     """Privacy loss of private runs."""
     epsilon_paper: Statistic | None = None
     best: Statistic | None = None
-    """The best value of the metric to compare by, and its round."""
+    """The best value of the metric to compare by."""
     best_round: Statistic | None = None
+    """Its round."""
     others: dict[str, Statistic] = field(default_factory=dict)
-    """Final values of the other metrics on test data."""
+    """Final values of other metrics, see `other_metrics`."""
     settings: str = ""
+    """Settings of the method, as text."""
     worst_samples: tuple[int, ...] = ()
     """Sample counts of the worst clients, one for each seed."""
 
@@ -325,7 +332,7 @@ def other_metrics(lasts: Sequence[dict[str, float]]) -> dict[str, Statistic]:
     """The metrics besides test accuracy and loss.
 
     Other test metrics, those of personal models, and of per-client metrics the worst client and the 10th or 90th
-    percentile, whichever is the bad end.
+    percentile: the 10th of accuracies, the 90th of losses.
     """
     known = {name for last in lasts for name in last if name.startswith(("test_", "train_"))}
     whole = {name for name in known if "_client" not in name}
@@ -370,7 +377,7 @@ def summarize(method: MethodRuns, target: float | None, metric: str = "test_accu
         best_round=Statistic.of([at for _, at in tops]),
         others=other_metrics(lasts),
         settings=method.settings,
-        worst_samples=tuple(samples for last in lasts for samples in _behind_the_worst(last)),
+        worst_samples=tuple(samples for last in lasts for samples in _worst_client_samples(last)),
     )
 
 
@@ -385,7 +392,7 @@ def _state(runs: Sequence[SavedRun]) -> str:
     return f"budget spent in rounds {min(spent)} to {max(spent)}" if len(spent) == len(runs) else "finished"
 
 
-def _behind_the_worst(last: dict[str, float]) -> list[int]:
+def _worst_client_samples(last: dict[str, float]) -> list[int]:
     """Sample counts of the worst clients."""
     kind = "accuracy" if any(name.endswith("_accuracy_worst_client") for name in last) else "loss"
     return [int(samples) for name, samples in last.items() if name.endswith(f"_{kind}_worst_client_samples")]

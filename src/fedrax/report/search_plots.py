@@ -1,4 +1,4 @@
-"""What a search tried: its curve, and in words."""
+"""A hyper-parameter search as figures and text."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fedrax.tuning.selection import SearchResult, Trial
 
 
 def draw_grids(choices: Mapping[str, SearchResult], title: str = "") -> Figure:
-    """The metric on validation data against each setting that was tried, a line a method.
+    """Draw the validation metric against each setting, with a line for each method.
 
-    Where a method's grid has other settings too, each point is the best over them. A ring marks the chosen value, a
-    cross at the lower edge (of a metric of which smaller values are better: the upper) a value at which every run
-    diverged. Axes of positive settings over more than a factor of five are logarithmic, of losses as in `draw_curves`.
+    Each point is the best over the other settings of the grid. A ring marks the selected value; a cross at the lower
+    edge (the upper one if smaller values are better) marks a value at which every run diverged. Axes of positive
+    settings over more than a factor of five are logarithmic, those of losses as in `draw_curves`.
     """
     paths = list(dict.fromkeys(path for choice in choices.values() for path in choice.trials[0].point))
     columns = min(len(paths), 3)
@@ -43,6 +43,7 @@ def draw_grids(choices: Mapping[str, SearchResult], title: str = "") -> Figure:
 
 
 def _panel(axes: Axes, path: str, choices: Mapping[str, SearchResult]) -> None:
+    """Draw the metric against one setting."""
     shown = {label: choice for label, choice in choices.items() if path in choice.trials[0].point}
     places = _places([trial.point[path] for choice in shown.values() for trial in choice.trials])
     metric, drawn = next(iter(shown.values())), []
@@ -53,7 +54,7 @@ def _panel(axes: Axes, path: str, choices: Mapping[str, SearchResult]) -> None:
         xs, color = [places(value) for value, _ in best], PALETTE[i % len(PALETTE)]
         ys = [math.nan if trial.value is None else trial.value for _, trial in best]
         dash = DASHES[(i // len(PALETTE)) % len(DASHES)]
-        dash = "none" if path in choice.ranges else dash  # of drawn values the best over the others is no curve
+        dash = "none" if path in choice.ranges else dash  # sampled values differ in the other settings: no curve
         axes.plot(xs, ys, color=color, linestyle=dash, marker="o", markersize=4, label=for_picture(label))
         chosen = choice.best
         if chosen.value is not None:
@@ -67,7 +68,7 @@ def _panel(axes: Axes, path: str, choices: Mapping[str, SearchResult]) -> None:
 
 
 def best_over_the_others(path: str, choice: SearchResult) -> list[tuple[Any, Trial]]:
-    """For each value at ``path`` the best trial over all other settings, in the order of the axis."""
+    """For each value of a setting the best trial over the other settings, sorted if values are numbers."""
     groups: dict[str, list[Trial]] = {}
     for trial in choice.trials:
         groups.setdefault(repr(trial.point[path]), []).append(trial)
@@ -79,12 +80,12 @@ def best_over_the_others(path: str, choice: SearchResult) -> list[tuple[Any, Tri
 
 
 def are_numbers(values: Sequence[Any]) -> bool:
-    """Whether all of them are numbers."""
+    """Whether all values are numbers."""
     return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
 def _places(values: Sequence[Any]) -> Any:
-    """Where a value lies on the axis: itself, or its number among the names."""
+    """A function from values to positions on the axis: numbers themselves, or the indices of names."""
     if are_numbers(values):
         return float
     names = list(dict.fromkeys(map(value_in_words, values)))
@@ -92,6 +93,7 @@ def _places(values: Sequence[Any]) -> Any:
 
 
 def _axes(axes: Axes, path: str, choice: SearchResult, values: Sequence[Any]) -> None:
+    """Set labels, scale and ticks."""
     axes.set_xlabel(for_picture(short_path(path)))
     axes.set_ylabel(f"validation {for_picture(choice.metric)}")
     axes.grid(color="0.92", linewidth=0.7)
@@ -115,39 +117,39 @@ def _axes(axes: Axes, path: str, choice: SearchResult, values: Sequence[Any]) ->
 def lines(
     choices: Mapping[str, SearchResult], share: float, seeds: Sequence[int], trials: int | None = None
 ) -> list[str]:
-    """The search in sentences: how it was chosen, what was, and where the best value lies at the end of its grid."""
-    of_trials = "" if trials is None else f", of up to {trials} settings a method that Optuna proposed"
-    said = [
-        f"chosen by the {' and '.join(dict.fromkeys(c.metric for c in choices.values()))} on validation data,"
+    """Describe the search: the criterion, the selected settings, and warnings about values at an end of the grid."""
+    of_trials = "" if trials is None else f", from up to {trials} settings of each method that Optuna proposed"
+    described = [
+        f"selected by the {' and '.join(dict.fromkeys(c.metric for c in choices.values()))} on validation data,"
         f" {100 * share:g} % of each client's training rows, with seed{'s' * (len(seeds) > 1)}"
         f" {', '.join(map(str, seeds))}{of_trials}; the table is of test data, after training on all rows:"
     ]
     for label, choice in choices.items():
         best, lost = choice.best, sum(trial.value is None for trial in choice.trials)
-        came = "every point diverged" if best.value is None else f"{choice.metric} {best.value:.4g}"
-        besides = f", {lost} diverged" if lost and best.value is not None else ""
-        said.append(f"  {label}: {settings_in_words(best.point)} ({came}; {len(choice.trials)} points{besides})")
-    return said + warnings(choices)
+        value = "every point diverged" if best.value is None else f"{choice.metric} {best.value:.4g}"
+        diverged = f", {lost} diverged" if lost and best.value is not None else ""
+        described.append(f"  {label}: {settings_in_words(best.point)} ({value}; {len(choice.trials)} points{diverged})")
+    return described + warnings(choices)
 
 
 def warnings(choices: Mapping[str, SearchResult]) -> list[str]:
-    """A sentence for each best value at the end of its grid, of all methods that have the same."""
+    """A warning for each best value at an end of its grid, with all methods that have it."""
     found: dict[str, list[str]] = {}
     for label, choice in choices.items():
         for path in choice.at_ends():
             how = (
-                f"next to the {choice.end(path)} of its range; one beyond may be better: widen the range"
+                f"near the {choice.end(path)} of its range; a value beyond may be better: widen the range"
                 if path in choice.ranges
-                else f"the {choice.end(path)} of its grid; one beyond may be better: extend the grid, what has been run"
-                " is kept"
+                else f"the {choice.end(path)} of its grid; a value beyond may be better: extend the grid, finished runs"
+                " are not repeated"
             )
-            said = f"the best {short_path(path)}, {value_in_words(choice.best.point[path])}, is {how}"
-            found.setdefault(said, []).append(label)
-    return [f"warning: {', '.join(labels)}: {said}" for said, labels in found.items()]
+            text = f"the best {short_path(path)}, {value_in_words(choice.best.point[path])}, is {how}"
+            found.setdefault(text, []).append(label)
+    return [f"warning: {', '.join(labels)}: {text}" for text, labels in found.items()]
 
 
 def values(choices: Mapping[str, SearchResult]) -> dict[str, Any]:
-    """The search's numbers, for JSON."""
+    """The search as JSON values."""
     return {
         label: {
             "metric": choice.metric,

@@ -83,7 +83,7 @@ class TensorBoardSink:
             run: Facts about the run.
         """
         if Path(self._directory).is_symlink():
-            raise FedraxError(f"{self._directory} is a link, into which no log is written: remove it.")
+            raise FedraxError(f"{self._directory} is a symbolic link, in which no log is written: remove it.")
         with self._file_errors():
             self._writer = self._module.SummaryWriter(self._directory)
 
@@ -233,7 +233,7 @@ def numbers(event: Event) -> dict[str, float]:
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A flat table of a nested one, keys joined by dots."""
+    """A nested table with dotted keys."""
     flat = {}
     for key, value in table.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
@@ -241,7 +241,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _optional(module: str, title: str, extra: str) -> Any:
-    """An optional package, or a FedraxError that says how to install it."""
+    """Import an optional package; raises FedraxError with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -1,6 +1,6 @@
-"""Charts as text: SVG for a page that loads nothing, every name in it shown and never interpreted.
+"""SVG charts of the HTML report, with escaped names.
 
-Colors are classes of the page's style (``s0`` to ``s6``), so that one picture serves light and dark screens.
+Colors are CSS classes of the page (``s0`` to ``s6``), so that a chart works in light and dark mode.
 """
 
 from __future__ import annotations
@@ -19,52 +19,57 @@ COLORS, DASHES = 7, ("", "7 4", "2 3", "9 3 2 3")
 WIDTH, HEIGHT = 480, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 14, 14, 46
 _MARKED = 26
-"""Points up to which each is a dot that can be pointed at."""
+"""Number of points of a curve up to which each is marked by a dot."""
 _LARGEST = sys.float_info.max / 4
-"""Where scales end, so that there is room beyond."""
+"""Limit of the values on a scale, so that margins do not overflow."""
 
 
 def shown(text: object) -> str:
-    """Text inside an element or an attribute in double quotes."""
+    """Text escaped for an element or an attribute in double quotes."""
     return html.escape(plain(str(text)))
 
 
 def breakable(path: str) -> str:
-    """The dotted name of a setting, which may go on in the next line after a dot or a low line."""
+    """The dotted name of a setting, with line breaks allowed after dots and underscores."""
     return shown(path).replace(".", ".<wbr>").replace("_", "_<wbr>")
 
 
 def number(value: float) -> str:
-    """A value for people: four digits."""
+    """A value with four digits."""
     return f"{value:.4g}"
 
 
 def series_class(index: int) -> str:
-    """Of the lines and dots of the method at ``index``: its color, and a name to hide it by."""
+    """CSS classes of the method at ``index``: its color, and the class by which it is hidden."""
     return f"s{index % COLORS} m{index}"
 
 
 def dash(index: int) -> str:
-    """The attribute of lines whose color has come before."""
+    """The dash attribute, for methods that share a color."""
     pattern = DASHES[(index // COLORS) % len(DASHES)]
     return f' stroke-dasharray="{pattern}"' if pattern else ""
 
 
 @dataclass(frozen=True)
 class AxisScale:
-    """From values to places along an axis."""
+    """Maps values to positions along an axis."""
 
     low: float
+    """Value at ``start``."""
     high: float
+    """Value at ``end``."""
     start: float
+    """Position in pixels."""
     end: float
+    """Position in pixels."""
     log: bool = False
+    """Whether the scale is logarithmic."""
 
     @classmethod
     def over(
         cls, values: Iterable[float], start: float, end: float, log: bool = False, margin: float = 0.0
     ) -> AxisScale:
-        """A scale with all values on it."""
+        """The scale that covers finite ``values``, with a relative margin at both ends."""
         sound = (value for value in values if math.isfinite(value) and (value > 0 or not log))
         found = [max(-_LARGEST, min(_LARGEST, value)) for value in sound]
         low, high = (min(found), max(found)) if found else (0.0, 1.0)
@@ -74,7 +79,7 @@ class AxisScale:
         return cls(low - room, high + room, start, end)
 
     def __call__(self, value: float) -> float:
-        """The place of a value, at most a little outside of the axis."""
+        """The position of a value, clipped to 2 % outside of the axis."""
         if self.log:
             low, high = math.log(self.low), math.log(self.high)
             share = (math.log(max(value, 1e-300)) - low) / (high - low)
@@ -83,7 +88,7 @@ class AxisScale:
         return self.start + (self.end - self.start) * min(1.02, max(-0.02, share))
 
     def ticks(self, wanted: int = 5) -> list[float]:
-        """Round values on the axis."""
+        """About ``wanted`` round values on the axis."""
         if self.log:
             decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             for steps in ((1, 2, 5), (1, 3), (1,)):
@@ -100,18 +105,21 @@ class AxisScale:
 
 @dataclass(frozen=True)
 class ChartCurve:
-    """A method's line: points (x, mean, standard deviation), and each run's own points where they differ in length."""
+    """The curve of a method."""
 
     label: str
     index: int
+    """Number of the method, which determines its color."""
     points: Sequence[tuple[float, float, float]]
+    """(x, mean, standard deviation)."""
     runs: Sequence[Sequence[tuple[float, float]]] = ()
+    """(x, y) of the single runs, if they differ in length."""
     ring: tuple[float, float] | None = None
-    """A point to mark."""
+    """A point to mark by a ring."""
     lost: Sequence[float] = ()
-    """Values of x without a point: every run diverged there."""
+    """Values of x at which every run diverged."""
     joined: bool = True
-    """Whether a line goes from point to point."""
+    """Whether points are joined by a line."""
 
 
 def chart(
@@ -126,9 +134,21 @@ def chart(
     names: Sequence[str] = (),
     css: str = "",
 ) -> str:
-    """Lines with bands of one standard deviation.
+    """Draw curves with bands of one standard deviation.
 
-    ``share``: values are in [0, 1]. ``ticks``: positions on x, with ``names`` those of a nominal axis.
+    Args:
+        curves: The curves.
+        x_label: Label of the x axis.
+        y_label: What is drawn, for screen readers.
+        target: Value of a horizontal line.
+        share: Whether values are in [0, 1].
+        log_x: Whether the x axis is logarithmic.
+        ticks: Positions of ticks on the x axis.
+        names: Labels of the ticks of a categorical x axis.
+        css: CSS class of the chart.
+
+    Returns:
+        The SVG element.
     """
     xs = [x for c in curves for x in (*(p[0] for p in c.points), *(p[0] for run in c.runs for p in run), *c.lost)]
     means = [p[1] for c in curves for p in c.points] + [p[1] for c in curves for run in c.runs for p in run]
@@ -166,28 +186,28 @@ def chart(
 
 
 def _short(value: float) -> float | None:
-    """A number for JSON, which knows no infinity: whole ones as they are, others to six digits."""
+    """A number for JSON: integers in full, others with six digits, None if not finite."""
     if not math.isfinite(value):
         return None
     return value if float(value).is_integer() else float(f"{value:.6g}")
 
 
 def _place(value: float) -> str:
-    """Where a point lies along the axis, in words: whole numbers in full."""
+    """An x value as text, integers in full."""
     return f"{value:.0f}" if float(value).is_integer() and abs(value) < 1e15 else f"{value:g}"
 
 
 def _frame(x: AxisScale, y: AxisScale, x_label: str, ticks: Sequence[float], names: Sequence[str]) -> str:
-    """Axes, their ticks and what the one along is called."""
+    """Grid, ticks and labels of the axes."""
     parts = []
     for value in y.ticks():
         at = y(value)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
         parts.append(f'<text class="tick" x="{_LEFT - 7}" y="{at + 4:.1f}" text-anchor="end">{number(value)}</text>')
     for value in ticks:
-        at, said = x(value), names[int(value)] if names else f"{value:g}"
+        at, label = x(value), names[int(value)] if names else f"{value:g}"
         parts.append(
-            f'<text class="tick" x="{at:.1f}" y="{y.start + 18:.1f}" text-anchor="middle">{shown(said)}</text>'
+            f'<text class="tick" x="{at:.1f}" y="{y.start + 18:.1f}" text-anchor="middle">{shown(label)}</text>'
         )
         parts.append(f'<line class="axis" x1="{at:.1f}" x2="{at:.1f}" y1="{y.start:.1f}" y2="{y.start + 4:.1f}"/>')
     parts.append(f'<line class="axis" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y.start:.1f}" y2="{y.start:.1f}"/>')
@@ -197,7 +217,7 @@ def _frame(x: AxisScale, y: AxisScale, x_label: str, ticks: Sequence[float], nam
 
 
 def _line(curve: ChartCurve, x: AxisScale, y: AxisScale) -> str:
-    """A method's band, line, dots, and its runs one by one."""
+    """The band, line and dots of a method, and its single runs."""
     places = [(x(a), y(b)) for a, b, _ in curve.points]
     parts = [f'<g class="{series_class(curve.index)}"><title>{shown(curve.label)}</title>']
     if any(spread for *_, spread in curve.points):
@@ -211,28 +231,28 @@ def _line(curve: ChartCurve, x: AxisScale, y: AxisScale) -> str:
         parts.append(f'<polyline class="mean" points="{points}"{dash(curve.index)}/>')
     if len(places) <= _MARKED or not curve.joined:
         for (a, b), (at, mean, spread) in zip(places, curve.points, strict=True):
-            besides = f" ± {number(spread)}" if spread else ""
-            said = f"{curve.label}, {_place(at)}: {number(mean)}{besides}"
-            parts.append(f'<circle class="dot" cx="{a:.1f}" cy="{b:.1f}" r="2.6"><title>{shown(said)}</title></circle>')
+            deviation = f" ± {number(spread)}" if spread else ""
+            text = f"{curve.label}, {_place(at)}: {number(mean)}{deviation}"
+            parts.append(f'<circle class="dot" cx="{a:.1f}" cy="{b:.1f}" r="2.6"><title>{shown(text)}</title></circle>')
     if curve.ring is not None:
         parts.append(f'<circle class="ring" cx="{x(curve.ring[0]):.1f}" cy="{y(curve.ring[1]):.1f}" r="7.5"/>')
     for at in curve.lost:
         a, b = x(at), _TOP + 8 + 11 * (curve.index % 6)
         cross = f"M{a - 4:.1f} {b - 4}l8 8m0 -8l-8 8"
-        said = f"{curve.label}, {_place(at)}: every run diverged"
-        parts.append(f'<path class="lost" d="{cross}"><title>{shown(said)}</title></path>')
+        text = f"{curve.label}, {_place(at)}: every run diverged"
+        parts.append(f'<path class="lost" d="{cross}"><title>{shown(text)}</title></path>')
     return "".join([*parts, "</g>"])
 
 
 def swatch(index: int) -> str:
-    """A method's line in a legend."""
+    """The line of a method in the legend."""
     line = f'<line class="mean" x1="1" x2="27" y1="7" y2="7"{dash(index)}/>'
     return f'<svg class="swatch s{index % COLORS}" viewBox="0 0 28 14" aria-hidden="true">{line}</svg>'
 
 
 @dataclass(frozen=True)
 class ClientQuantiles:
-    """A method's metric over its clients."""
+    """Quantiles of a method's metric over its clients."""
 
     label: str
     index: int
@@ -242,12 +262,13 @@ class ClientQuantiles:
     high: float
     """90th percentile."""
     worst: float
+    """The worst client."""
     worst_samples: str
-    """How many samples stand behind the worst client."""
+    """Number of samples of the worst client, as text."""
 
 
 def spreads(rows: Sequence[ClientQuantiles], name: str) -> str:
-    """A row a method: from the 10th to the 90th percentile of clients, the median, and the worst client."""
+    """Draw a row for each method: 10th to 90th percentile of clients, the median and the worst client."""
     names, height = 150, 34 * len(rows) + 52
     x = AxisScale.over([v for r in rows for v in (r.low, r.high, r.worst)], names, WIDTH - 18, margin=0.04)
     parts = []
@@ -257,12 +278,12 @@ def spreads(rows: Sequence[ClientQuantiles], name: str) -> str:
         parts.append(f'<text class="tick" x="{at:.1f}" y="{height - 26}" text-anchor="middle">{number(value)}</text>')
     for i, row in enumerate(rows):
         at = 24 + 34 * i
-        said = f"{row.label}: 10th percentile {number(row.low)}, median {number(row.median)}, 90th {number(row.high)}"
+        text = f"{row.label}: 10th percentile {number(row.low)}, median {number(row.median)}, 90th {number(row.high)}"
         worst = f"{row.label}: worst client {number(row.worst)}, of {row.worst_samples} samples"
         label = row.label if len(row.label) <= 20 else row.label[:19] + "…"
         parts.append(
             f'<text class="tick" x="{names - 12}" y="{at + 4}" text-anchor="end">{shown(label)}</text>'
-            f'<g class="{series_class(row.index)}"><title>{shown(said)}</title>'
+            f'<g class="{series_class(row.index)}"><title>{shown(text)}</title>'
             f'<line class="reach" x1="{x(row.low):.1f}" x2="{x(row.high):.1f}" y1="{at}" y2="{at}"/>'
             f'<line class="median" x1="{x(row.median):.1f}" x2="{x(row.median):.1f}" y1="{at - 9}" y2="{at + 9}"/>'
             f'<circle class="worst" cx="{x(row.worst):.1f}" cy="{at}" r="5"><title>{shown(worst)}</title></circle></g>'
@@ -274,7 +295,7 @@ def spreads(rows: Sequence[ClientQuantiles], name: str) -> str:
 
 
 def dots(columns: Sequence[str], rows: Sequence[str], counts: Sequence[Sequence[int]]) -> str:
-    """Classes against clients, the area of a dot being the number of samples: ``counts[column][row]``."""
+    """Draw classes against clients; the area of a dot is the number of samples, ``counts[column][row]``."""
     cell = 11 if len(rows) > 30 else 24 if len(columns) <= 30 and len(rows) <= 15 else 17
     left = 12 + 7 * min(18, max(map(len, rows), default=1))
     numbered = all(name.isdecimal() for name in columns)
@@ -297,15 +318,15 @@ def dots(columns: Sequence[str], rows: Sequence[str], counts: Sequence[Sequence[
             parts.append(f'<text class="tick" x="{at}" y="{under + 4}" text-anchor="middle">{shown(name)}</text>')
         for j, count in enumerate(column):
             if count:
-                said = f"client {name}, class {rows[j]}: {count:,} samples"
+                text = f"client {name}, class {rows[j]}: {count:,} samples"
                 radius = max(0.8, 0.48 * cell * math.sqrt(count / top))
                 dot = f'<circle cx="{at}" cy="{8 + cell * (j + 0.5)}" r="{radius:.1f}">'
-                parts.append(f"{dot}<title>{shown(said)}</title></circle>")
+                parts.append(f"{dot}<title>{shown(text)}</title></circle>")
     return _plain_chart("classes against clients", width, height, "partition", parts)
 
 
 def bars(columns: Sequence[str], values: Sequence[int]) -> str:
-    """A bar a client: how many samples it holds."""
+    """Draw a bar for each client: its number of samples."""
     cell, tall = 15, 150
     below = 16 + 6 * min(18, max(map(len, columns), default=1))
     width, height, top = 70 + cell * len(columns), tall + below + 20, max(values, default=0) or 1
@@ -317,10 +338,10 @@ def bars(columns: Sequence[str], values: Sequence[int]) -> str:
         parts.append(f'<text class="tick" x="50" y="{at + 4:.1f}" text-anchor="end">{value:g}</text>')
     for i, (name, value) in enumerate(zip(columns, values, strict=True)):
         at, under = 58 + cell * i, tall + 20
-        said = f"client {name}: {value:,} samples"
+        text = f"client {name}: {value:,} samples"
         parts.append(
             f'<rect x="{at}" y="{scale(value):.1f}" width="{cell - 4}" height="{tall + 8 - scale(value):.1f}">'
-            f"<title>{shown(said)}</title></rect>"
+            f"<title>{shown(text)}</title></rect>"
             f'<text class="tick" x="{at + 9}" y="{under}" transform="rotate(-90 {at + 9} {under})" text-anchor="end">'
             f"{shown(name[:18])}</text>"
         )
@@ -328,7 +349,7 @@ def bars(columns: Sequence[str], values: Sequence[int]) -> str:
 
 
 def _plain_chart(label: str, width: float, height: float, css: str, parts: Any) -> str:
-    """An SVG at its own size, for a frame that scrolls."""
+    """An SVG of fixed size, for a frame that scrolls."""
     return (
         f'<svg class="{css}" width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
         f' role="img" aria-label="{shown(label)}">{"".join(parts)}</svg>'
