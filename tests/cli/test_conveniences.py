@@ -66,7 +66,7 @@ def test_the_target_that_ends_all_runs_is_the_tables(fedrax: Callable[..., Outco
 
 def test_clients_that_the_default_partition_deals_out_anew_are_told(fedrax: Callable[..., Outcome]) -> None:
     flags = ("run", "--data", "synthetic", "--data.devices", 12, "--run.rounds", 1, "--model", "linear", "--json")
-    said = "warning: the data come with 12 clients, and the partition shards deals their rows out to others"
+    said = "warning: the data have 12 clients, and the partition shards assigns their rows to other clients"
     assert said in fedrax(*flags).err
     assert "12 clients" not in fedrax(*flags, "--partition", "natural").err
     assert "12 clients" not in fedrax(*flags, "--partition", "iid").err

@@ -65,9 +65,9 @@ def test_a_terminal_of_few_letters_shows_the_others_by_number(shown: Path):
 
 
 BROKEN_RUNS = {
-    "rounds": (RUN.replace("rounds = 4", "rounds = 'six'"), EVENT, "run.rounds is 'six'"),
-    "seed": (RUN.replace("seed = 0", "seed = 1.5"), EVENT, "run.seed is 1.5"),
-    "target": (RUN + "target = [1]\n", EVENT, "run.target is [1]"),
+    "rounds": (RUN.replace("rounds = 4", "rounds = 'six'"), EVENT, "run.rounds must be a number, not 'six'"),
+    "seed": (RUN.replace("seed = 0", "seed = 1.5"), EVENT, "run.seed must be a number, not 1.5"),
+    "target": (RUN + "target = [1]\n", EVENT, "run.target must be a number, not [1]"),
     "no run": ("[algorithm]\nname = 'fedavg'\n", EVENT, "not the complete experiment"),
     "tables in tables": (RUN + f"[{'.'.join('a' * 5000)}]\n", EVENT, "tables in tables, too deep"),
     "event without bytes": (RUN, EVENT.replace('"bytes_up": 8, ', ""), "it has no 'bytes_up'"),
@@ -118,7 +118,7 @@ def test_targets_are_accuracies(target: str, shown: Path, fedrax: Any):
 def test_a_file_that_says_nothing_runs_nothing(name: str, text: str, tmp_path: Path, fedrax: Any):
     (tmp_path / "x.toml").write_text(text)
     outcome = fedrax(name, "x.toml")
-    assert outcome.status == 2 and "x.toml says nothing of an experiment" in outcome.err
+    assert outcome.status == 2 and "x.toml is not an experiment" in outcome.err
     assert [path.name for path in tmp_path.iterdir()] == ["x.toml"]
 
 

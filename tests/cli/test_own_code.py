@@ -63,7 +63,7 @@ def test_a_file_names_code_beside_it_alone(tmp_path: Path, proof: Path, fedrax: 
     for name in ("../elsewhere/mine.py", str(tmp_path / "elsewhere" / "mine.py")):
         (tmp_path / "here" / "x.toml").write_text(TINY.replace('"fedavg"', f'"{name}:Mine"'))
         outcome = fedrax("run", "here/x.toml")
-        assert outcome.status == 2 and "lies outside of" in outcome.err and not proof.exists()
+        assert outcome.status == 2 and "is outside of" in outcome.err and not proof.exists()
     (tmp_path / "here" / "link.py").symlink_to(tmp_path / "elsewhere" / "mine.py")
     (tmp_path / "here" / "x.toml").write_text(TINY.replace('"fedavg"', '"link.py:Mine"'))
     assert fedrax("run", "here/x.toml").status == 2 and not proof.exists()
@@ -79,7 +79,7 @@ def test_the_grid_of_a_file_names_code_beside_it_alone(tmp_path: Path, proof: Pa
         for text in (grid + TINY, f"{TINY}[[compare]]\n{grid}"):
             (tmp_path / "here" / "x.toml").write_text(text)
             outcome = fedrax("compare", "here/x.toml", "--out", "c")
-            assert outcome.status == 2 and "lies outside of" in outcome.err and not proof.exists()
+            assert outcome.status == 2 and "is outside of" in outcome.err and not proof.exists()
     grid = 'grid = { algorithm.name = ["fedavg", "mine.py:Mine"] }\n'
     (tmp_path / "elsewhere" / "x.toml").write_text(grid + TINY)
     from fedrax.experiments import comparison
@@ -267,7 +267,9 @@ def test_a_part_of_a_method_may_be_ones_own(tmp_path: Path) -> None:
     warming = made("Warmup", rounds=4)
     assert warming.algorithm.local.schedule(1) == 0.5  # type: ignore[attr-defined]
     assert experiment.from_table(experiment.to_table(warming), "x", tmp_path) == warming
-    with pytest.raises(FedraxError, match=r"schedule\]: 'Prox' is no schedule: write a class with .* that Constant, "):
+    with pytest.raises(
+        FedraxError, match=r"schedule\]: 'Prox' cannot be the schedule: write a class with .* that Constant, "
+    ):
         made("Prox")
 
 

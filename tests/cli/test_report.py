@@ -254,7 +254,7 @@ def test_runs_without_a_bound_of_privacy_are_read_like_others(tmp_path: Path, fe
     outcome = fedrax("show", "r")
     assert outcome.status == 0 and "epsilon by the paper" in outcome.out and " 7 " in outcome.out, outcome
     assert fedrax("report", "r").status == 0
-    assert "whole: 2 rounds" in fedrax("doctor", "r").out
+    assert "intact: 2 rounds" in fedrax("doctor", "r").out
 
 
 def test_the_head_names_the_models_of_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -350,7 +350,7 @@ def test_values_that_were_drawn_are_dots(tmp_path: Path):
 
 def section(text: str) -> str:
     """That of the search."""
-    return text.split('id="how-settings-were-chosen"')[1].split("</section>")[0]
+    return text.split('id="hyper-parameter-search"')[1].split("</section>")[0]
 
 
 LATE = chart([ChartCurve("m", 0, [(1234567.0, 0.5, 0.0), (2345678.0, 0.6, 0.0)])], "rounds", "test accuracy")

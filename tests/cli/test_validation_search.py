@@ -116,17 +116,17 @@ def test_proposals_come_closer_and_are_those_of_their_seed(file: Path) -> None:
 def test_a_grid_that_is_small_enough_is_tried_whole(file: Path) -> None:
     grid = 'algorithm.local.lr = [0.01, 0.3, 1.0], algorithm.local.weight_decay = ["none", 0.5]'
     for trials, sampled in ((5, True), (6, False)):
-        study(file, grid, trials)
+        file.write_text(f"search = {{ trials = {trials} }}\ngrid = {{ {grid} }}\n{TINY}")
         spec = comparison.read([file])
         assert spec.is_sampled("fedavg") is sampled and len(spec.trials("fedavg")) == (0 if sampled else 6)
 
 
 def test_ranges() -> None:
-    assert range_of("1..10", "x") == SearchRange(1, 10) and SearchRange(1, 10).whole
-    assert range_of("1e-3..1:log", "x") == SearchRange(0.001, 1, True) and not SearchRange(0.001, 1).whole
+    assert range_of("1..10", "x") == SearchRange(1, 10) and SearchRange(1, 10).is_integer
+    assert range_of("1e-3..1:log", "x") == SearchRange(0.001, 1, True) and not SearchRange(0.001, 1).is_integer
     assert range_of("-1..0.5", "x") == SearchRange(-1, 0.5)
     assert range_of("../other.py:Thing", "x") is None and range_of("adam", "x") is None
-    assert SearchRange(0.01, 1, True).place(0.1) == pytest.approx(0.5) and SearchRange(0, 4).place(1) == 0.25
+    assert SearchRange(0.01, 1, True).position(0.1) == pytest.approx(0.5) and SearchRange(0, 4).position(1) == 0.25
     for text in ("1..1", "2..1", "0..1e999", "1..1" + "0" * 400):
         with pytest.raises(FedraxError, match="is empty or not finite"):
             range_of(text, "x")
@@ -135,7 +135,7 @@ def test_ranges() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--grid", "algorithm.local.lr=0.1..1"], "is a range, 0.1..1: say how many"),
+        (["--grid", "algorithm.local.lr=0.1..1"], "is a range, 0.1..1: set the number"),
         (["--grid", "algorithm.local.lr=0..1:log", "--trials", 3], "must begin above 0"),
         (["--grid", "algorithm.local.lr=1..0.1", "--trials", 3], "is empty or not finite"),
         (["--grid", "algorithm.local.lr=-1..0.1", "--trials", 3], "lr must be greater than 0"),
@@ -143,7 +143,7 @@ def test_ranges() -> None:
         (["--grid", "algorithm.local.steps=0.5..4", "--trials", 3], "must be a whole number|must be"),
         (["--grid", "algorithm.local.lr=0.1..1", "--trials", 0], "trials must be"),
         (["--grid", "algorithm.local.lr=0.1..1", "--trials", 2000], "too many"),
-        (["--trials", 3], "nothing to choose"),
+        (["--trials", 3], "no grid to search"),
     ],
 )
 def test_searches_that_are_none(fedrax: Callable[..., Outcome], tmp_path: Path, flags: list, words: str) -> None:

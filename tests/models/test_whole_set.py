@@ -89,13 +89,13 @@ def test_the_class_that_f1_is_of() -> None:
     for options, says in (
         ({"metrics": ["f1"], "positive": "cse"}, "did you mean 'case'"),
         ({"positive": "case"}, "no effect without the metric f1"),
-        ({"metrics": ["r2"]}, "are classes, of which r2 is no metric"),
+        ({"metrics": ["r2"]}, "are classes: r2 is not a metric of classes"),
     ):
         with pytest.raises(fedrax.FedraxError, match=says):
             experiment.make_task(experiment.from_table({"task": {"name": "auto", **options}}, "made"), federation)
     numbers = fedrax.Federation.from_arrays(LOGITS, score, LABELS)
     for options, says in (
-        ({"metrics": ["f1"]}, "are numbers, of which f1 is no metric"),
+        ({"metrics": ["f1"]}, "are numbers: f1 is not a metric of numbers"),
         ({"metrics": ["r2"], "positive": "case"}, "positive names a class"),
     ):
         with pytest.raises(fedrax.FedraxError, match=says):

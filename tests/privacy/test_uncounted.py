@@ -140,7 +140,7 @@ def test_an_audit_is_about_what_is_protected():
 
 def test_an_audit_of_bands_watches_one_round():
     method = ClientDP(FedAvg(local=LocalSGD(lr=1e6, steps=1, batch_size=1)), clip=Flat(0.05), noise=8.0, bands=8)
-    with pytest.raises(FedraxError, match="take part 8 rounds apart: watch one round"):
+    with pytest.raises(FedraxError, match="participations 8 rounds apart: set rounds to 1"):
         watch_a_client(method, TASK, ONE, Settings(cohort_size=1), rounds=8, runs=400)
     assert not watch_a_client(method, TASK, ONE, Settings(cohort_size=1), runs=2000).refuted
 

@@ -138,7 +138,7 @@ def _name_algorithm(table: TomlTable, args: list[str], parts: tuple[str, ...]) -
     for name in [value for flag, value in itertools.pairwise(tokens) if flag == "--algorithm"]:
         cls = serialization.ALGORITHM.find(name, Path.cwd(), "typed")
         if shared.keys() <= fields_of(cls).keys():
-            return table | {"algorithm": {"name": serialization.own_name(cls) or name, **shared}}
+            return table | {"algorithm": {"name": serialization.user_class_name(cls) or name, **shared}}
     return table
 
 
@@ -156,7 +156,7 @@ def _choose(table: TomlTable, chosen: ChosenClass, name: str) -> None:
     known = {field.name for field in dataclasses.fields(cls)}
     keeps = isinstance(old, Mapping) and (chosen.choice.keep or cls is type(chosen.value))
     kept = {key: value for key, value in old.items() if key in known and key != "name"} if keeps else {}
-    table[last] = {"name": serialization.own_name(cls) or name, **kept}
+    table[last] = {"name": serialization.user_class_name(cls) or name, **kept}
 
 
 def _without_replaced(made: Experiment, args: list[str]) -> Experiment:

@@ -143,10 +143,12 @@ def watch_a_client(
     releases = _releases(algorithm)
     unit = _unit(releases, unit)
     if drawn != "always" and unit == "sample":
-        raise FedraxError("the draw of cohorts hides whole clients, not one of their samples: set unit to 'client'")
+        raise FedraxError(
+            "sampling of cohorts amplifies for clients, not for one of their samples: set unit to 'client'"
+        )
     check_runs(runs)
     if rounds > 1 and (apart := max(release.apart for release in releases)) > 1:
-        raise FedraxError(f"the claim is about clients that take part {apart} rounds apart: watch one round")
+        raise FedraxError(f"the guarantee is for participations {apart} rounds apart: set rounds to 1")
     if not 0 <= client < federation.num_clients:
         raise FedraxError(f"there is no client {client}: there are {federation.num_clients}")
     start = starting_parameters(task, purpose_key(settings.seed, INITIALIZATION), None)
@@ -154,30 +156,30 @@ def watch_a_client(
     start = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), start)
     coins = all((r.unit, r.neighbors, r.batches) == ("sample", "presence", "poisson") for r in releases)
     presence = drawn == "poisson" or coins
-    worlds = _worlds(federation, client, unit, drawn, rate, coins)
+    hypotheses = _hypotheses(federation, client, unit, drawn, rate, coins)
     shared: dict[str, Any] = {"rounds": rounds, "drawn": drawn, "precision": settings.precision}
     shared["seen"] = "public" if all(release.seen == "public" for release in releases) else "server"
     own, other = (
-        observe_client(algorithm, task, start, runs=runs, seed=settings.seed + k, **shared, **world)
-        for k, world in enumerate(worlds)
+        observe_client(algorithm, task, start, runs=runs, seed=settings.seed + k, **shared, **hypothesis)
+        for k, hypothesis in enumerate(hypotheses)
     )
-    told = distinguish(own, other, settings.delta, confidence)
+    bounds = distinguish(own, other, settings.delta, confidence)
     cohorts = CohortSampling() if drawn == "always" else CohortSampling(drawn, rate)
     accountant = Accountant(releases if presence else about_replacement(releases), settings.delta, cohorts)
     gaussian = drawn == "always" and not coins
-    proven = max(told.epsilon, epsilon_of_mu(told.mu, settings.delta)) if gaussian else told.epsilon
+    proven = max(bounds.epsilon, epsilon_of_mu(bounds.mu, settings.delta)) if gaussian else bounds.epsilon
     paper = accountant.epsilon_paper(rounds, int(federation.sizes[client])) if unit == "sample" else None
     about = "presence" if presence else "replacement"
     claimed = accountant.epsilon(rounds)
-    return Audit("watches a client", unit, about, rounds, told.runs, proven, claimed, paper, settings.delta)
+    return Audit("watches a client", unit, about, rounds, bounds.runs, proven, claimed, paper, settings.delta)
 
 
-def _worlds(
+def _hypotheses(
     federation: Federation, client: int, unit: ProtectedUnit, drawn: Participation, rate: float, coins: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of ``watch`` for both hypotheses. coins: whether mini-batches are Poisson samples."""
-    mine = slice(*federation.offsets[client : client + 2])
-    x, y = federation.train.x[mine], federation.train.y[mine]
+    """Arguments of `observe_client` for both hypotheses. coins: whether mini-batches are Poisson samples."""
+    rows = slice(*federation.offsets[client : client + 2])
+    x, y = federation.train.x[rows], federation.train.y[rows]
     changed = np.arange(len(y)) if unit == "client" else np.arange(1)
     if coins:  # the first sample is moved to the end, where it is present or not
         samples = Batch(np.roll(x, -1, 0), np.roll(y, -1, 0))
@@ -235,8 +237,8 @@ def guess_canaries(
     chosen, coins = np.sort(rng.choice(many, canaries, replace=False)), rng.random(canaries) < 0.5
     owner = np.arange(many) if unit == "sample" else np.repeat(np.arange(many), federation.sizes)
     rows = np.flatnonzero(np.isin(owner, chosen))
-    exchanged = _other_labels(federation, federation.train.y, rows)
-    y = np.where(np.isin(owner, chosen[coins]), exchanged, federation.train.y)
+    flipped = _other_labels(federation, federation.train.y, rows)
+    y = np.where(np.isin(owner, chosen[coins]), flipped, federation.train.y)
     train = federation.train._replace(y=y.astype(federation.train.y.dtype))
     result = simulate(algorithm, task, dataclasses.replace(federation, train=train), settings, progress=False)
 
@@ -244,20 +246,20 @@ def guess_canaries(
         batch = Batch(federation.train.x[rows], labels[rows])
         return np.asarray(task.loss(result.params, batch, jax.random.key(0)), float)
 
-    gains, mine = losses(federation.train.y) - losses(exchanged), federation.train.y[rows]
-    # minus the mean over the same flip: how well a class is fitted says nothing about a canary
-    gains -= (np.bincount(mine, gains) / np.maximum(np.bincount(mine), 1))[mine]
-    place = np.searchsorted(chosen, owner[rows])
-    guesses = guess_membership(np.bincount(place, gains, canaries) / np.bincount(place, minlength=canaries), SHARE)
-    right, said = int(((guesses > 0) == coins)[guesses != 0].sum()), int((guesses != 0).sum())
+    gains, classes = losses(federation.train.y) - losses(flipped), federation.train.y[rows]
+    # minus the mean over the class: the fit of a class is no information about a canary
+    gains -= (np.bincount(classes, gains) / np.maximum(np.bincount(classes), 1))[classes]
+    canary = np.searchsorted(chosen, owner[rows])
+    guesses = guess_membership(np.bincount(canary, gains, canaries) / np.bincount(canary, minlength=canaries), SHARE)
+    right, made = int(((guesses > 0) == coins)[guesses != 0].sum()), int((guesses != 0).sum())
     claimed, paper = _claims(algorithm, releases, federation, settings, len(result.events))
     return Audit(
         "guesses canaries",
         unit,
         "replacement",
         len(result.events),
-        said,
-        one_run_epsilon(canaries, said, right, settings.delta),
+        made,
+        one_run_epsilon(canaries, made, right, settings.delta),
         claimed,
         paper if unit == "sample" else None,
         settings.delta,
@@ -282,6 +284,7 @@ def _claims(
 
 
 def _releases(algorithm: Algorithm) -> tuple:
+    """The releases of a private method; raises FedraxError for others."""
     releases = private_releases(algorithm)
     if not releases:
         raise FedraxError(f"{type(algorithm).__name__} adds no noise: there is no claim to audit")
@@ -292,7 +295,7 @@ def _unit(releases: tuple, unit: ProtectedUnit | None) -> ProtectedUnit:
     """The unit whose labels are flipped, checked against the claim."""
     protected: ProtectedUnit = "sample" if any(release.unit == "sample" for release in releases) else "client"
     if unit == "client" and protected == "sample":
-        raise FedraxError("the claim is about one sample, not about all of a client's: set unit to 'sample'")
+        raise FedraxError("the guarantee is for one sample, not for all samples of a client: set unit to 'sample'")
     return unit or protected
 
 
@@ -310,7 +313,7 @@ def _other_labels(federation: Federation, y: np.ndarray, rows: np.ndarray) -> np
     """``y`` with the next class at ``rows``."""
     classes = federation.num_classes
     if classes is None or y.ndim != 1 or federation.padding is not None:
-        raise FedraxError("an audit exchanges classes: it takes a classification with one label for each sample")
+        raise FedraxError("an audit changes labels: it needs a classification with one label for each sample")
     changed = np.array(y)
     changed[rows] = (changed[rows] + 1) % classes
     return changed

@@ -1,4 +1,4 @@
-"""Experiments: data, partition, model, algorithm and settings, as an object and as a TOML file.
+"""Experiments: data, partition, model, algorithm and settings, as objects and as TOML files.
 
     name = "digits"
 
@@ -18,12 +18,11 @@
     [run]
     rounds = 50
 
-``fedrax list`` shows the names. Data, model, task, partition and algorithm can be the user's own: ``name =
-"file.py:thing"`` (beside the TOML file or below) or ``"module:thing"`` (of a package with an entry point of the group
-``fedrax``), where thing is a subclass of Algorithm, a
-function that returns a Dataset, a class with the method ``assign`` of a partition, or a function (of
-``input_shape`` and ``num_outputs``, if it likes) that returns a Model or a Task. Their further parameters are keys
-of the table.
+``fedrax list`` shows the names. Data, model, task, partition and algorithm can be user code: ``name = "file.py:thing"``
+(in the folder of the TOML file or below) or ``"module:thing"`` (of a package with an entry point of the group
+``fedrax``). ``thing`` is a subclass of Algorithm, a function that returns a Dataset, a dataclass with the method
+``assign`` of a partition, or a function that returns a Model or a Task and may have the parameters ``input_shape`` and
+``num_outputs``. Other parameters are keys of the table.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ from fedrax.simulation.settings import Seed, Settings
 
 @cache
 def _data_classes() -> dict[str, type]:
-    """For each data set a class of its reader's options."""
+    """For each data set a class of the options of its reader."""
     made = {}
     for name, entry in DATASETS.items():
         made[name] = serialization.options_class(entry.read, ("data_dir",), "read")
@@ -67,7 +66,8 @@ def _data_classes() -> dict[str, type]:
     return made
 
 
-def _own_data(found: Any) -> type:
+def _user_data(found: Any) -> type:
+    """A class of the options of a user's function that returns a Dataset."""
     if not inspect.isfunction(found):
         raise FedraxError(f"{found!r} is not a function that returns a fedrax.data.Dataset.")
     return serialization.options_class(found, ("data_dir",), "read")
@@ -75,7 +75,7 @@ def _own_data(found: Any) -> type:
 
 @cache
 def _partition_class(cls: type) -> type:
-    """A rule of fedrax.data.partition with a seed of its own."""
+    """A partition class with the field ``seed``."""
     seed = ("seed", Seed, dataclasses.field(default=0))
     frozen = cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
     made = dataclasses.make_dataclass(cls.__name__, [seed], bases=(cls,), frozen=frozen)
@@ -84,16 +84,19 @@ def _partition_class(cls: type) -> type:
 
 
 def _partition_classes() -> dict[str, type]:
+    """The partitions by name, each with the field ``seed``."""
     return {name: _partition_class(cls) for name, cls in PARTITIONS.items()}
 
 
-def _own_partition(found: Any) -> type:
+def _user_partition(found: Any) -> type:
+    """A user's partition class with the field ``seed``."""
     if not (isinstance(found, type) and dataclasses.is_dataclass(found) and hasattr(found, "assign")):
         raise FedraxError(f"{found!r} is not a dataclass with the method assign(dataset, seed).")
     return _partition_class(found)
 
 
-def _own_model(found: Any) -> type:
+def _user_model(found: Any) -> type:
+    """A user's model class, or a class of the options of a user's function."""
     if isinstance(found, type) and dataclasses.is_dataclass(found) and hasattr(found, "build"):
         return found
     if not inspect.isfunction(found):
@@ -102,12 +105,12 @@ def _own_model(found: Any) -> type:
 
 
 COMPARISON_KEYS = ("compare", "seeds", "target", "grid", "search")
-"""Keys of a file that say how methods are compared, and nothing of a run."""
+"""Keys of a file that only comparisons use."""
 FILES = {".csv": "csv", ".tsv": "csv", ".npz": "npz"}
-"""The data set that reads files of a suffix."""
-DATA = ClassChoice("data set", _data_classes, _own_data, files=FILES)
-PARTITION = ClassChoice("partition", _partition_classes, _own_partition, keep=True)
-MODEL = ClassChoice("model", lambda: MODELS, _own_model)
+"""For suffixes of data files the name of the data set that reads them."""
+DATA = ClassChoice("data set", _data_classes, _user_data, files=FILES)
+PARTITION = ClassChoice("partition", _partition_classes, _user_partition, keep=True)
+MODEL = ClassChoice("model", lambda: MODELS, _user_model)
 
 
 @dataclass(frozen=True)
@@ -133,19 +136,19 @@ class Experiment:
     algorithm: Annotated[Algorithm, ALGORITHM] = dataclasses.field(default_factory=FedAvg)
     """The method."""
     normalize: bool = True
-    """Standardize images by their data set's mean and deviation a channel; without, pixels lie in [0, 1]."""
+    """Standardize each channel of images by the mean and deviation of the data set; otherwise pixels are in [0, 1]."""
     validation: float = 0.0
-    """Share of each client's training rows that is held out and evaluated on, in place of the test data."""
+    """Share of each client's training rows that is held out and replaces the test data."""
     run: Settings = dataclasses.field(default_factory=Settings)
     """Settings of the run."""
 
     def __repr__(self) -> str:
-        """A few lines: what is run on what."""
+        """Three lines: data and model, run settings, algorithm."""
         data, partition, model = DATA.name_of(self.data), PARTITION.name_of(self.partition), MODEL.name_of(self.model)
         clients = getattr(self.partition, "clients", None)
         of = "" if clients is None else f" among {clients:,} clients"
         return (
-            f"Experiment {self.name!r}: {self.method_name} on {data}, divided by {partition}{of}, model {model}\n"
+            f"Experiment {self.name!r}: {self.method_name} on {data}, partition {partition}{of}, model {model}\n"
             f"  {self.run.rounds} rounds with cohorts of {self.run.cohort_size}, seed {self.run.seed}\n"
             f"  {self.algorithm!r}"
         )
@@ -157,11 +160,11 @@ class Experiment:
 
     @property
     def method_name(self) -> str:
-        """The algorithm's name for people: without the file of one's own."""
+        """The algorithm's name for display, without the file of a user class."""
         return self.algorithm_name.rpartition(":")[2]
 
     def check(self) -> None:
-        """Refuse numbers out of their bounds and contradictions; raises FedraxError naming the key."""
+        """Raise FedraxError for values out of their bounds and for contradictory settings."""
         if not 0 <= self.validation < 1:
             raise FedraxError(f"validation must be a share in [0, 1), got {self.validation}")
         for part in ("model", "algorithm", "run", "partition"):
@@ -171,7 +174,17 @@ class Experiment:
 
 
 def from_table(table: Mapping[str, Any], source: str, folder: Path = Path(), trust: Trust = "beside") -> Experiment:
-    """The experiment that a table describes; messages open with ``source``, paths are relative to ``folder``."""
+    """The experiment of a table.
+
+    Args:
+        table: The table.
+        source: Prefix of messages.
+        folder: Folder to which paths are relative.
+        trust: Which user code the table may name.
+
+    Returns:
+        The checked experiment.
+    """
     if "compare" in table:
         raise FedraxError(
             f"{source} compares several algorithms ([[compare]]): use `fedrax compare` with it; in Python"
@@ -187,34 +200,34 @@ def from_table(table: Mapping[str, Any], source: str, folder: Path = Path(), tru
 
 
 def read(path: str | Path, trust: Trust | None = None) -> Experiment:
-    """The experiment of a TOML file, checked; ``trust`` says which code it may name, by default as `trust_in` does."""
+    """Read and check the experiment of a TOML file; ``trust``: which user code it may name, by default `trust_in`."""
     path = Path(path)
     return from_table(read_file(path), str(path), path.parent, trust or trust_in(path))
 
 
 def read_file(path: Path) -> TomlTable:
-    """The table of an experiment's TOML file; FedraxError for one that says nothing: its defaults are nobody's wish."""
+    """Read the TOML table of an experiment; raises FedraxError for one without any table, most likely a wrong file."""
     reader = FILES.get(path.suffix.lower())
     if reader is not None:
-        raise FedraxError(f"{path} is data, and no experiment: give it by --data {reader} --data.path {path}")
+        raise FedraxError(f"{path} is a data file, not an experiment: use --data {reader} --data.path {path}")
     table = read_table(path)
     if not set(table) - {"name", "normalize", "seeds", "target"}:
-        raise FedraxError(f"{path} says nothing of an experiment: no [data], [model], [algorithm], [run], ...")
+        raise FedraxError(f"{path} is not an experiment: it has no [data], [model], [algorithm], [run], ...")
     return table
 
 
 def to_table(experiment: Experiment) -> TomlTable:
-    """Every setting of the experiment, defaults included."""
+    """The table of all settings, including defaults."""
     return serialization.table_of(experiment, Experiment())
 
 
 def write(experiment: Experiment, path: str | Path) -> None:
-    """Write the complete TOML file, whole or not at all."""
+    """Write the complete TOML file atomically."""
     write_text(Path(path), tomlkit.dumps(to_table(experiment)))
 
 
 def load_federation(experiment: Experiment, data_dir: str | Path | None = None) -> Federation:
-    """Read the data and divide it among the clients. ``data_dir``: by default what FEDRAX_DATA names."""
+    """Read the data and partition it over clients; ``data_dir``: directory of data files, by default $FEDRAX_DATA."""
     name = DATA.name_of(experiment.data)
     options = {f.name: getattr(experiment.data, f.name) for f in dataclasses.fields(experiment.data)}
     if name in DATASETS:
@@ -224,34 +237,34 @@ def load_federation(experiment: Experiment, data_dir: str | Path | None = None) 
         if not isinstance(dataset, Dataset):
             raise FedraxError(f"{name} returned {type(dataset).__name__}, not a fedrax.data.Dataset.")
     federation = Federation.from_dataset(dataset, experiment.partition, experiment.partition.seed)
-    owners = dataset.train_clients
-    if owners is not None and isinstance(experiment.partition, Shards):  # that of those who have chosen none
-        came = f"warning: the data come with {len(np.unique(owners)):,} clients, and the partition shards"
-        note = f"{came} deals their rows out to others: --partition natural keeps them"
+    clients = dataset.train_clients
+    if clients is not None and isinstance(experiment.partition, Shards):  # the default, so maybe not intended
+        note = f"warning: the data have {len(np.unique(clients)):,} clients, and the partition shards assigns their"
+        note += " rows to other clients: --partition natural keeps them"
         federation = dataclasses.replace(federation, notes=(*federation.notes, note))
-    return held_out(experiment, federation)
+    return with_validation(experiment, federation)
 
 
-def held_out(experiment: Experiment, federation: Federation) -> Federation:
-    """The federation with the experiment's share of validation data in place of the test data, if it has one."""
+def with_validation(experiment: Experiment, federation: Federation) -> Federation:
+    """The federation with the experiment's share of validation data instead of test data, if it has one."""
     if not experiment.validation:
         return federation
     return hold_out(federation, experiment.validation, experiment.partition.seed)
 
 
 def make_task(experiment: Experiment, federation: Federation) -> Task:
-    """The model on the federation's inputs with the loss and the metrics of the experiment's ``[task]``.
+    """Build the model for the federation's inputs, with the loss and the metrics of the experiment's ``[task]``.
 
-    ``num_outputs`` of the model is the number of classes (one of a binary task), or of a regression's targets a sample
-    (its last axis).
+    ``num_outputs`` of the model is the number of classes (one for a binary task), or the number of targets of a
+    regression.
     """
     build = experiment.model.build
-    words = {"vocabulary": federation.vocabulary} if "vocabulary" in inspect.signature(build).parameters else {}
+    options = {"vocabulary": federation.vocabulary} if "vocabulary" in inspect.signature(build).parameters else {}
     outputs = experiment.task.outputs(federation)
-    made = build(input_shape=federation.train.x.shape[1:], num_outputs=outputs, **words)
+    made = build(input_shape=federation.train.x.shape[1:], num_outputs=outputs, **options)
     if isinstance(made, Task):
         if experiment.task != Auto():
-            raise FedraxError(f"{MODEL.name_of(experiment.model)} returns a Task of its own: leave [task] out.")
+            raise FedraxError(f"{MODEL.name_of(experiment.model)} returns a Task itself: leave [task] out.")
         return made
     if not isinstance(made, Model):
         name = MODEL.name_of(experiment.model)
@@ -262,6 +275,6 @@ def make_task(experiment: Experiment, federation: Federation) -> Task:
 
 
 def build(experiment: Experiment, data_dir: str | Path | None = None) -> tuple[Algorithm, Task, Federation]:
-    """What ``fedrax.simulate`` takes besides ``experiment.run``."""
+    """The algorithm, task and federation, which are the first arguments of ``fedrax.simulate``."""
     federation = load_federation(experiment, data_dir)
     return experiment.algorithm, make_task(experiment, federation), federation

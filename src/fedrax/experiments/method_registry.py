@@ -1,4 +1,4 @@
-"""The methods by name: every algorithm and wrapper of the package."""
+"""Registry of methods: all algorithms and wrappers of the package by name."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ KNOWN_AS = {
     "ldpfl": "clientdp with at = 'client'",
     "dpsgd": "sampledp",
 }
-"""Names of the field for what is an option here, lower case letters alone; docs/choosing.md has the table."""
-
+"""Methods of the literature that are options of methods here; keys in lower case. docs/choosing.md has the table."""
 
 _PACKAGES = (
     fedrax.algorithms,
@@ -57,13 +56,11 @@ _PACKAGES = (
     fedrax.privacy.mechanisms,
     fedrax.robust,
 )
+"""Packages whose modules have methods."""
 
 
 def algorithms() -> dict[str, type[Algorithm]]:
-    """Every algorithm of the package by its name; a new file in ``fedrax/algorithms`` is found by itself.
-
-    Names that begin with an underscore are not meant for users.
-    """
+    """All public algorithms by name, found by importing every module of the packages."""
     found: dict[str, type[Algorithm]] = {}
     for package in _PACKAGES:
         for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
@@ -74,7 +71,7 @@ def algorithms() -> dict[str, type[Algorithm]]:
 
 
 def find_algorithm(name: str) -> type[Algorithm]:
-    """The algorithm class called ``name`` (case does not matter); FedraxError with the nearest name otherwise."""
+    """The algorithm class called ``name``, ignoring case; raises FedraxError with the nearest name for others."""
     known = algorithms()
     if name.lower() not in known:
         raise unknown("algorithm", name, known)

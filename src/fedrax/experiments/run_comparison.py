@@ -291,7 +291,9 @@ def _run(
 
     @cache
     def held() -> TaskAndFederation:
-        return task, experiment.held_out(dataclasses.replace(first, validation=spec.search.validation), federation)
+        return task, experiment.with_validation(
+            dataclasses.replace(first, validation=spec.search.validation), federation
+        )
 
     if len(spec.methods) > 1:  # a single method is checked by its own run
         without_grid = [job for job in spec.runs({}) if job.spec.name not in spec.grids]

@@ -1,8 +1,8 @@
-"""Configuration objects from tables (what a TOML file holds) and back, for any nested dataclasses.
+"""Conversion of nested dataclasses to TOML tables and back.
 
-Reading is strict: an unknown key or name, or a value of the wrong type, is refused in a sentence that names the
-file, the table and the key. Writing is complete: reading what was written gives an equal object. A field that
-may be an object of several classes is a table whose key ``name`` chooses the class; ``"none"`` stands for None.
+Reading is strict: an unknown key or name, or a value of the wrong type, raises an error that names the file, the table
+and the key. Writing is complete: reading a written table gives an equal object. A field that may have one of several
+classes is a table whose key ``name`` chooses the class; ``"none"`` stands for None.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fedrax.files import below
 
 TomlTable = dict[str, Any]
 METHODS = ("algorithm", "inner")
-"""Keys of tables whose settings are kept where another name comes into them: those that methods share."""
+"""Keys of tables of methods, whose settings are kept when the name changes, because methods share them."""
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,27 @@ class ClassChoice:
     kind: str
     """What the classes are, for messages: "algorithm"."""
     classes: Callable[[], Mapping[str, type]]
-    """Name -> class."""
+    """Returns the classes by name."""
     adapt: Callable[[Any], type] | None = None
-    """Makes a class of what the user's own ``file.py:name`` holds; None where only known names are allowed."""
+    """Makes a class from the object at a user's ``file.py:name``; None if only known names are allowed."""
     keep: bool = False
-    """Whether another name, given on the command line, keeps those of the file's keys that it knows too."""
+    """Whether a name on the command line keeps the file's keys that the new class has, too."""
     known_as: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """What to write for names that others use."""
+    """For names of the literature what to write instead."""
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """The name that reads files of a suffix."""
+    """For suffixes of files the name of the class that reads them."""
 
     def find(self, name: str, folder: Path, trust: Trust = "beside") -> type:
-        """The class called ``name``; case, "-" and "_" do not matter. The user's own lie relative to ``folder``."""
+        """The class called ``name``, ignoring case, "-" and "_".
+
+        Args:
+            name: The name, or ``file.py:name`` of user code.
+            folder: Folder to which paths of user code are relative.
+            trust: Which user code may be imported.
+
+        Returns:
+            The class; raises FedraxError for an unknown one.
+        """
         classes = self.classes()
         if self.adapt is not None and ":" in name:
             where, found = import_named(name, folder, trust)
@@ -57,57 +66,59 @@ class ClassChoice:
                 raise FedraxError(
                     f"{where} has a parameter or field called name, the key that chooses the {self.kind}: rename it."
                 )
-            _OWN[cls] = where
+            _USER_CLASSES[cls] = where
             return cls
-        plain = {_squeezed(known): known for known in classes}
-        if _squeezed(name) in self.known_as:
-            raise FedraxError(f"the {self.kind} {name!r} is here {self.known_as[_squeezed(name)]}")
-        if _squeezed(name) not in plain:
+        plain = {_normalized(known): known for known in classes}
+        if _normalized(name) in self.known_as:
+            raise FedraxError(f"the {self.kind} {name!r} is here {self.known_as[_normalized(name)]}")
+        if _normalized(name) not in plain:
             raise self._unknown(name, classes)
-        return classes[plain[_squeezed(name)]]
+        return classes[plain[_normalized(name)]]
 
     def _unknown(self, name: str, classes: Mapping[str, type]) -> FedraxError:
-        """The error for a name that is none of the classes', which may be a file's."""
+        """The error for an unknown name, which may be the name of a file."""
         suffix = Path(name).suffix.lower()
         if suffix in self.files:
             return FedraxError(f"{name!r} is a file: the {self.kind} is {self.files[suffix]!r}, and its path {name!r}")
         if self.adapt is not None and suffix == ".py":
-            return FedraxError(f"{name!r} is a file: write {name}:NAME, of the {self.kind} in it")
+            return FedraxError(f"{name!r} is a file: write {name}:NAME with the name of the {self.kind} in it")
         return unknown(self.kind, name, classes)
 
     def knows(self, name: Any) -> bool:
-        """Whether it is the name of one of the classes."""
-        return isinstance(name, str) and _squeezed(name) in map(_squeezed, self.classes())
+        """Whether ``name`` is the name of a class."""
+        return isinstance(name, str) and _normalized(name) in map(_normalized, self.classes())
 
     def name_of(self, value: Any) -> str:
-        """The name under which ``find`` gives the class of ``value``."""
+        """The name for which ``find`` returns the class of ``value``."""
         for name, known in self.classes().items():
             if type(value) is known:
                 return name
-        own = own_name(type(value))
-        if own is not None:
-            return own
+        user_name = user_class_name(type(value))
+        if user_name is not None:
+            return user_name
         raise FedraxError(f"{type(value).__name__} cannot be written to a file: it is not a known {self.kind}.")
 
 
-_OWN: dict[type, str] = {}
-_FOR_NAME = ("class", "kind", "method", "type")
-"""Keys that other libraries' files choose by."""
+_USER_CLASSES: dict[type, str] = {}
+"""User classes that were imported, with their ``file.py:name``."""
+_NAME_SYNONYMS = ("class", "kind", "method", "type")
+"""Keys that files of other libraries use for ``name``."""
 
 
-def own_name(cls: type) -> str | None:
-    """Where the user's own class was found, with the path made absolute; None for those of the library."""
-    return _OWN.get(cls)
+def user_class_name(cls: type) -> str | None:
+    """The ``file.py:name`` of a user class, with an absolute path; None for classes of the library."""
+    return _USER_CLASSES.get(cls)
 
 
-def _squeezed(name: str) -> str:
+def _normalized(name: str) -> str:
+    """A name without separators, in lower case."""
     return re.sub("[-_ ]", "", name).lower()
 
 
 def names_another(base: Mapping[str, Any], table: Mapping[str, Any]) -> bool:
     """Whether both tables name a class, and not the same one."""
     first, second = base.get("name"), table.get("name")
-    return isinstance(first, str) and isinstance(second, str) and _squeezed(first) != _squeezed(second)
+    return isinstance(first, str) and isinstance(second, str) and _normalized(first) != _normalized(second)
 
 
 def snake_case(name: str) -> str:
@@ -115,63 +126,65 @@ def snake_case(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
-def own_algorithm(found: Any) -> type:
-    """What ``file.py:Class`` must be to serve as an algorithm."""
+def user_algorithm(found: Any) -> type:
+    """Check a user's object for an algorithm class."""
     if not (isinstance(found, type) and issubclass(found, Algorithm)):
         raise FedraxError(f"{getattr(found, '__name__', found)!r} is not a subclass of fedrax.Algorithm.")
     refuse_unfinished(found)
     return found
 
 
-ALGORITHM = ClassChoice("algorithm", algorithms, own_algorithm, keep=True, known_as=KNOWN_AS)
+ALGORITHM = ClassChoice("algorithm", algorithms, user_algorithm, keep=True, known_as=KNOWN_AS)
+"""The choice of a method."""
 
 
 def choice_of(field: Field) -> ClassChoice | None:
-    """The choice that a field offers, or None: marked so, an algorithm, or one of several (or no) dataclasses."""
+    """The choice of a field that is marked with one, is an algorithm, or has several (or optional) dataclasses."""
     marks = [mark for mark in field.marks if isinstance(mark, ClassChoice)]
     if marks:
         return marks[0]
     if field.classes == (Algorithm,):
         return ALGORITHM
-    concrete = [cls for cls in field.classes if not inspect.isabstract(cls)]  # a base class is no choice itself
+    concrete = [cls for cls in field.classes if not inspect.isabstract(cls)]
     known = {snake_case(cls.__name__): cls for cls in concrete if all(map(fits_file, fields_of(cls).values()))}
     if known and (len(field.kinds) > 1 or field.optional):
         kind = field.name.replace("_", " ")
         alike = len(field.classes) > 1 and acts_as(field.classes[0], field.classes)
         more = next((mark.classes for mark in field.marks if isinstance(mark, MoreClasses)), dict)
         return ClassChoice(
-            kind, lambda: known | dict(more()), partial(_own_part, kind, field.classes) if alike else None
+            kind, lambda: known | dict(more()), partial(_user_class, kind, field.classes) if alike else None
         )
     return None
 
 
-def _own_part(kind: str, classes: tuple[type, ...], found: Any) -> type:
-    """What ``file.py:Class`` must be to serve where one of ``classes`` does."""
+def _user_class(kind: str, classes: tuple[type, ...], found: Any) -> type:
+    """Check a user's object for a class with the interface that ``classes`` share."""
     if not (isinstance(found, type) and acts_as(found, classes)):
         known = ", ".join(sorted(cls.__name__ for cls in classes))
         raise FedraxError(
-            f"{getattr(found, '__name__', found)!r} is no {kind}: write a class with the decorator @hyperparameters and"
-            f" the methods that {known} have."
+            f"{getattr(found, '__name__', found)!r} cannot be the {kind}: write a class with the decorator"
+            f" @hyperparameters and the methods that {known} have."
         )
     refuse_unfinished(found)
     return found
 
 
-FROM_PYTHON = "give it from Python, or as a default of an algorithm of your own"
+FROM_PYTHON = "give it from Python, or as a default of your own algorithm"
+"""Remedy in messages about values that no file can hold."""
 
 
 def fits_file(field: Field) -> bool:
-    """Whether a file can say what the field holds."""
+    """Whether a file can hold a value of the field."""
     return field.plain or field.optional or choice_of(field) is not None
 
 
 def is_serializable(cls: type) -> bool:
-    """Whether a file can say all that a class holds."""
+    """Whether a file can hold all fields of a class."""
     return all(map(fits_file, fields_of(cls).values()))
 
 
 def defaults_of(cls: type, base: Any = None) -> dict[str, Any]:
-    """The value of each field where a table leaves it out: that of ``base`` if it is a ``cls``, else the class's."""
+    """The default of each field: its value in ``base`` if that is a ``cls``, otherwise the default of the class."""
     if type(base) is cls:
         return {field.name: getattr(base, field.name) for field in dataclasses.fields(cls)}
     made = {}
@@ -182,23 +195,23 @@ def defaults_of(cls: type, base: Any = None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Reader:
-    """Makes objects of tables. ``source`` opens every message; paths in the file are relative to ``folder``.
-
-    ``missing`` stands for values that a table must hold and does not; without it they are refused. ``trust`` says which
-    code the table may name.
-    """
+    """Makes objects from tables."""
 
     source: str
+    """Prefix of messages."""
     folder: Path
+    """Folder to which paths in the table are relative."""
     missing: Any = None
+    """Value of fields without a default that the table does not have; None raises an error for them."""
     trust: Trust = "beside"
+    """Which user code the table may name."""
 
     def error(self, path: str, message: str) -> FedraxError:
         """The error about the table or key at ``path``."""
         return FedraxError(f"{self.source}: {path + ': ' if path else ''}{message}")
 
     def fields(self, cls: type, table: Any, path: str, base: Any = None) -> Any:
-        """A ``cls`` from ``table``; what the table leaves out is as in ``base``, or as the class says."""
+        """A ``cls`` from ``table``; other fields are those of ``base``, or the defaults of the class."""
         if not isinstance(table, Mapping):
             raise self.error(path, f"a table of settings is needed here, not {table!r}.")
         fields, defaults = fields_of(cls), defaults_of(cls, base)
@@ -208,7 +221,7 @@ class Reader:
                 raise self.error(f"[{path}]" if path else "", _unknown_key(key, fields, defaults))
             at = f"{path}.{key}" if path else key
             values[key] = self.value(fields[key], value, at, defaults[key])
-        # Where one field stands instead of another, who gives it does not mean the other's default.
+        # a field that replaces another, such as steps and epochs, unsets the default of the other
         instead = {other: None for name, other in getattr(cls, "_instead", {}).items() if name in values}
         values = defaults | instead | values
         missing = [name for name, value in values.items() if value is MISSING]
@@ -219,7 +232,7 @@ class Reader:
         return cls(**values)
 
     def choice(self, choice: ClassChoice, table: Any, path: str, base: Any = None) -> Any:
-        """An object of the class that the table's ``name`` chooses; without a name of base's, or of the only one."""
+        """An object of the class that the table's ``name`` chooses; by default that of ``base``, or the only class."""
         if isinstance(table, str):
             table = {"name": table}
         if not isinstance(table, Mapping):
@@ -234,7 +247,7 @@ class Reader:
         elif dataclasses.is_dataclass(base) or len(choice.classes()) == 1:
             cls = type(base) if dataclasses.is_dataclass(base) else next(iter(choice.classes().values()))
             for key, value in table.items():
-                is_name = isinstance(value, str) and (key in _FOR_NAME or choice.knows(value))
+                is_name = isinstance(value, str) and (key in _NAME_SYNONYMS or choice.knows(value))
                 if is_name and key not in fields_of(cls):
                     raise self.error(f"[{path}]", f"the key that chooses the {choice.kind} is 'name', not {key!r}.")
         else:
@@ -242,7 +255,7 @@ class Reader:
         return self.fields(cls, {key: value for key, value in table.items() if key != "name"}, path, base)
 
     def value(self, field: Field, value: Any, path: str, base: Any = None) -> Any:
-        """``value`` as ``field`` asks, with whole numbers accepted as floats and strings as paths."""
+        """``value`` converted to the type of ``field``: integers to floats, strings to paths, tables to objects."""
         if value == "none" and field.optional:
             return None
         choice = choice_of(field)
@@ -263,7 +276,7 @@ class Reader:
         return made
 
     def _plain(self, field: Field, value: Any) -> Any:
-        """``value`` as the first alternative that it fits, paths before strings; MISSING if there is none."""
+        """``value`` converted to the first type of ``field`` that it fits, paths before strings; MISSING if none."""
         for kind in sorted(field.kinds, key=lambda kind: kind.type is not Path):
             if kind.type is Path and isinstance(value, str):
                 return below(self.folder, value)
@@ -278,7 +291,7 @@ class Reader:
 
 
 def _as_float(value: Any) -> float:
-    """A number of a file; one beyond all floats is infinite, which bounds refuse."""
+    """A number as a float, infinite if it is too large, which bounds reject."""
     try:
         return float(value)
     except OverflowError:
@@ -286,21 +299,21 @@ def _as_float(value: Any) -> float:
 
 
 def _unknown_key(key: str, fields: Mapping[str, Field], defaults: Mapping[str, Any]) -> str:
-    """The sentence about it, which names the places further in where there is such a key."""
-    inside = " or ".join(map(repr, _further_in(key, defaults)))
+    """The message about an unknown key, with the paths of nested tables that have such a key."""
+    inside = " or ".join(map(repr, _nested_paths(key, defaults)))
     return f"unknown key {key!r}; did you mean {inside}?" if inside else str(unknown("key", key, fields))
 
 
-def _further_in(key: str, values: Mapping[str, Any]) -> list[str]:
-    """The paths of the key in the tables among the values, the nearest ones."""
+def _nested_paths(key: str, values: Mapping[str, Any]) -> list[str]:
+    """The paths of a key in nested tables, those at the smallest depth."""
     objects = {name: v for name, v in values.items() if dataclasses.is_dataclass(v) and not isinstance(v, type)}
     tables = {name: {f.name: getattr(v, f.name) for f in dataclasses.fields(v)} for name, v in objects.items()}
     here = [f"{name}.{key}" for name, table in tables.items() if key in table]
-    return here or [f"{name}.{path}" for name, table in tables.items() for path in _further_in(key, table)]
+    return here or [f"{name}.{path}" for name, table in tables.items() for path in _nested_paths(key, table)]
 
 
 def replaced_by(path: str, value: Any) -> str | None:
-    """The path of the field of ``value`` in whose stead the one at ``path`` stands: of local.steps local.epochs."""
+    """The path of the field that the one at ``path`` replaces: ``local.epochs`` for ``local.steps``."""
     *parents, last = path.split(".")
     for parent in parents:
         value = getattr(value, parent, None)
@@ -315,7 +328,7 @@ def table_of(value: Any, base: Any = None) -> TomlTable:
         item, default = getattr(value, name), defaults[name]
         choice = choice_of(field)
         if item is default and (item is None or not (choice or field.plain)):
-            continue  # what a file cannot say is as the class has it
+            continue  # no file can hold it, and reading gives the default
         if item is None:
             table[name] = "none"
         elif dataclasses.is_dataclass(item):
@@ -327,7 +340,7 @@ def table_of(value: Any, base: Any = None) -> TomlTable:
 
 
 def plain(value: Any) -> Any:
-    """A scalar, path or list as a file holds it."""
+    """A scalar, path or list as a TOML value."""
     if isinstance(value, Path):
         return str(value.resolve())
     if isinstance(value, Enum):
@@ -343,10 +356,10 @@ def plain(value: Any) -> Any:
 
 @cache
 def options_class(function: Callable, given: tuple[str, ...], method: str) -> type:
-    """A frozen dataclass of a function's options: its parameters but for those ``given`` by the caller.
+    """A frozen dataclass of a function's options: its parameters except those ``given`` by the caller.
 
-    The type of a parameter without annotation is that of its default. The class's method of the name ``method``
-    calls the function with its options and those of the given arguments that the function takes.
+    The type of a parameter without annotation is that of its default. The method called ``method`` of the class calls
+    the function with the options and those of the given arguments that the function has.
     """
     hints = hints_of(function)
     parameters = inspect.signature(function).parameters

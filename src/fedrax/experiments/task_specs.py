@@ -1,12 +1,12 @@
-"""What a model is trained for, by name: the table ``[task]`` of an experiment.
+"""Tasks by name: the table ``[task]`` of an experiment.
 
     [task]
     name = "binary"
     metrics = ["auc", "f1"]
 
-``auto``, the default, is a classification where labels are classes and a regression where they are numbers. A task of
-the user's own is a function that gets ``model`` and, where it takes them, ``preprocess``, ``padding`` and
-``num_classes``, and returns a Task; its further parameters are keys of the table.
+``auto``, the default, is a classification for labels that are classes and a regression for labels that are numbers. A
+user's task is a function with the parameter ``model`` and, optionally, ``preprocess``, ``padding`` and ``num_classes``,
+that returns a Task; its other parameters are keys of the table.
 """
 
 from __future__ import annotations
@@ -27,44 +27,48 @@ from fedrax.metrics import METRICS, f1
 from fedrax.models import Model
 
 Metrics = tuple[Literal["auc", "f1", "r2"], ...]
+"""Names of whole-set metrics."""
 GIVEN = ("model", "preprocess", "padding", "num_classes")
+"""Parameters of a user's task function that are not keys of the table."""
 
 
 @dataclass(frozen=True)
-class _OfClasses:
-    """Options of labels that are classes."""
+class _ClassificationOptions:
+    """Options of tasks whose labels are classes."""
 
     metrics: Metrics = ()
-    """Metrics of all samples together besides: auc, f1."""
+    """Additional whole-set metrics: auc, f1."""
     positive: str | None = None
-    """Name of the class that f1 is of. By default the second of two classes, whose names are in sorted order; of more
-    classes f1 is the mean over them."""
+    """Name of the positive class of f1. By default the second of two classes in sorted order; for more classes f1 is
+    the mean over classes."""
 
 
 @dataclass(frozen=True)
-class Classification(_OfClasses):
+class Classification(_ClassificationOptions):
     """Cross entropy of a logit for each class; metric: accuracy."""
 
     def outputs(self, federation: Federation) -> int:
-        """A logit for each class."""
+        """The number of classes."""
         if federation.num_classes is None:
             raise FedraxError(f"a classification needs classes: the labels of {federation.name!r} are numbers")
         if federation.num_classes == 1:
             named = f", {federation.class_names[0]!r}" if federation.class_names else ""
-            raise FedraxError(f"there is nothing to tell apart: all labels of {federation.name!r} are one class{named}")
+            raise FedraxError(
+                f"a classification needs several classes: all labels of {federation.name!r} are one class{named}"
+            )
         return federation.num_classes
 
     def build(self, model: Model, federation: Federation, preprocess: Any) -> Task:
         """The task."""
-        return _with(tasks.classification(model, preprocess, federation.padding), self, federation)
+        return _with_metrics(tasks.classification(model, preprocess, federation.padding), self, federation)
 
 
 @dataclass(frozen=True)
-class Binary(_OfClasses):
-    """Logistic loss of one logit against two classes; metric: accuracy."""
+class Binary(_ClassificationOptions):
+    """Logistic loss of one logit for two classes; metric: accuracy."""
 
     def outputs(self, federation: Federation) -> int:
-        """A logit for each label."""
+        """One logit for each label of a sample."""
         if federation.num_classes != 2:
             found = "numbers" if federation.num_classes is None else f"{federation.num_classes} classes"
             raise FedraxError(f"the task binary needs two classes: the labels of {federation.name!r} are {found}")
@@ -73,7 +77,7 @@ class Binary(_OfClasses):
 
     def build(self, model: Model, federation: Federation, preprocess: Any) -> Task:
         """The task."""
-        return _with(tasks.binary_classification(model, preprocess), self, federation)
+        return _with_metrics(tasks.binary_classification(model, preprocess), self, federation)
 
 
 @dataclass(frozen=True)
@@ -81,10 +85,10 @@ class Regression:
     """Squared error; metric: mse."""
 
     metrics: Metrics = ()
-    """Metrics of all samples together besides: r2."""
+    """Additional whole-set metrics: r2."""
 
     def outputs(self, federation: Federation) -> int:
-        """A number for each target."""
+        """The number of targets."""
         if federation.num_classes is not None:
             raise FedraxError(
                 f"a regression needs numbers: the labels of {federation.name!r} are classes (of a CSV file,"
@@ -95,29 +99,30 @@ class Regression:
 
     def build(self, model: Model, federation: Federation, preprocess: Any) -> Task:
         """The task."""
-        return _with(tasks.regression(model, preprocess, federation.truth), self, federation)
+        return _with_metrics(tasks.regression(model, preprocess, federation.truth), self, federation)
 
 
 @dataclass(frozen=True)
-class Auto(_OfClasses):
-    """A classification where labels are classes, a regression where they are numbers; or the model's own loss."""
+class Auto(_ClassificationOptions):
+    """A classification for classes, a regression for numbers; or the loss that the model prescribes."""
 
     metrics: Metrics = ()
-    """Metrics of all samples together besides: auc, f1 of classes, r2 of numbers."""
+    """Additional whole-set metrics: auc, f1 for classes, r2 for numbers."""
 
     def outputs(self, federation: Federation) -> int:
-        """As the labels ask."""
-        return self._meant(federation).outputs(federation)
+        """The number of classes or targets."""
+        return self._task(federation).outputs(federation)
 
     def build(self, model: Model, federation: Federation, preprocess: Any) -> Task:
-        """The task; of a model that says which loss it wants, with that."""
+        """The task."""
         if model.loss == "value":
-            return _with(tasks.objective(model, preprocess, federation.truth), self, federation)
+            return _with_metrics(tasks.objective(model, preprocess, federation.truth), self, federation)
         if model.loss == "hinge" and federation.num_classes is not None:
-            return _with(tasks.margin(model, preprocess), self, federation)
-        return self._meant(federation).build(model, federation, preprocess)
+            return _with_metrics(tasks.margin(model, preprocess), self, federation)
+        return self._task(federation).build(model, federation, preprocess)
 
-    def _meant(self, federation: Federation) -> Classification | Regression:
+    def _task(self, federation: Federation) -> Classification | Regression:
+        """The task for the kind of labels."""
         if federation.num_classes is not None:
             return Classification(self.metrics, self.positive)
         if self.positive is not None:
@@ -125,17 +130,17 @@ class Auto(_OfClasses):
         return Regression(self.metrics)
 
 
-_OF_NUMBERS = {"r2"}
-"""The metrics of targets; all others are of classes."""
+_REGRESSION_METRICS = {"r2"}
+"""Metrics of numbers; all others are of classes."""
 
 
-def _with(task: Task, spec: Classification | Binary | Regression | Auto, federation: Federation) -> Task:
-    """The task with the metrics of all samples together, which must be of what the labels are."""
+def _with_metrics(task: Task, spec: Classification | Binary | Regression | Auto, federation: Federation) -> Task:
+    """The task with whole-set metrics; raises FedraxError for those that do not fit the labels."""
     classes = federation.num_classes is not None
-    odd = next((name for name in spec.metrics if (name in _OF_NUMBERS) == classes), None)
+    odd = next((name for name in spec.metrics if (name in _REGRESSION_METRICS) == classes), None)
     if odd is not None:
         found = "classes" if classes else "numbers"
-        raise FedraxError(f"the labels of {federation.name!r} are {found}, of which {odd} is no metric")
+        raise FedraxError(f"the labels of {federation.name!r} are {found}: {odd} is not a metric of {found}")
     whole_set, notes = {name: METRICS[name] for name in spec.metrics}, ()
     positive = None if isinstance(spec, Regression) else spec.positive
     if positive is not None and "f1" not in whole_set:
@@ -146,15 +151,15 @@ def _with(task: Task, spec: Classification | Binary | Regression | Auto, federat
             raise unknown(f"class of {federation.name}", positive, names)
         if positive is not None:
             whole_set["f1"] = partial(f1, positive=names.index(positive))
-        meant = names[1] if positive is None and len(names) == 2 else positive
+        chosen = names[1] if positive is None and len(names) == 2 else positive
         notes = (
-            f"f1 is {'the mean over the classes' if meant is None else f'of the class {meant!r}'} (task.positive)",
+            f"f1 is {'the mean over the classes' if chosen is None else f'of the class {chosen!r}'} (task.positive)",
         )
     return dataclasses.replace(task, whole_set=whole_set, notes=notes)
 
 
-def own_task(found: Any) -> type:
-    """What ``file.py:function`` must be to serve as a task."""
+def user_task(found: Any) -> type:
+    """A class of the options of a user's function that returns a Task."""
     if not inspect.isfunction(found):
         raise FedraxError(f"{found!r} is not a function that returns a fedrax.Task.")
     options = serialization.options_class(found, GIVEN, "call")
@@ -174,4 +179,4 @@ def own_task(found: Any) -> type:
 
 
 TASKS = {"auto": Auto, "binary": Binary, "classification": Classification, "regression": Regression}
-TASK = ClassChoice("task", lambda: TASKS, own_task)
+TASK = ClassChoice("task", lambda: TASKS, user_task)

@@ -1,9 +1,9 @@
-"""User code named in a file or on the command line: located, checked against what is trusted, imported.
+"""Import of user code that a file or the command line names, if it is trusted.
 
-Importing runs code, and files come from anywhere. So a name in a file may only mean a Python file in the folder of that
-file or below, or a package that registers an entry point of the group ``fedrax``; a name typed on the command line may
-be anywhere. While such a file is imported, it may import the modules in its folder. The experiment of a run directory
-runs no code unless ``--trust`` says so: it may have been sent by someone else.
+Importing runs code, and experiment files may come from other users. A name in a file may therefore only refer to a
+Python file in the folder of that file or below, or to a package that registers an entry point of the group ``fedrax``.
+A name on the command line may refer to any file. While a file is imported, it can import the modules in its folder. The
+experiment of a run directory imports no code without ``--trust``.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from fedrax.files import below
 Trust = Literal["typed", "beside", "none"]
 """typed: code from anywhere. beside: from the folder of the file and from registered packages. none: no code."""
 RUN_FILES = ("events.jsonl", "checkpoint", "environment.json")
-"""Files beside experiment.toml that make a directory that of a run."""
+"""Files beside experiment.toml by which a run directory is recognized."""
 _allowed: set[str] = set()
-"""Code that has been trusted in this process, where an experiment is read more than once."""
+"""Code that has been trusted in this process, since an experiment may be read several times."""
 _modules: set[str] = set()
 """Names of the modules of user code."""
 _executed_files: dict[Path, types.ModuleType] = {}
@@ -96,11 +96,12 @@ def traceback_of(error: BaseException) -> str | None:
 
 
 def _check_trust(source: str, path: Path | None, folder: Path, trust: Trust) -> None:
+    """Raise FedraxError for code that is not trusted."""
     if trust == "typed":
         return
     if trust == "none":
         raise FedraxError(
-            f"the experiment of a run directory names code, {source}, that may not be yours: read that code, then add"
+            f"the experiment of a run directory names code, {source}, that may be of another user: read it, then add"
             " --trust to fedrax resume, or copy experiment.toml into the folder of the code and run that file"
         )
     if path is None:
@@ -111,11 +112,11 @@ def _check_trust(source: str, path: Path | None, folder: Path, trust: Trust) -> 
                 " beside the experiment, or give the name on the command line"
             )
     elif not path.is_relative_to(folder):
-        raise FedraxError(f"{path} lies outside of {folder}: move it there, or give the name on the command line")
+        raise FedraxError(f"{path} is outside of {folder}: move it there, or give the name on the command line")
 
 
 @contextmanager
-def _beside(folder: Path) -> Iterator[None]:
+def _folder_importable(folder: Path) -> Iterator[None]:
     """Let user code import the modules in its folder while it is imported.
 
     Modules of other folders with the same names are removed from ``sys.modules`` meanwhile.
@@ -138,7 +139,7 @@ def _beside(folder: Path) -> Iterator[None]:
 
 
 def _has_module(name: str, folder: Path) -> bool:
-    """Whether a folder has a module of that name, or its package."""
+    """Whether a folder has a module of this name, or its package."""
     top = name.partition(".")[0]
     return (folder / f"{top}.py").is_file() or (folder / top).is_dir()
 
@@ -151,6 +152,7 @@ def _is_in(name: str, folder: Path) -> bool:
 
 
 def _import_file(path: Path) -> types.ModuleType:
+    """Import a file, or return the module if it was imported before."""
     with _importing:
         if path not in _executed_files:
             _executed_files[path] = _executed(path)
@@ -158,6 +160,7 @@ def _import_file(path: Path) -> types.ModuleType:
 
 
 def _executed(path: Path) -> types.ModuleType:
+    """Execute a file as a module."""
     if not path.is_file():
         raise FedraxError(f"there is no file {path}.")
     spec = importlib.util.spec_from_file_location(f"fedrax_own_{abs(hash(path))}", path)
@@ -165,15 +168,15 @@ def _executed(path: Path) -> types.ModuleType:
         raise FedraxError(f"{path} is not a Python file.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
-    with _beside(path.parent):
+    with _folder_importable(path.parent):
         spec.loader.exec_module(module)
     return module
 
 
 def trust_in(file: Path) -> Trust:
-    """Which code an experiment's file may name: none in a run directory, which may come from someone else.
+    """Which code an experiment's file may name: none in a run directory, which may come from another user.
 
-    A file counts as that of a run directory by its name and the files beside it.
+    A run directory is recognized by the name of the file and the files beside it.
     """
     in_run = file.name == "experiment.toml" and any(os.path.lexists(file.parent / name) for name in RUN_FILES)
     return "none" if in_run else "beside"

@@ -94,7 +94,7 @@ def _value(trial: Any, path: str, values: tuple[Any, ...] | SearchRange) -> Any:
     """The value that Optuna proposes for a path."""
     if not isinstance(values, SearchRange):
         return values[trial.suggest_categorical(path, range(len(values)))]
-    if values.whole:
+    if values.is_integer:
         return trial.suggest_int(path, values.low, values.high, log=values.log)
     found = trial.suggest_float(path, values.low, values.high, log=values.log)
     return min(max(float(f"{found:.{DIGITS}g}"), values.low), values.high)

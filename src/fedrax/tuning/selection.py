@@ -1,4 +1,4 @@
-"""Grid search: run every point of a grid of hyper-parameters and choose the best by validation data."""
+"""Grid search: run every point of a grid of hyper-parameters and select the best by validation data."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class SearchRange:
     """Whether values are uniform in their logarithm."""
 
     @property
-    def whole(self) -> bool:
+    def is_integer(self) -> bool:
         """Whether its values are integers."""
         return isinstance(self.low, int) and isinstance(self.high, int)
 
-    def place(self, value: float) -> float:
+    def position(self, value: float) -> float:
         """The relative position of a value, from 0 (``low``) to 1 (``high``), on the range's scale."""
         low, high, at = (math.log(v) if self.log else v for v in (self.low, self.high, value))
         return (at - low) / (high - low)
@@ -80,10 +80,10 @@ class SearchResult:
     def best(self) -> Trial:
         """The trial with the best value; where all diverged, the one that ran the most rounds."""
         sign = 1 if self.lower_is_better else -1
-        sound = [trial for trial in self.trials if trial.value is not None]
-        if not sound:
+        finished = [trial for trial in self.trials if trial.value is not None]
+        if not finished:
             return max(self.trials, key=lambda trial: trial.rounds)
-        return min(sound, key=lambda trial: sign * trial.value)  # type: ignore[operator]
+        return min(finished, key=lambda trial: sign * trial.value)  # type: ignore[operator]
 
     def at_ends(self) -> list[str]:
         """Find hyper-parameters whose best value is the smallest or largest tried: values beyond it may be better.
@@ -103,8 +103,8 @@ class SearchResult:
             ``"smallest"`` or ``"largest"`` where it is at or near that end, otherwise None.
         """
         if path in self.ranges:
-            place = self.ranges[path].place(self.best.point[path])
-            near = "smallest" if place < NEAR else "largest" if place > 1 - NEAR else None
+            position = self.ranges[path].position(self.best.point[path])
+            near = "smallest" if position < NEAR else "largest" if position > 1 - NEAR else None
             return None if self.best.value is None else near
         values = {trial.point[path] for trial in self.trials if _is_number(trial.point[path])}
         best = self.best.point[path]
@@ -214,12 +214,12 @@ def tune(
 
 
 def selection_metric(task: Task, name: str | None) -> str:
-    """The metric to choose by: ``name``, or by default accuracy, or the loss where the task has no accuracy."""
+    """The metric of the search: ``name``, or by default accuracy, or the loss if the task has no accuracy."""
     known = ("loss", *task.metrics, *task.whole_set)
     if name is None:
         return "accuracy" if "accuracy" in known else "loss"
     if name not in known:
-        raise unknown("metric to choose by:", name, known)
+        raise unknown("metric of the search:", name, known)
     return name
 
 
@@ -228,10 +228,10 @@ def make_trial(point: Mapping[str, Any], runs: Sequence[tuple[Sequence[Event], b
     rounds = min(len(events) for events, _ in runs)
     if any(diverged for _, diverged in runs):
         return Trial(point, None, rounds)
-    key = f"test_{metric}"  # the validation samples take the place of the test data
+    key = f"test_{metric}"  # of the validation data, which replace the test data
     finals = [next((event[key] for event in reversed(events) if key in event), None) for events, _ in runs]
     if None in finals:
-        raise FedraxError(f"the runs report no {metric} to choose by")
+        raise FedraxError(f"the runs do not report {metric}, the metric of the search")
     return Trial(point, math.fsum(finals) / len(finals), rounds)  # type: ignore[arg-type]
 
 
@@ -251,6 +251,7 @@ def with_values(config: Any, point: Mapping[str, Any]) -> Any:
 
 
 def _replaced(config: Any, names: list[str], value: Any, path: str) -> Any:
+    """A copy of a configuration with one field replaced."""
     if not dataclasses.is_dataclass(config):
         raise FedraxError(f"the grid's {path}: {config!r} has no settings")
     if names[0] not in fields_of(type(config)):  # type: ignore[arg-type]
@@ -261,4 +262,5 @@ def _replaced(config: Any, names: list[str], value: Any, path: str) -> Any:
 
 
 def _is_number(value: Any) -> bool:
+    """Whether a value is a number, not a boolean."""
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,8 +1,8 @@
-"""Many runs that differ in float hyper-parameters and seeds, as one compiled program.
+"""Runs that differ in float hyper-parameters and seeds, as one compiled program.
 
-Float hyper-parameters are inputs of the program, so a grid of them is one ``vmap``: the runs of one seed share
-cohorts and batches, which are then drawn once, and a data row is read once for the whole grid. Seeds follow one
-another inside the same call; the grid is spread over the devices.
+Float hyper-parameters are inputs of the program, so a grid of them is one ``vmap``: the runs of one seed share cohorts
+and mini-batches, which are drawn once, and a row of data is read once for the whole grid. Seeds run one after another
+inside the same call; the grid is sharded over the devices.
 """
 
 from __future__ import annotations
@@ -112,25 +112,25 @@ def sweep(
         make_mesh(settings.devices)  # that there are so many
         one = [dataclasses.replace(settings, seed=seed, devices=1) for seed in seeds]
         setups = [prepare(algorithms[0], task, federation, each) for each in one]
-        apart = _apart(setups[0])
-        if apart and mode == "vectorized":
-            raise FedraxError(f"vectorized runs {apart}, or use mode='sequential'")
-        if mode == "vectorized" or (mode == "auto" and _pays(algorithms, setups[0], len(seeds), settings.devices)):
+        obstacle = _obstacle(setups[0])
+        if obstacle and mode == "vectorized":
+            raise FedraxError(f"vectorized runs {obstacle}, or use mode='sequential'")
+        if mode == "vectorized" or (mode == "auto" and _is_faster(algorithms, setups[0], len(seeds), settings.devices)):
             for algorithm in algorithms:
                 check(algorithm)
-            with _line(progress) as line:
+            with _progress_line(progress) as line:
                 return _VectorizedRuns(algorithms, setups, federation, settings.devices).run(line)
     count, results = len(algorithms) * len(seeds), []
-    with _line(progress) as line:
+    with _progress_line(progress) as line:
         for i, (algorithm, seed) in enumerate(itertools.product(algorithms, seeds), 1):
-            seen = [] if line is None else [ProgressSink(f"{type(algorithm).__name__} ({i}/{count})", line)]
-            results.append(_alone(algorithm, task, federation, dataclasses.replace(settings, seed=seed), seen))
+            sinks = [] if line is None else [ProgressSink(f"{type(algorithm).__name__} ({i}/{count})", line)]
+            results.append(_run_one(algorithm, task, federation, dataclasses.replace(settings, seed=seed), sinks))
     return [results[i : i + len(seeds)] for i in range(0, count, len(seeds))]
 
 
 @contextmanager
-def _line(progress: bool) -> Iterator[ProgressLine | None]:
-    """A progress line where one is asked for and visible; it is removed at the end, also after an error."""
+def _progress_line(progress: bool) -> Iterator[ProgressLine | None]:
+    """A progress line if requested and visible; it is removed at the end, also after an error."""
     line = ProgressLine() if progress and progress_is_visible() else None
     try:
         yield line
@@ -140,21 +140,21 @@ def _line(progress: bool) -> Iterator[ProgressLine | None]:
 
 
 def resolve_seeds(seeds: Sequence[int] | None, settings: Settings | None, options: SettingsOptions) -> Sequence[int]:
-    """The seeds of several runs; raises FedraxError where both ``seeds`` and ``seed`` are given."""
+    """The seeds of several runs; raises FedraxError if both ``seeds`` and ``seed`` are given."""
     if seeds is not None and "seed" in options:
         raise FedraxError("seeds and seed are both given: leave seed out")
     return (changed_settings(settings, options).seed,) if seeds is None else seeds
 
 
-def _apart(setup: Setup) -> str | None:
-    """Why these settings exclude vectorized runs, and the remedy; None where they do not."""
+def _obstacle(setup: Setup) -> str | None:
+    """Why these settings exclude vectorized runs, with the remedy; None if they do not."""
     settings = setup.settings
     if settings.target is not None:
         return "cannot stop at a target: leave the target out"
     if settings.epsilon_budget is not None:
         return "cannot stop at a budget: leave epsilon_budget out"
     if setup.planner.sampler.adaptive:
-        return "sample each run's cohorts by what its clients report: choose another participation"
+        return "share their cohorts, and an adaptive policy samples them for each run: choose another participation"
     if ENGINES[setup.plan] is not Engine:
         return f"are one compiled program, and plan {setup.plan} is not: leave the plan out"
     if setup.streamed or setup.spilled:
@@ -162,15 +162,16 @@ def _apart(setup: Setup) -> str | None:
     return None
 
 
-def _pays(algorithms: Sequence[Algorithm], setup: Setup, seeds: int, devices: int | None) -> bool:
+def _is_faster(algorithms: Sequence[Algorithm], setup: Setup, seeds: int, devices: int | None) -> bool:
+    """Whether vectorized runs are possible, fit into memory and are probably faster."""
     same = len({(jax.tree.structure(a), *map(jnp.shape, jax.tree.leaves(a))) for a in algorithms}) == 1
-    if not same or _apart(setup) is not None:
+    if not same or _obstacle(setup) is not None:
         return False
     small = setup.info.parameters <= _SMALL or jax.default_backend() != "cpu"
-    return small and _fit(setup, len(algorithms), seeds, devices)
+    return small and _fits_memory(setup, len(algorithms), seeds, devices)
 
 
-def _fit(setup: Setup, count: int, seeds: int, devices: int | None) -> bool:
+def _fits_memory(setup: Setup, count: int, seeds: int, devices: int | None) -> bool:
     """Whether the devices have memory for ``count`` vectorized algorithms and the states of all their seeds."""
     mesh = _mesh(devices, count)
     account, lanes = MemoryBudget.of(mesh), -(-count // mesh.devices.size)
@@ -182,24 +183,24 @@ def _fit(setup: Setup, count: int, seeds: int, devices: int | None) -> bool:
 
 
 def _mesh(devices: int | None, count: int) -> Mesh:
-    """The devices over which ``count`` vectorized algorithms are spread."""
+    """The devices over which ``count`` vectorized algorithms are sharded."""
     return make_mesh(min(devices or len(jax.devices()), count))
 
 
 def should_vectorize(
     algorithms: Sequence[Algorithm], task: Task, federation: Federation, settings: Settings, seeds: int = 1
 ) -> bool:
-    """Whether ``sweep(mode="auto")`` would vectorize these algorithms with so many seeds."""
+    """Whether ``sweep(mode="auto")`` would vectorize these algorithms with this number of seeds."""
     use_all_cores()
     if len(algorithms) < 2:
         return False
     with arithmetic(settings.dtype):
         setup = prepare(algorithms[0], task, federation, dataclasses.replace(settings, devices=1))
-        return _pays(algorithms, setup, seeds, settings.devices)
+        return _is_faster(algorithms, setup, seeds, settings.devices)
 
 
 def program_keys(algorithm: Algorithm, task: Task, federation: Federation, settings: Settings) -> tuple[str, str]:
-    """(cache key of a run's program: everything static; digests of the program, of evaluation and starting values)."""
+    """(cache key of a run's program: everything static; digests of the program, evaluation and initial parameters)."""
     use_all_cores()
     with arithmetic(settings.dtype):
         known = prepare(algorithm, task, federation, settings, directory=Path()).identity or {}
@@ -207,9 +208,10 @@ def program_keys(algorithm: Algorithm, task: Task, federation: Federation, setti
     return f"{form_of(algorithm)} {settings_in(known)}", computed
 
 
-def _alone(
+def _run_one(
     algorithm: Algorithm, task: Task, federation: Federation, settings: Settings, sinks: Sequence[Sink]
 ) -> Result:
+    """One run; the partial result if it diverges."""
     try:
         return simulate(algorithm, task, federation, settings, sinks=sinks, progress=False)
     except NonFiniteError as error:
@@ -218,10 +220,9 @@ def _alone(
 
 
 class _VectorizedRuns:
-    """All runs as one program: seeds [Z] in a loop, algorithms [G] under ``vmap`` and spread over the devices.
+    """All runs as one program: seeds [Z] in a loop, algorithms [G] under ``vmap``, sharded over the devices.
 
-    A lane is one run. Its block of rounds is that of a single run; the host handles each lane's events as it does
-    for a single run.
+    A lane is one run. Its block of rounds is that of a single run, and the host makes its events as for a single run.
     """
 
     def __init__(
@@ -235,17 +236,19 @@ class _VectorizedRuns:
         self.personal_metrics: dict[tuple[int, int], PersonalMetrics | None] = {}
         mesh = _mesh(devices, self.count)
         devices = mesh.devices.size
-        spare = -self.count % devices
-        self.stacked, self.width = _stack(list(algorithms) + [algorithms[-1]] * spare), self.count + spare
-        program, everywhere = setups[0].engine.program, NamedSharding(mesh, P())
-        self.samples = jax.device_put(setups[0].samples, everywhere)  # read in place where devices can
+        padding = -self.count % devices
+        self.stacked, self.width = _stack(list(algorithms) + [algorithms[-1]] * padding), self.count + padding
+        program, replicated = setups[0].engine.program, NamedSharding(mesh, P())
+        self.samples = jax.device_put(setups[0].samples, replicated)  # no copy on CPU devices
         self.evaluators = make_evaluators(setups[0].task, self.settings, federation, mesh, self.samples)
         grid = vmap(partial(run_block, program, None), in_axes=(0, 0, None, None, None, None, 0))
 
         def on_device(
             algorithms: Algorithm, carry: Carry, samples: Tree, keys: Array, xs: Any, rounds: Array, alive: Array
         ) -> tuple:
-            one_seed = lambda c: grid(algorithms, c[0], samples, c[1], c[2], rounds, c[3])  # noqa: E731
+            def one_seed(c: tuple) -> tuple:
+                return grid(algorithms, c[0], samples, c[1], c[2], rounds, c[3])
+
             return jax.lax.map(one_seed, (carry, keys, xs, alive))
 
         lanes = P(None, CLIENT_AXIS)
@@ -261,8 +264,8 @@ class _VectorizedRuns:
         where = f"{devices} device{'s' * (devices > 1)}"
         self.plan = f"vectorized: {self.count} x {len(setups)} runs in one program on {where}"
 
-    def _fresh(self) -> tuple[Carry, ClientRecord]:
-        """(state before the first round, initial client state) of every lane."""
+    def _initial(self) -> tuple[Carry, ClientRecord]:
+        """(state before the first round, initial client state) of all lanes."""
         rows = max(setup.planner.capacity for setup in self.setups)
 
         def start(algorithm: Algorithm, params: Tree, statistics: Tree) -> tuple[Carry, ClientRecord]:
@@ -270,17 +273,17 @@ class _VectorizedRuns:
             store = jax.tree.map(lambda a: jnp.broadcast_to(a, (rows, *jnp.shape(a))), initial)
             return Carry(algorithm.init(params, self.setups[0].info.num_clients), statistics, store), initial
 
-        begin = jax.tree.map(lambda *x: jnp.stack(x), *[(setup.params, setup.statistics) for setup in self.setups])
+        of_seeds = jax.tree.map(lambda *x: jnp.stack(x), *[(setup.params, setup.statistics) for setup in self.setups])
         over_algorithms = jax.vmap(start, (0, None, None))
-        return jax.vmap(over_algorithms, (None, 0, 0))(self.stacked, *begin)
+        return jax.vmap(over_algorithms, (None, 0, 0))(self.stacked, *of_seeds)
 
     def run(self, line: ProgressLine | None) -> list[list[Result]]:
         """Run all rounds of all runs, with the evaluations of the settings."""
         name = f"{self.count * len(self.setups)} runs of {type(self.algorithms[0]).__name__}"
         total, every = self.settings.rounds, self.settings.eval_every
-        carry, initial = self._fresh()
+        carry, initial = self._initial()
         self.initial = jax.tree.map(np.asarray, initial)
-        carry = jax.device_put(carry, self._lanes)  # where a block leaves it, or the second would compile anew
+        carry = jax.device_put(carry, self._lanes)  # the sharding of a block's output, to avoid a recompilation
         keys = jnp.stack([setup.key for setup in self.setups])
         events: list[list[list[Event]]] = [[[] for _ in self.setups] for _ in range(self.count)]
         alive = np.ones((len(self.setups), self.width), bool)
@@ -307,7 +310,7 @@ class _VectorizedRuns:
     def _extend(
         self, events: list[Event], z: int, g: int, records: dict, xs: Rounds, took: float, carry: Carry | None
     ) -> None:
-        """Append the events of a block of one lane; evaluate it where ``carry`` (of all lanes) is given."""
+        """Append the events of a block of one lane, and evaluate it if ``carry`` (of all lanes) is given."""
         if events and events[-1].get("diverged"):
             return
         sound = records["sound"]
@@ -327,6 +330,7 @@ class _VectorizedRuns:
             events.append({"round": len(events) + 1, "diverged": True})
 
     def _result(self, events: list[Event], carry: Carry, z: int, g: int) -> Result:
+        """The result of a lane."""
         diverged, ledger, setup = bool(events[-1].get("diverged")), self.ledgers[g][z], self.setups[z]
         mine = jax.tree.map(lambda a: a[z, g], carry)
         initial = jax.tree.map(lambda a: a[z, g], self.initial)
@@ -346,6 +350,7 @@ class _VectorizedRuns:
 
 
 def _stack(algorithms: Sequence[Algorithm]) -> Algorithm:
+    """Algorithms with stacked leaves."""
     return jax.tree.map(lambda *leaves: jnp.stack([_as_input(leaf) for leaf in leaves]), *algorithms)
 
 
