@@ -37,7 +37,7 @@ class Arrivals:
 
     Example:
         >>> one = np.array([0])
-        >>> fedrax.participation.Arrivals([one, one], [one + 1, one + 5], np.array([0.5, 2.0])).longest_awaited
+        >>> fedrax.participation.Arrivals([one, one], [one + 1, one + 5], np.array([0.5, 2.0])).longest_delay_in_run
         1
     """
 
