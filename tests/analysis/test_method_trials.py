@@ -217,7 +217,7 @@ def test_a_model_with_running_statistics_is_tried_and_not_measured(capsys, monke
     ]
     assert cli.main([*flags, "--tune", "always"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("not measured   a model with running statistics")
+    assert shown.startswith("not measured   models with running statistics")
     assert "\ntrials " in shown and "picture" not in shown
     assert cli.main([*flags, "--tune", "never", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)

@@ -247,14 +247,14 @@ def test_light_operations_of_layers_that_differ_by_numbers_are_taken_together(se
     ("operation", "words"),
     [
         (spent(10.0, flops=0.6e9), "only less arithmetic"),
-        (spent(0.1), "larger batch"),
+        (spent(0.1), "larger mini-batch"),
         (spent(0.1, looped=True), "steps of a sequence"),
         (spent(10.0, side=3), "Fewer than 16 channels"),
         (spent(10.0), None),
-        (spent(10.0, "block/GroupNorm_0", "reduction", flops=0), "norm passes"),
+        (spent(10.0, "block/GroupNorm_0", "reduction", flops=0), "norm reads"),
         (spent(10.0, "pool", "pooling", flops=0), "every entry of every window"),
-        (spent(10.0, "conv", "depthwise convolution", flops=0), "Each channel alone"),
-        (spent(10.0, "embed", "scatter", flops=0), "as large as its table"),
+        (spent(10.0, "conv", "depthwise convolution", flops=0), "Depthwise convolutions have little"),
+        (spent(10.0, "embed", "scatter", flops=0), "size of its table"),
         (spent(10.0, "relu", "pass", flops=0), "Far slower than memory"),
         (spent(10.0, "top", "sort", flops=0), "jax.lax.top_k"),
         (spent(10.0, "mixing", "Fourier transform", flops=0), None),
@@ -270,7 +270,7 @@ def test_advice_for_an_operation(setup: Setup, operation: OperationTime, words: 
 @pytest.mark.parametrize(
     ("kinds", "advice"),
     [
-        ({"small": 9.0, "host": 1.0}, "larger batch"),
+        ({"small": 9.0, "host": 1.0}, "larger mini-batch"),
         ({"products": 8.0, "waiting": 2.0}, "different sizes"),
         ({"evaluation": 6.0, "gather": 4.0}, "run.eval_every"),
         ({"exchange": 6.0}, "more clients"),

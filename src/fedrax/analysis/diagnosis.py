@@ -170,7 +170,7 @@ class Diagnosis:
 
 
 def no_progress(done: int, total: int) -> None:
-    """Show nothing."""
+    """Ignore the progress."""
 
 
 def diagnose(
@@ -217,9 +217,9 @@ def diagnose(
 
 
 def settings_of_measurement(settings: Settings, eval_every: int) -> Settings:
-    """Settings of a run that ends after its rounds, evaluates the task's metrics alone and samples uniform cohorts.
+    """Settings of a run without early stopping, with the task's metrics as its only evaluation.
 
-    Asynchronous participation is replaced, since most methods wait for all clients of a cohort.
+    Asynchronous participation is replaced by uniform sampling, since most methods wait for all clients of a cohort.
     """
     unset = {"target": None, "epsilon_budget": None, "eval_train": False, "per_client": False, "finetune": None}
     asynchronous = isinstance(settings.participation, Asynchronous)
@@ -230,7 +230,8 @@ def settings_of_measurement(settings: Settings, eval_every: int) -> Settings:
 def _diagnosed(
     task: Task, federation: Federation, settings: Settings, local: LocalSGD, progress: Callable[[int, int], None]
 ) -> Diagnosis:
-    if local.batch_size != "full":  # a mini-batch holds at most all samples of a client
+    """Run FedAvg, measure along its trajectory and fit the constants."""
+    if local.batch_size != "full":  # a mini-batch has at most all samples of a client
         local = dataclasses.replace(local, batch_size=min(local.batch_size, int(federation.sizes.max())))
     measured = _subsampled_clients(federation, settings.seed)
     sizes = measured.sizes.astype(float)
@@ -253,7 +254,7 @@ def _diagnosed(
     points = [point for point, is_zero in zip(found, zero, strict=True) if not is_zero]
     skipped = tuple(point.round for point, is_zero in zip(found, zero, strict=True) if is_zero)
     if not points:
-        raise FedraxError("the mean gradient is zero all along the run: there is nothing to compare clients with")
+        raise FedraxError("the mean gradient is zero in all measured rounds: no ratio to it exists")
     for point in points:
         if not np.isfinite(dataclasses.astuple(point)).all():
             raise FedraxError(
@@ -358,7 +359,7 @@ def _subsampled_clients(federation: Federation, seed: int) -> Federation:
 
 
 def _subsampled_rows(federation: Federation, seed: int) -> np.ndarray:
-    """Rows of each client to take single gradients of, [N, m], -1 where it has fewer."""
+    """Rows of samples of each client for per-sample gradients, [N, m], -1 if a client has fewer."""
     rng, most = numpy_generator(seed, "samples to measure"), min(SAMPLES_EACH, int(federation.sizes.max()))
     rows = np.full((federation.num_clients, most), -1)
     for i, (low, size) in enumerate(zip(federation.offsets[:-1], federation.sizes, strict=True)):

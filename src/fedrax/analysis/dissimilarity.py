@@ -23,12 +23,8 @@ from fedrax.simulation.round import Keys, Program, Rounds, client_data, client_t
 from fedrax.tree import Tree
 from fedrax.xla import CodeFingerprint, optimize
 
-AT_ONCE = 32
+CHUNK = 32
 """Per-sample gradients computed in one vmap: their memory is this many times that of the parameters."""
-
-MIXING = (
-    "a model with running statistics mixes the samples of a mini-batch: a client has no gradient of its own to measure"
-)
 
 
 class ClientGradients(NamedTuple):
@@ -71,12 +67,12 @@ class RunningVariance(NamedTuple):
 
     @classmethod
     def none(cls, like: Tree) -> RunningVariance:
-        """Of an empty stream."""
+        """The state of an empty stream."""
         return cls(jnp.zeros(()), tree.zeros_like(like), jnp.zeros(()))
 
     @classmethod
     def of_rows(cls, rows: Tree, valid: Array) -> RunningVariance:
-        """Of the rows [n, ...] where ``valid`` [n] is true."""
+        """The state of the rows [n, ...] where ``valid`` [n] is true."""
         count = jnp.sum(valid).astype(float)
 
         def mask(a: Array) -> Array:
@@ -87,14 +83,14 @@ class RunningVariance(NamedTuple):
         return cls(count, mean, tree.dot(left, left))
 
     def joined(self, other: RunningVariance) -> RunningVariance:
-        """Of both streams together."""
+        """The state of both streams together."""
         count, between = self.count + other.count, tree.sub(other.mean, self.mean)
         share = other.count / _or_one(count)
         squares = self.squares + other.squares + self.count * share * tree.dot(between, between)
         return RunningVariance(count, tree.add_scaled(self.mean, share, between), squares)
 
     def with_one(self, one: Tree, weight: Array) -> RunningVariance:
-        """With one more pytree."""
+        """The state with one more pytree."""
         return self.joined(RunningVariance(weight, one, jnp.zeros(())))
 
     @property
@@ -104,6 +100,7 @@ class RunningVariance(NamedTuple):
 
 
 def _or_one(count: Array) -> Array:
+    """``count``, or 1 to divide by if it is zero."""
     return jnp.where(count > 0, count, 1)
 
 
@@ -130,7 +127,10 @@ class ClientProbe:
         reduction: Reduction = "mean",
     ):
         if task.loss_and_statistics is not None:
-            raise FedraxError(MIXING)
+            raise FedraxError(
+                "models with running statistics cannot be measured, since the gradient of a sample depends on its"
+                " mini-batch: use group norm instead of batch norm"
+            )
         self.federation, self.loss = federation, task.evaluation_loss
         self.reduction: Reduction = reduction
         self.weights = jnp.asarray(np.ones(federation.num_clients) if weights is None else weights, float)
@@ -181,6 +181,7 @@ class ClientProbe:
         return jax.lax.fori_loop(0, n, body, start)
 
     def _gradients(self, samples: Tree, params: Tree) -> ClientGradients:
+        """See :meth:`gradients`; compiled."""
         n = self.evaluating.num_clients
 
         def add(total: tuple, i: Array, data: ClientData) -> tuple:
@@ -193,6 +194,7 @@ class ClientProbe:
         return ClientGradients(loss / n, tree.norm(all_.mean), norms, all_.deviation)
 
     def _drift(self, samples: Tree, params: Tree, local: LocalSGD, round: Array) -> UpdateDrift:
+        """See :meth:`drift`; compiled."""
         n = self.training.num_clients
 
         def add(total: tuple, i: Array, *data: ClientData) -> tuple:
@@ -210,13 +212,15 @@ class ClientProbe:
         return UpdateDrift(steps / n, jnp.sqrt(jnp.maximum(mean, 0)), jnp.sqrt(jnp.maximum(spread / n, 0)))
 
     def _noise(self, samples: Batch, params: Tree, rows: Array, sizes: Array) -> Array:
+        """See :meth:`variances`, for losses that are means; compiled."""
+
         def one(params: Tree, sample: Batch) -> Tree:
             return jax.grad(self._loss)(params, jax.tree.map(lambda a: a[None], sample))
 
         single = optimize(jax.vmap(one, (None, 0)))
 
         def of_client(own: Array) -> Array:
-            parts = jnp.pad(own, (0, -len(own) % AT_ONCE), constant_values=-1).reshape(-1, AT_ONCE)
+            parts = jnp.pad(own, (0, -len(own) % CHUNK), constant_values=-1).reshape(-1, CHUNK)
 
             def add(total: RunningVariance, part: Array) -> tuple[RunningVariance, None]:
                 each = single(params, jax.tree.map(lambda a: a[jnp.maximum(part, 0)], samples))
@@ -224,10 +228,11 @@ class ClientProbe:
 
             return jax.lax.scan(add, RunningVariance.none(params), parts)[0].squares
 
-        seen = jnp.sum(rows >= 0, axis=1)
-        return jax.lax.map(of_client, rows) / jnp.maximum(seen - 1, 1) * (sizes - 1) / sizes
+        drawn = jnp.sum(rows >= 0, axis=1)
+        return jax.lax.map(of_client, rows) / jnp.maximum(drawn - 1, 1) * (sizes - 1) / sizes
 
     def _loss(self, params: Tree, sample: Batch) -> Array:
+        """The loss of a batch of one sample."""
         return self.loss(params, sample).sum()
 
 

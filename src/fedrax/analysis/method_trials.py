@@ -1,4 +1,4 @@
-"""Trials of several methods on a task, each at its own best hyper-parameters, on rows that clients hold out."""
+"""Trials of several methods on a task, each at its best hyper-parameters, on rows that clients hold out."""
 
 from __future__ import annotations
 
@@ -42,37 +42,38 @@ LEARNING_RATES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0
 BLOCKS = 5
 """LoSAC's M."""
 DEFAULT_METHODS = ("FedAvg", "SCAFFOLD", "FedDyn", "GradMA")
-"""The baseline, and one method for each place that can hold a drift correction: client control variates, a client
-regularizer, models remembered by the server."""
+"""The baseline, and one method for each kind of drift correction: client control variates, a client regularizer, and
+client updates stored by the server."""
 VALIDATION = 0.2
 """Share of each client's training rows that is held out."""
 SEEDS = 3
+"""Seeds of each point."""
 EVALUATIONS = 20
 """Evaluations of a run; its score is the mean of the last quarter of them."""
 STEP_OVERHEAD, EVALUATION_OVERHEAD = 1e5, 1e7
-"""Operations that a local step, and an evaluation, count as at least: a smaller one takes no less time."""
+"""Smallest cost of a local step and of an evaluation in operations: smaller ones take as long."""
 FEWEST_ROWS = 20
-"""Rows that have to be held out in all."""
+"""Smallest total number of held-out rows."""
 QUICK = 2e12
 """Operations that take a minute or two: `fedrax diagnose` tries methods by default up to this cost."""
 CLIENT_MODELS = 2**31
-"""Bytes for models that are kept for each client: those of all points side by side, or a server's memory of them."""
+"""Limit in bytes of one model for each client: in all vectorized points, or in the server's memory (GradMA)."""
 
 GridPoint = dict[str, float]
-"""A value for ``local.lr`` and for the method's second hyper-parameter, where it has one."""
+"""A value for ``local.lr`` and for the method's second hyper-parameter, if it has one."""
 
 
 @dataclass(frozen=True)
 class MethodGrid:
-    """A method and the hyper-parameters to try it at."""
+    """A method and its grid of hyper-parameters."""
 
     make: Callable[[LocalSGD, float, int], Algorithm]
-    """Makes the algorithm from its local steps, the second hyper-parameter and how many clients a server may
-    remember."""
+    """Makes the algorithm from its local steps, the second hyper-parameter and the number of clients whose updates the
+    server may store."""
     second: str = ""
-    """Name of the second hyper-parameter; empty where there is none."""
+    """Name of the second hyper-parameter; empty if there is none."""
     values: tuple[float, ...] = (0.0,)
-    """Its values."""
+    """Values of the second hyper-parameter."""
 
     def points(self) -> list[GridPoint]:
         """All points of the grid."""
@@ -82,7 +83,7 @@ class MethodGrid:
         ]
 
     def at(self, point: GridPoint, local: LocalSGD, memory: int) -> Algorithm:
-        """The algorithm at a point: ``local`` with the point's learning rate, ``memory`` clients remembered."""
+        """The algorithm at a point: ``local`` with the point's learning rate, and updates of ``memory`` clients."""
         return self.make(dataclasses.replace(local, lr=point["local.lr"]), point.get(self.second, 0.0), memory)
 
 
@@ -170,7 +171,7 @@ class MethodTrials:
 
 
 def no_trial_progress(method: str, done: int, total: int) -> None:
-    """Show nothing."""
+    """Ignore the progress."""
 
 
 def try_methods(
@@ -264,16 +265,17 @@ def rounds_between_evaluations(settings: Settings) -> int:
 
 
 def _model_bytes(task: Task) -> int:
+    """Size of the model's parameters in bytes."""
     return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(shapes_of(task)))
 
 
 def server_memory(task: Task, federation: Federation, settings: Settings) -> int:
-    """Clients whose models GradMA's server remembers: all, or as many as fit into ``CLIENT_MODELS`` bytes."""
+    """Number of clients whose updates GradMA's server stores: all, or as many as fit into ``CLIENT_MODELS`` bytes."""
     return min(federation.num_clients, max(CLIENT_MODELS // _model_bytes(task), settings.cohort_size))
 
 
 def _score(run: Result, metric: str) -> float:
-    """The mean of the last quarter of a run's evaluations; NaN where it diverged."""
+    """The mean of the last quarter of a run's evaluations, NaN if it diverged."""
     if run.stopped == "diverged":
         return math.nan
     values = [event[metric] for event in run.events if metric in event]

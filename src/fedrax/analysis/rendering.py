@@ -1,4 +1,4 @@
-"""A diagnosis as a table, sentences and a figure."""
+"""A diagnosis as a table, text and a figure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEADY = 0.1
 CLOSE = 0.1
 """Relative error of the subsampled mean gradient above which it is reported."""
 LITTLE = 0.3
-"""Ratio to the mean gradient, or to the mean update, below which it is called small."""
+"""Ratio of noise or drift to the mean gradient or update below which it is called small."""
 
 
 def points_table(made: Diagnosis) -> Table:
@@ -58,7 +58,7 @@ def points_table(made: Diagnosis) -> Table:
 
 
 def lines(made: Diagnosis) -> list[str]:
-    """What the measurements mean for the methods' assumptions, a line each."""
+    """The constants of the methods' assumptions and what they mean, a line each."""
     rounds = ", ".join(map(str, made.skipped_rounds))
     skipped = [f"skipped        the mean gradient is zero up to rounding after rounds {rounds}"] * bool(rounds)
     sample = (
@@ -69,7 +69,7 @@ def lines(made: Diagnosis) -> list[str]:
         *skipped,
         *[sample] * (made.sampling_error > CLOSE),
         f"dissimilarity  B = {made.dissimilarity:.3g} at most (1: all gradients agree); the distance of a client's"
-        f" gradient from the mean gradient is {made.gradient_spread:.2g} times its norm",
+        f" gradient from the mean gradient is {made.gradient_spread:.2g} times the norm of the mean",
         f"bound          |grad f_i| <= {made.kappa:.3g} + {made.rho:.3g} |grad f| (EPISODE's kappa and rho"
         + (")" if _varies(made) else "): the gradients of this run differ too little to separate kappa from rho"),
         f"smoothness     |Hess f| is about {made.l0:.3g} + {made.l1:.3g} |grad f| (L0 and L1): {_smooth(made)}",
@@ -79,7 +79,7 @@ def lines(made: Diagnosis) -> list[str]:
         + _verdict(
             made.cohort_noise,
             "client sampling matters little",
-            "larger cohorts, or methods with client or server memory (MIFA, GradMA, LoSAC, SCAFFOLD), reduce it",
+            "larger cohorts, or methods with client state or stored updates (MIFA, GradMA, LoSAC, SCAFFOLD), reduce it",
         ),
         f"noise          a mini-batch gradient has an error of {made.noise:.2g} times the mean gradient: "
         + _verdict(
@@ -91,16 +91,16 @@ def lines(made: Diagnosis) -> list[str]:
 
 
 def _drift(made: Diagnosis) -> str:
+    """The drift of client updates in words."""
     if not math.isfinite(made.drift):
         return (
-            "the mean update is below the noise of mini-batches, so that the distance of clients' updates from it is"
-            " unknown; measure with larger mini-batches"
+            "the mean update is smaller than the noise of mini-batches, so the distance of client updates from it is"
+            " unknown: measure with larger mini-batches"
         )
-    return f"the distance of a client's update from the mean update is {made.drift:.2g} times its norm: " + _verdict(
-        made.drift,
-        "there is little drift to correct",
-        "there is drift that SCAFFOLD, LoSAC, MimeSVRG, FedDyn or EPISODE can correct",
-    )
+    distance = f"the distance of a client's update from the mean update is {made.drift:.2g} times the norm of the mean"
+    little = "there is little drift to correct"
+    much = "there is drift that SCAFFOLD, LoSAC, MimeSVRG, FedDyn or EPISODE can correct"
+    return f"{distance}: {_verdict(made.drift, little, much)}"
 
 
 def _varies(made: Diagnosis) -> bool:
@@ -110,6 +110,7 @@ def _varies(made: Diagnosis) -> bool:
 
 
 def _smooth(made: Diagnosis) -> str:
+    """The growth of curvature with the gradient in words."""
     if not _varies(made):
         return "the gradients of this run vary too little to relate curvature to them"
     if made.growth > 0.5:
@@ -123,6 +124,7 @@ def _smooth(made: Diagnosis) -> str:
 
 
 def _verdict(ratio: float, little: str, much: str) -> str:
+    """One of two texts, by the size of a ratio."""
     return little if ratio < LITTLE else much
 
 
@@ -134,16 +136,16 @@ def draw(made: Diagnosis) -> Figure:
     for i, (label, values) in enumerate(
         (
             ("mean gradient", [p.gradient for p in made.points]),
-            ("largest of a client", [p.largest_gradient for p in made.points]),
+            ("largest client gradient", [p.largest_gradient for p in made.points]),
             ("bound by κ and ρ", [made.kappa + made.rho * p.gradient for p in made.points]),
-            ("clients from the mean", [p.gradient_spread for p in made.points]),
-            ("single samples from their client", [p.noise for p in made.points]),
+            ("spread of client gradients", [p.gradient_spread for p in made.points]),
+            ("noise of single samples", [p.noise for p in made.points]),
         )
     ):
         dashed = "--" if label.startswith("bound") else "-"
         label += " (zero)" * (not any(values))  # a logarithmic axis cannot show it
         along.plot(rounds, values, dashed, marker="o", markersize=4, color=PALETTE[i], label=label)
-    along.set(xlabel="communication rounds", ylabel="length of gradients", yscale="log")
+    along.set(xlabel="communication rounds", ylabel="norm", yscale="log")
     along.set_xscale("symlog", linthresh=1)
     ticks = sorted({0, *rounds})
     along.set_xticks(ticks, [str(r) for r in ticks])
@@ -152,7 +154,7 @@ def draw(made: Diagnosis) -> Figure:
     bent.scatter(gradients, [p.curvature for p in made.points], color=PALETTE[0], label="measured")
     ends = [0.0, max(gradients) * 1.05]
     bent.plot(ends, [made.l0 + made.l1 * g for g in ends], "--", color=PALETTE[1], label="L0 + L1 |grad f|")
-    bent.set(xlabel="length of the mean gradient", ylabel="spectral norm of the Hessian")
+    bent.set(xlabel="norm of the mean gradient", ylabel="spectral norm of the Hessian")
     bent.set(xlim=(0, ends[1]), ylim=(0, 1.1 * max(p.curvature for p in made.points) or 1))
     bent.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16), ncol=2)
     for axes in (along, bent):
@@ -173,9 +175,9 @@ def trial_lines(trials: MethodTrials) -> list[str]:
     if trials.metric == "accuracy":
         best = trials.tried[0].score
         sampling = 100 * math.sqrt(best * (1 - best) / trials.rows)
-        deviation += f"; the standard error from the choice of rows is about {sampling:.1f}"
+        deviation += f"; standard error from the choice of rows about {sampling:.1f}"
     at_end = [trial.method for trial in trials.tried if trial.at_end]
-    ends = f"; best at an end of the learning rates: {', '.join(at_end)}" if at_end else ""
+    ends = f"; best at an end of the grid: {', '.join(at_end)}" if at_end else ""
     return [
         f"trials         {trials.rounds} rounds of each method at its best learning rate, {metric} on"
         f" {trials.rows} held-out rows ({deviation}): {', '.join(scores)}{ends}",
@@ -184,4 +186,5 @@ def trial_lines(trials: MethodTrials) -> list[str]:
 
 
 def _words(point: GridPoint) -> str:
+    """A point of a grid as text."""
     return ", ".join(f"{name} {value:g}" for name, value in point.items())

@@ -19,7 +19,7 @@ from fedrax.xla import optimize
 
 ITERATIONS = 20
 """Lanczos iterations. The estimate is a lower bound that grows with them."""
-AT_ONCE = 128
+CHUNK = 128
 """Samples in one Hessian-vector product."""
 
 
@@ -28,15 +28,15 @@ def curvature(
 ) -> Callable[[Tree], float]:
     """Function from parameters to |Hess f|, f = sum_i shares_i f_i over the N clients, f_i the mean loss of client i.
 
-    shares: [N], by default 1/N. Uses all samples, or ``most`` of them where there are more: each is drawn by sampling a
-    client by its share, then one of its samples uniformly.
+    shares: [N], by default 1/N. Uses all samples, or ``most`` samples if there are more: each is drawn by sampling a
+    client with its share as probability, then one of its samples uniformly.
     """
     if shares is None:
         shares = np.full(federation.num_clients, 1 / federation.num_clients)
     rows, weights = _sample(federation, shares, most, numpy_generator(seed, "samples of the curvature"))
-    short = -len(rows) % AT_ONCE
-    rows = np.pad(rows, (0, short)).reshape(-1, AT_ONCE)
-    weights = np.pad(weights, (0, short)).reshape(-1, AT_ONCE).astype(np.float32)
+    padding = -len(rows) % CHUNK
+    rows = np.pad(rows, (0, padding)).reshape(-1, CHUNK)
+    weights = np.pad(weights, (0, padding)).reshape(-1, CHUNK).astype(np.float32)
     samples = Batch(*(jnp.asarray(part)[rows] for part in federation.train))
 
     @jax.jit

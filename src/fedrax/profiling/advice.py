@@ -1,11 +1,11 @@
-"""The heaviest operations of a round and what to do about its time: all rules are here.
+"""The heaviest operations of a round, and the rules of the advice.
 
 Every millisecond of a round has a kind:
 
 - ``products``: operations that contain matrix products or convolutions;
 - ``exchange``: collective operations between devices, without waiting; ``waiting``: for the slowest device in them;
 - ``small``: other operations whose mean execution takes less than half a microsecond on a CPU, five on an accelerator,
-  or that touch less than a kilobyte: much of that time is launch overhead;
+  or that read and write less than a kilobyte: much of that time is launch overhead;
 - ``gather``: longer ones that read mini-batches or compute their random order;
 - ``memory``: all others: passes over arrays with little arithmetic per element;
 - ``evaluation``: the share of a round in the evaluations; ``host``: sampling cohorts, dispatch, events;
@@ -27,11 +27,11 @@ from fedrax.profiling.machine_limits import MachineLimits
 from fedrax.simulation.setup import Setup
 
 NEAR_LIMIT = 0.5
-"""Share of the machine's limit from which on a product is called bound by arithmetic."""
+"""Share of the machine's limit above which a product is called bound by arithmetic."""
 _LEAST, _AT_MOST = 0.02, 10
 """Smallest share of a round of a listed operation, and the largest number of them."""
 _ADVISED = 0.1
-"""Share of a round from which on a kind of time gets advice."""
+"""Share of a round above which a kind of time gets advice."""
 _SHORT, _NARROW = 20.0, 16
 """Microseconds of a product, and length of a side of it, below which it cannot reach the machine's limit."""
 
@@ -91,6 +91,7 @@ def heaviest(
 
 
 def _grouped(spent: Iterable[OperationTime], name: Callable[[str], str]) -> list[list[OperationTime]]:
+    """Group times of one part, kind of operation, direction and ``name`` of the layer."""
     groups: dict[tuple, list[OperationTime]] = defaultdict(list)
     for s in spent:
         groups[s.part, s.about.what, name(s.about.layer), s.about.direction, s.about.looped].append(s)
@@ -98,10 +99,12 @@ def _grouped(spent: Iterable[OperationTime], name: Callable[[str], str]) -> list
 
 
 def _without_numbers(layer: str) -> str:
+    """The name of a layer with ``*`` for numbers."""
     return re.sub(r"\d+", "*", layer)
 
 
 def _row(setup: Setup, group: list[OperationTime], total: float, machine: MachineLimits) -> HeavyOperation:
+    """The summed times of a group."""
     most, ms = max(group, key=lambda s: s.ms), sum(s.ms for s in group)
     about, executions = most.about, sum(s.executions for s in group)
     layer = about.layer if len({s.about.layer for s in group}) == 1 else _without_numbers(about.layer)
@@ -138,20 +141,23 @@ def advise(setup: Setup, kinds: Mapping[str, float], compile_seconds: float) -> 
 
 # --- Rules ------------------------------------------------------------------------------------------------
 
-_OF_WHAT = {
-    "depthwise convolution": "Each channel alone is little arithmetic for each number read; an earlier stride makes the"
-    " arrays smaller.",
-    "pooling": "Pooling reads every entry of every window; a strided convolution does without.",
-    "sort": "Sorting is slow; where the largest few entries are enough, jax.lax.top_k takes much less time.",
-    "scatter": "The gradient of an embedding is as large as its table, whatever the batch.",
+_OPERATION_ADVICE = {
+    "depthwise convolution": "Depthwise convolutions have little arithmetic for each number read; an earlier stride"
+    " makes the arrays smaller.",
+    "pooling": "Pooling reads every entry of every window; a strided convolution does not.",
+    "sort": "Sorting is slow; if the largest few entries are enough, jax.lax.top_k takes much less time.",
+    "scatter": "The gradient of an embedding has the size of its table, whatever the batch size.",
 }
-_FAR = "Far slower than memory bandwidth: it is computed one element at a time, as some windows and exponentials are."
-_FAR_BELOW = 0.25
+_SCALAR_ADVICE = (
+    "Far slower than memory bandwidth: it is computed one element at a time, as some windows and exponentials are."
+)
+_SCALAR_BELOW = 0.25
+"""Share of the memory bandwidth below which an operation is called computed one element at a time."""
 _NO_PASSES = ("Fourier transform", "call of a library")
 """Operations whose time does not depend on bytes alone."""
 _NORM = re.compile(r"norm|(?:^|/)[bgl]n(?:[_\d/]|$)", re.IGNORECASE)
 _NORM_ADVICE = (
-    "A norm passes over its activations several times, whatever the batch; fewer norms, or an earlier stride, help."
+    "A norm reads its activations several times, whatever the batch size; fewer norms, or an earlier stride, help."
 )
 
 
@@ -168,16 +174,16 @@ def _of_operation(setup: Setup, most: OperationTime, layer: str, each: float, of
     if product:
         narrow = "Fewer than 16 channels, units or samples in a batch are too few to reach the machine's limit."
         return narrow if about.side < _NARROW else None
-    if about.what in _OF_WHAT:
-        return _OF_WHAT[about.what]
+    if about.what in _OPERATION_ADVICE:
+        return _OPERATION_ADVICE[about.what]
     if _NORM.search(layer):
         return _NORM_ADVICE
     if most.kind == "gather":
         return _of_kind(setup, "gather")
     if most.kind == "small" or most.part == NAMES[None]:
         return batch
-    slow = about.direction and about.what not in _NO_PASSES and of_limit < _FAR_BELOW and each > _SHORT
-    return _FAR if slow else None
+    slow = about.direction and about.what not in _NO_PASSES and of_limit < _SCALAR_BELOW and each > _SHORT
+    return _SCALAR_ADVICE if slow else None
 
 
 def _of_kind(setup: Setup, kind: str) -> str | None:
@@ -192,13 +198,13 @@ def _of_kind(setup: Setup, kind: str) -> str | None:
             " shuffled, and the same in every epoch."
         )
     if kind == "exchange":
-        return "Exchange rarer: use more clients in a round, or more local steps."
+        return "Exchange less often: use more clients in a round, or more local steps."
     if kind == "waiting" and setup.info.cohort_size % devices:
-        return f"Use a cohort size that {devices} divides: all devices then get as many clients."
+        return f"Use a cohort size that is a multiple of {devices}: all devices then have the same number of clients."
     if kind == "waiting" and not layout.equal:
-        return "Clients have different sizes: with larger cohorts (run.cohort_size) the devices' work evens out."
+        return "Clients have different sizes: with larger cohorts (run.cohort_size) the load of devices is more even."
     if kind in ("evaluation", "host") and settings.eval_every < settings.rounds:
-        return "Evaluate more rarely (run.eval_every): rounds between two evaluations run in one call."
+        return "Evaluate less often (run.eval_every): rounds between two evaluations run in one call."
     if kind == "rounds" and setup.plan != "scan":
         return "The plan scan compiles all rounds into one program (run.plan)."
     return None
@@ -217,13 +223,13 @@ def _are_slices(setup: Setup, local: LocalSGD) -> bool:
 
 
 def _batch(setup: Setup) -> str | None:
-    """Advice to use larger mini-batches, where there are any."""
+    """Advice to use larger mini-batches, None for methods without mini-batches or with the largest possible ones."""
     local = setup.algorithm.local_steps
     if not isinstance(local, LocalSGD) or local.batch_size == "full" or local.blocks is not None:
         return None
     if local.batch_size >= setup.engine.program.layout.largest:
         return None
-    return f"A larger batch ({_local(setup)}.batch_size) does more work with each operation."
+    return f"A larger mini-batch ({_local(setup)}.batch_size) does more work in each operation."
 
 
 def _local(setup: Setup) -> str:

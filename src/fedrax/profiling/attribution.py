@@ -23,11 +23,12 @@ NAMES = {
 """Names of the parts of a round; ``local steps`` is client work except gathering and gradients."""
 SUMS = "sum of uploads"
 """The running sum of uploads on each device; ``aggregate`` combines devices."""
-_NOTHING = 1024
-"""Bytes below which the time of an operation is its launch, sometimes on another thread."""
+_LAUNCH_BYTES = 1024
+"""Bytes below which the time of an operation is launch overhead, sometimes of another thread."""
 _INTERRUPTION = 100_000
 """Nanoseconds: about the shortest time slice that the operating system gives to another program."""
 WAIT, REST = "wait for other devices", "rest of the round"
+"""Names of parts outside of phases."""
 
 
 class OperationTime(NamedTuple):
@@ -57,8 +58,8 @@ def attribute(traced: TracedRounds, program: ProgramText, small: float, ms: floa
         charged = [time for timeline in traced.timelines for time in timeline.charged[name]]
         awaited = [time for timeline in traced.timelines for time in timeline.awaited[name]]
         meets = program.is_collective(name)
-        own = sum(charged) if meets else undisturbed(charged)
-        nanoseconds[name] = own + undisturbed(awaited) - waiting.get(name, 0)
+        own = sum(charged) if meets else sum_without_interruptions(charged)
+        nanoseconds[name] = own + sum_without_interruptions(awaited) - waiting.get(name, 0)
         executions[name] = len(charged)
     beyond = sum(nanoseconds.values()) + waited - 1e9 * count * traced.busy
     tracing = max(beyond, 0.0) / max(executions.total(), 1)
@@ -83,22 +84,24 @@ def attribute(traced: TracedRounds, program: ProgramText, small: float, ms: floa
     return [spent._replace(ms=scale * spent.ms) for spent in made]
 
 
-def undisturbed(times: list[int]) -> float:
-    """The sum of times, each at most three medians plus an interruption by another program."""
+def sum_without_interruptions(times: list[int]) -> float:
+    """The sum of times, each limited to three medians plus an interruption by another program."""
     return float(np.minimum(times, 3 * np.median(times) + _INTERRUPTION).sum()) if times else 0.0
 
 
 def _part(phase: int | None, part: str | None) -> str:
+    """The name of a part of the round."""
     if phase is None:
         return NAMES.get(part, REST) if part is not None else REST
     return SUMS if part == AGGREGATE else NAMES.get(part, NAMES[None])
 
 
 def _kind(program: ProgramText, name: str, cost: OperationCost, part: str | None, small: bool) -> str:
+    """The kind of an operation's time."""
     if cost.flops:
         return "products"
     if program.is_collective(name):
         return "exchange"
     if part == GATHER and not small:
         return "gather"
-    return "small" if small or cost.bytes < _NOTHING else "memory"
+    return "small" if small or cost.bytes < _LAUNCH_BYTES else "memory"

@@ -1,6 +1,6 @@
-"""Reads the text of a compiled program: which part and layer an operation belongs to, and what it costs.
+"""Parser of a compiled program's text: the part and the layer of each operation, and its cost.
 
-XLA prints every operation as ``%name = type opcode(operands), attributes``; see its "Operation semantics".
+XLA prints an operation as ``%name = type opcode(operands), attributes``; see its "Operation semantics".
 """
 
 from __future__ import annotations
@@ -24,35 +24,36 @@ _FREE |= {"while", "call", "conditional", "async-start", "async-update", "async-
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 _SLICES = ("dynamic-slice", "gather", "slice")
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
-"""Which operand holds what is written."""
+"""Operations that update an array in place, with the index of the operand that is written."""
 _STRUCTURE = {"", "while", "body", "cond", "closed_call", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
 _STRUCTURE |= {LINEAR_ALGEBRA_SCOPE, "eval_jaxpr", "conv_general_dilated", "select_and_scatter_add", "reduce_sum"}
-"""Parts of operation names besides scopes: JAX's transformations, and what `fedrax.xla.optimize` replaces."""
+"""Parts of operation names that are not named scopes: JAX's transformations and names of rewritten operations."""
 
 
 class OperationCost(NamedTuple):
-    """Of one execution of an operation."""
+    """The cost of one execution of an operation."""
 
     flops: float = 0.0
-    """Of matrix products and convolutions: two for each multiplication with its addition."""
+    """Floating-point operations of matrix products and convolutions, two for each multiply-add."""
     bytes: float = 0.0
-    """Read and written: operands and results, of a slice or a gather its rows only."""
+    """Bytes read and written: operands and results; only the rows read by a slice or a gather."""
 
 
 class OperationDescription(NamedTuple):
-    """An operation in its user's words."""
+    """An operation in terms of the model."""
 
     what: str = ""
-    """Such as ``product`` or ``reduction``."""
+    """Kind of operation, such as ``product`` or ``reduction``."""
     layer: str = ""
-    """The path of modules and named scopes; empty where there is none."""
+    """The path of modules and named scopes, empty if there is none."""
     direction: str = ""
     """``forward``, ``backward``, or empty outside of gradients."""
     shapes: str = ""
+    """Shapes of operands or of input and result."""
     looped: bool = False
-    """Whether it runs in a loop of the model's own, such as that of a recurrent cell."""
+    """Whether it runs in a loop of the model, such as that of a recurrent cell."""
     side: int = 0
-    """Of a product the shortest side of its operands, of a convolution the fewer channels; 0 of others."""
+    """The shortest side of a product's operands, or the smaller number of channels of a convolution; otherwise 0."""
 
 
 @dataclass(eq=False)
@@ -62,18 +63,23 @@ class Instruction:
     name: str
     opcode: str
     shapes: list[tuple[str, tuple[int, ...]]]
+    """dtype and shape of each result."""
     operands: list[str]
+    """Names of the operands."""
     text: str
     """The attributes after the operands."""
     computation: str
+    """Name of the computation that contains it."""
     root: bool
+    """Whether it is the result of the computation."""
     calls: list[str] = field(default_factory=list)
+    """Names of the computations that it calls."""
     sources: list[str] = field(default_factory=list)
     """The operands, through bitcasts."""
 
     @property
     def bytes(self) -> float:
-        """Of the result."""
+        """Size of the result."""
         return sum(_bits(kind) / 8 * math.prod(shape) for kind, shape in self.shapes)
 
     @property
@@ -84,16 +90,17 @@ class Instruction:
 
     @property
     def scope(self) -> tuple[int | None, str | None]:
-        """(phase, part) by its own name in the program."""
+        """(phase, part) by its name."""
         return read_scope(self.op_name)
 
 
 def _bits(kind: str) -> int:
+    """Bits of a number of an XLA type."""
     return {"pred": 8, "token": 0}.get(kind) or int((re.findall(r"\d+", kind) or [0])[0])
 
 
 def _closing(text: str, start: int = 0) -> int:
-    """Where the parenthesis that opens at ``start`` closes."""
+    """The position of the parenthesis that closes the one at ``start``."""
     depth = 0
     for place in range(start, len(text)):
         depth += (text[place] == "(") - (text[place] == ")")
@@ -103,6 +110,7 @@ def _closing(text: str, start: int = 0) -> int:
 
 
 def _parse(line: str, computation: str) -> Instruction | None:
+    """Parse a line, None if it is not an operation."""
     found = re.match(r"\s+(ROOT )?%?([\w.\-]+) = (.*)", line)
     if found is None:
         return None
@@ -141,16 +149,16 @@ class ProgramText:
         self.scope, self.cost = cache(self._scope), cache(self._cost)
 
     def _source(self, name: str) -> str:
-        """What a chain of bitcasts begins with."""
+        """The operation at the start of a chain of bitcasts."""
         op = self.operations[name]
         return self._source(op.operands[0]) if op.opcode == "bitcast" and op.operands else name
 
     def is_collective(self, name: str) -> bool:
-        """Whether devices meet in it."""
+        """Whether it is a collective operation."""
         return name in self.operations and self.operations[name].opcode.startswith(_COLLECTIVES)
 
     def _fused(self, op: Instruction) -> list[Instruction]:
-        """The operations inside a fusion; none of others."""
+        """The operations inside a fusion, empty for other operations."""
         return [o for called in op.calls for o in self.computations[called]] if op.opcode == "fusion" else []
 
     def products_read(self, name: str) -> set[str]:
@@ -161,9 +169,10 @@ class ProgramText:
     # -- parts and layers --------------------------------------------------------------------------------------
 
     def _scope(self, name: str) -> tuple[int | None, str | None]:
-        """(phase, part) of an operation: its own or, if that names none, that of the loop it runs in.
+        """(phase, part) of an operation: its own or, if it has none, that of the loop it runs in.
 
-        A fusion belongs to what gives its result, but one that gathers rows to the gathering: there it waits.
+        A fusion has the scope of its result, except that one which gathers rows counts as gathering, which takes most
+        of its time.
         """
         operation = self.operations.get(name)
         if operation is None:
@@ -179,7 +188,7 @@ class ProgramText:
         return (None, None) if caller is None or caller is operation else self.scope(caller.name)
 
     def describe(self, name: str) -> OperationDescription:
-        """An operation of the program in its user's words."""
+        """Describe an operation in terms of the model."""
         op = self.operations[name]
         inside = [op, *self._fused(op)]
         product = next((o for o in inside if self._flops(o)), None)
@@ -201,17 +210,17 @@ class ProgramText:
         else:
             largest, side = max(read, key=lambda o: o.bytes, default=op), 0
             shapes = " → ".join(dict.fromkeys([_shape(largest), _shape(op)]))
-        # a loop over layers or matrices is ours, as those of a convolution are
-        own = re.split(
+        # loops inside rewritten convolutions, layer scans and linear algebra are not loops of the model
+        outside = re.split(
             rf"conv_general_dilated|\d{LAYER_SCAN_SCOPE}|{LINEAR_ALGEBRA_SCOPE}", title.rpartition(f"{GRADIENT}/")[2]
         )[0]
-        looped = "while" in own.split("/")
+        looped = "while" in outside.split("/")
         return OperationDescription(what, layer, direction, shapes, looped and direction != "", side)
 
     # -- costs -------------------------------------------------------------------------------------------------
 
     def _cost(self, name: str) -> OperationCost:
-        """Of one execution, without that of loops and calls: their operations are executed one by one."""
+        """The cost of one execution, zero for loops and calls, whose operations are counted themselves."""
         op = self.operations.get(name)
         if op is None or op.opcode in _FREE:
             return OperationCost()
@@ -219,6 +228,7 @@ class ProgramText:
         return OperationCost(sum(map(self._flops, inside)), self._read(op, inside) + self._written(inside))
 
     def _flops(self, op: Instruction) -> float:
+        """Floating-point operations of a product or a convolution."""
         if op.opcode == "dot" or (op.opcode == "custom-call" and "contracting_dim" in op.text):
             left = self.operations[op.operands[0]].shapes[0][1]
             return 2.0 * math.prod(op.shapes[0][1]) * math.prod(left[d] for d in _axes(op, "lhs_contracting"))
@@ -230,7 +240,7 @@ class ProgramText:
         return 0.0
 
     def _sides(self, op: Instruction) -> list[int]:
-        """Of a product's operands, but for the axes over which there are many products."""
+        """The sides of a product's operands without the batch axes."""
         operands = zip(("lhs", "rhs"), op.operands, strict=False)
         shapes = [(self.operations[name].shapes[0][1], _axes(op, f"{which}_batch")) for which, name in operands]
         return [size for shape, batch in shapes for axis, size in enumerate(shape) if axis not in batch]
@@ -238,7 +248,7 @@ class ProgramText:
     def _convolution(self, op: Instruction) -> tuple[tuple[int, ...], tuple[int, ...], str] | None:
         """(output shape, kernel shape, kernel axes) of a convolution, or of the one that it is a gradient of.
 
-        cuDNN's gradients read outputs in place of inputs or of the kernel.
+        cuDNN's gradients have the output instead of the input or of the kernel as operand.
         """
         role = "Forward" if op.opcode == "convolution" else (_CUDNN.search(op.text) or ["", ""])[1]
         if len(op.operands) < 2 or not ("Forward" in role or role in ("BackwardInput", "BackwardFilter")):
@@ -249,7 +259,7 @@ class ProgramText:
         return *of_role.get(role, (result, second)), labels[1] if labels else ""
 
     def _read(self, op: Instruction, inside: list[Instruction]) -> float:
-        """Bytes; of an array that is only sliced the slices, of one that is changed in place none."""
+        """Bytes read: only the slices of arrays that are sliced, none of arrays that are updated in place."""
         total, here = 0.0, {o.name for o in inside if o.opcode == "parameter"} or set(op.sources)
         for value in map(self.operations.__getitem__, here):
             used = 0.0
@@ -261,7 +271,7 @@ class ProgramText:
         return total
 
     def _written(self, inside: list[Instruction]) -> float:
-        """Bytes; where a result is an array changed in place those of the change."""
+        """Bytes written: only the update of arrays that are updated in place."""
         root = next((op for op in inside if op.root), inside[0])
         total = 0.0
         for name in root.sources if root.opcode == "tuple" else [self._source(root.name)]:
@@ -273,26 +283,27 @@ class ProgramText:
 
 _WHAT = {"sort": "sort", "fft": "Fourier transform", "custom-call": "call of a library", "scatter": "scatter"}
 _WHAT |= {"gather": "gather", "reduce": "reduction", "while": "loop"}
-"""What an operation is called by what is in it, the first that is."""
+"""Kinds of operations by an opcode in them; the first that occurs applies."""
 
 
 def _axes(op: Instruction, which: str) -> list[int]:
-    """Those of a product's operand that are contracted, or a batch, as XLA writes them, or a library's call."""
+    """The contracted or batch axes of a product's operand, in the text of a dot or of a library call."""
     found = re.search(rf'{which}_dim(?:s=\{{|ensions":\[)([\d,"]*)', op.text)
     return [int(n) for n in re.findall(r"\d+", found[1])] if found else []
 
 
 def _shape(op: Instruction) -> str:
-    """That of the largest result."""
+    """The shape of the largest result as text."""
     return "×".join(map(str, max((shape for _, shape in op.shapes), key=math.prod, default=()))) or "1"
 
 
 def _is_depthwise(op: Instruction) -> bool:
-    """Whether it multiplies for a convolution of each channel alone."""
+    """Whether it is a product of a depthwise convolution that was rewritten as shifted multiplications."""
     return "conv_general_dilated/" in op.op_name and op.opcode == "multiply"
 
 
 def _what(inside: list[Instruction], product: Instruction | None, convolution: bool) -> str:
+    """The kind of an operation or a fusion."""
     opcodes = {op.opcode for op in inside}
     if product is not None:
         return "convolution" if convolution else "product"

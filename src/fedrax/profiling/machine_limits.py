@@ -1,4 +1,4 @@
-"""Peak rates of the devices together, measured: matrix products and memory bandwidth."""
+"""Measured peak rates of all devices together: matrix products and memory bandwidth."""
 
 from __future__ import annotations
 

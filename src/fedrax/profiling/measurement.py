@@ -1,4 +1,4 @@
-"""Timing of rounds: compilation, blocks with and without a trace, evaluation, the host."""
+"""Timing of rounds: compilation, blocks with and without a trace, evaluation, and the host."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ from fedrax.simulation.run import storage_of
 from fedrax.simulation.setup import Setup
 
 _ROUNDS_A_CALL = 64
+"""Largest number of rounds in a timed call."""
 _SECONDS, _AT_MOST = 2.0, 10.0
-"""Seconds to time by default: at least the first, with at least three calls up to the second."""
+"""Seconds to time by default: at least the first value; until three calls are timed, up to the second."""
 _LITTLE, _MOST_TRACED = 0.05, 1.5
-"""Seconds to trace at first, and at most."""
+"""Seconds of the first trace, and of the longest one."""
 _OPERATIONS = 300_000
-"""Executions in a trace: with more rounds the extra work of the first one, such as allocation, matters less."""
+"""Executions of operations in a trace. In a shorter trace, extra work of the first round, such as allocation, has a
+larger share."""
 
 
 @dataclass
@@ -41,29 +43,32 @@ class TracedRounds:
     clients: float
     """Share of each round's clients that ran."""
     seconds: float
-    """With the trace, call included."""
+    """Seconds of the call with the trace."""
     untraced: float
+    """Seconds of the call without the trace."""
     timelines: list[Timeline]
+    """The operations of each device."""
     idle: float | None = None
-    """Where only part of a round's clients ran: the waiting of devices in the whole round, relative to client work. A
-    part is distributed differently over devices, and the sharing of the last clients does not happen."""
+    """If only some of a round's clients ran: the time that devices wait in the whole round, relative to client work. It
+    cannot be measured in such a call, whose clients are distributed differently over devices."""
 
     @property
     def busy(self) -> float:
-        """Seconds of the untraced call in which devices work: only these are lengthened by tracing."""
+        """Seconds of the untraced call in which devices compute; only these are longer with a trace."""
         outside = self.seconds - max(timeline.span for timeline in self.timelines) / 1e9
         return max(self.untraced - max(outside, 0.0), 0.1 * self.untraced)
 
 
 @dataclass
 class Measurement:
-    """Seconds, medians over repetitions where something is repeated."""
+    """Times in seconds, medians over repetitions."""
 
     rounds: int
-    """In each timed call."""
+    """Rounds in each timed call."""
     calls: int = 0
+    """Number of timed calls."""
     compile: float = 0.0
-    """Compilation of the program of a block of rounds without the cache; 0 where there is none."""
+    """Compilation of the program of a block of rounds without the cache; 0 if there is no such program."""
     call: float = 0.0
     """One call of ``rounds`` rounds, without the host's work."""
     host: float = 0.0
@@ -71,18 +76,21 @@ class Measurement:
     evaluate: float = 0.0
     """One evaluation."""
     evaluate_compile: float = 0.0
+    """Compilation of the evaluation."""
     traced: TracedRounds | None = None
+    """The traced rounds."""
     program: ProgramText | None = None
+    """The compiled program."""
     clients: float = 0.0
-    """Clients in a round, the mean."""
+    """Mean number of clients in a round."""
     gradients: float = 0.0
-    """Per-sample gradients in a round, the mean."""
+    """Mean number of per-sample gradients in a round."""
     notes: list[str] = field(default_factory=list)
     """Remarks on the measurement."""
 
 
 class RoundTimer:
-    """Times the first rounds of a run repeatedly, each time from the state that the last call left.
+    """Times the first rounds of a run repeatedly; each call continues from the state of the last one.
 
     Args:
         setup: The run.
@@ -117,6 +125,7 @@ class RoundTimer:
         return made
 
     def _compile(self, made: Measurement, portion: RoundBlock) -> None:
+        """Compile the program of a block without the cache, and keep it and its text."""
         sim = self.setup
         self._bring(portion)
         program = sim.engine.block(sim.algorithm)
@@ -135,13 +144,13 @@ class RoundTimer:
         self._carry = self._storage.settle(self._carry, portion)
 
     def _bring(self, portion: RoundBlock) -> None:
-        """Move samples and client states of a block to the devices, where they are not kept there."""
+        """Move samples and client states of a block to the devices if they are stored elsewhere."""
         if portion.samples is not None:
             self.setup.engine.samples = portion.samples
         self._carry = self._storage.bring(self._carry, portion)
 
     def _call(self, portion: RoundBlock) -> tuple[float, dict]:
-        """(seconds, records) of a call."""
+        """Run a block; returns (seconds, records)."""
         sim, began = self.setup, time.perf_counter()
         self._bring(portion)
         self._carry, records = self._run(sim.algorithm, self._carry, sim.key, portion.xs, portion.rounds)
@@ -166,7 +175,7 @@ class RoundTimer:
             called = time.perf_counter()
             events_of(sim.info, records, portion.xs.count, [], 0.0)
             host = planning + time.perf_counter() - called
-            share = made.rounds / portion.rounds  # where samples or states are not on the devices, blocks can be cut
+            share = made.rounds / portion.rounds  # blocks are shorter if samples or states are streamed to devices
             clients = portion.xs.count[: portion.rounds].sum(1).mean()
             rows.append((share * seconds, share * host, clients, np.mean(records["gradients"])))
             spent += share * seconds
@@ -175,6 +184,7 @@ class RoundTimer:
         made.clients, made.gradients = map(float, np.mean(rows, axis=0)[2:])
 
     def _evaluations(self, made: Measurement) -> None:
+        """Time evaluations."""
         sim, times = self.setup, []
         carry = self._carry._replace(store=self._storage.store(self._carry))
         while len(times) < 4 and sum(times[1:]) < _SECONDS:
@@ -186,7 +196,7 @@ class RoundTimer:
         made.evaluate_compile = max(times[0] - made.evaluate, 0.0) if sim.evaluators or sim.personal else 0.0
 
     def _trace(self, made: Measurement, program: ProgramText) -> None:
-        """Trace a few rounds, then as many as keep the trace below ``_OPERATIONS`` executions."""
+        """Trace a few rounds, then as many rounds as have about ``_OPERATIONS`` executions."""
         seconds = _LITTLE
         first = self._traced(made, program, seconds, None)
         executions = sum(len(times) for timeline in first.timelines for times in timeline.charged.values())
@@ -207,7 +217,7 @@ class RoundTimer:
             share = float(kept.sum() / portion.xs.count.sum())
             portion = portion._replace(xs=portion.xs._replace(count=kept))
             idle = self.setup.planner.idle(0)
-        # the shortest of a few: other work on the machine only ever adds time
+        # the minimum: other programs only add time
         untraced = min(self._call(portion)[0] for _ in range(3))
         (seconds, _), timelines = trace.record(lambda: self._call(portion), program, keep)
         return TracedRounds(portion.rounds, share, seconds, untraced, timelines, idle)
@@ -228,7 +238,7 @@ def other_work() -> list[str]:
 def without_compilation_cache() -> Iterator[None]:
     """Neither read nor write the persistent compilation cache.
 
-    It cannot be disabled for a while, but a cache key that includes metadata is never found, as none is written.
+    JAX cannot disable it temporarily. A cache key with metadata is never found, since no such entry is written.
     """
     changes = {
         "jax_compilation_cache_include_metadata_in_key": True,

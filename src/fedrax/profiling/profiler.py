@@ -23,6 +23,7 @@ from fedrax.simulation.settings import Settings
 from fedrax.simulation.setup import Setup, prepare
 
 _ORDER = [*NAMES.values(), SUMS, WAIT, REST, "rounds", "evaluate", "host"]
+"""Order of the parts of a round."""
 
 
 @dataclass(frozen=True)
@@ -202,11 +203,11 @@ def _spent(setup: Setup, measured: Measurement) -> tuple[list[OperationTime], st
     call, host = measured.call * per_round, measured.host * per_round
     platform = setup.engine.mesh.devices.flat[0].platform
     if traced is None or program is None or not traced.timelines:
-        note = f"The trace of this backend ({platform}) names no operations: only whole calls are timed."
+        note = f"The trace of this backend ({platform}) has no names of operations: only whole calls are timed."
         if program is None:
             note = f"Plan {setup.plan} is not one program: only whole calls are timed."
         return [OperationTime(None, "rounds", "rounds", call), OperationTime(None, "host", "host", host)], note
-    # of a call, however many rounds it has
+    # time of a call outside of device work, independent of its number of rounds
     outside = per_round * min(traced.untraced - traced.busy, (1 - traced.busy / traced.untraced) * measured.call)
     spent = attribute(traced, program, 0.5 if platform == "cpu" else 5.0, call - outside)
     what = f"{traced.rounds} rounds" if traced.rounds > 1 else "one round"
@@ -214,7 +215,7 @@ def _spent(setup: Setup, measured: Measurement) -> tuple[list[OperationTime], st
         what += f" with {traced.clients:.0%} of its clients"
     slower = traced.seconds / traced.untraced
     note = (
-        f"Shares are from a trace of {what}, which took {slower:.1f} times as long as without one; times are from"
-        " rounds without, and each operation's share is corrected for the tracing."
+        f"Times are from rounds without a trace. Shares are from a trace of {what}, which took {slower:.1f} times as"
+        " long; each operation's share is corrected for the overhead of tracing."
     )
     return [*spent, OperationTime(None, "host", "host", host + outside)], note

@@ -12,13 +12,14 @@ from fedrax.profiling.advice import HeavyOperation
 from fedrax.profiling.profiler import Profile, RoundPart
 
 _BAR = 24
+"""Characters of a bar of 100 %."""
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _LEAST = 0.0005
 """Smallest share that is shown."""
 
 
 def label(part: RoundPart) -> str:
-    """The name of a part, with its phase where there are several."""
+    """The name of a part, with its phase if there are several."""
     return part.name if part.phase is None else f"phase {part.phase}: {part.name}"
 
 
@@ -28,7 +29,7 @@ def name(row: HeavyOperation) -> str:
 
 
 def of_limit(row: HeavyOperation) -> str:
-    """Its share of the machine's limit; passes that are faster than memory stay in caches."""
+    """The share of the machine's limit; "in caches" if it is above the memory bandwidth."""
     return "in caches" if row.of_limit > 1 and row.unit == "GB/s" else f"{row.of_limit:.0%}"
 
 
@@ -39,6 +40,7 @@ def bar(share: float) -> str:
 
 
 def _table(*headings: str, left: tuple[str, ...]) -> Table:
+    """An empty table; ``left``: columns that are aligned left."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in headings:
         made.add_column(heading, justify="left" if heading in left else "right", no_wrap=heading != headings[0])
@@ -57,7 +59,7 @@ def parts_table(profile: Profile) -> Table:
 
 
 def heaviest_table(profile: Profile, advice: list[str]) -> Table:
-    """The heaviest operations; the last column numbers the advice below."""
+    """The heaviest operations; the last column has the number of the advice below."""
     headings = ("heaviest operations", "shapes", "share", "times", "µs", "achieves", "of limit", "")
     made = _table(*headings, left=headings[:2])
     for row in profile.heaviest:
@@ -76,8 +78,8 @@ def lines(profile: Profile) -> list[str]:
     if profile.operations:
         machine, shares = profile.limits, {kind: ms / profile.ms for kind, ms in profile.kinds.items()}
         made += [
-            f"limits    {machine.gflops:.3g} GFLOP/s of matrix products, where this round's reach"
-            f" {profile.gflops_in_products:.3g}; {machine.gigabytes:.3g} GB/s streamed through memory",
+            f"limits    {machine.gflops:.3g} GFLOP/s in matrix products (this round: {profile.gflops_in_products:.3g});"
+            f" {machine.gigabytes:.3g} GB/s of memory bandwidth",
             "kinds     " + ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items() if share >= 0.005),
         ]
     return [*made, *profile.notes]

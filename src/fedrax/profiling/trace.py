@@ -1,9 +1,9 @@
-"""Takes a trace of device operations and reads it: how often each ran on each device, and for how long.
+"""Records a trace of device operations and reads it: the times of each operation on each device.
 
-An operation is charged with the time from the end of the one before it to its own end, so with the work of starting
-it too. Loops and calls, whose events contain those of their bodies, are charged with what is left after their last
-operation. XLA:CPU computes convolutions and some matrix products beside the device's own thread, and their events end
-when they are handed over: the time before the first operation that reads such a product is charged to the product.
+An operation is charged with the time from the end of the previous one to its own end, which includes its launch. Loops
+and calls, whose events contain those of their bodies, are charged with the time after their last operation. XLA:CPU
+computes convolutions and some matrix products on other threads, and their events end when they are submitted: the time
+before the first operation that reads such a product is charged to the product.
 """
 
 from __future__ import annotations
@@ -27,19 +27,25 @@ class Timeline:
     """One device's operations in the trace."""
 
     charged: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """Nanoseconds of each execution, from the end of the operation before."""
+    """Nanoseconds of each execution, from the end of the previous operation."""
     awaited: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """Of a product: nanoseconds in which its result was waited for."""
-    meetings: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """Nanoseconds of waiting for the result of a product."""
+    collectives: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     """Nanoseconds of each execution of an operation that waits for the other devices."""
     span: int = 0
     """Nanoseconds from the start of the first operation to the end of the last."""
 
 
 def record(run: Callable[[], Any], program: ProgramText, keep: Path | None = None) -> tuple[Any, list[Timeline]]:
-    """(what ``run`` returns, a timeline for each device that executed operations of ``program``).
+    """Trace a call.
 
-    keep: a directory for the raw trace, in the format of XProf, TensorBoard and Perfetto; by default it is not kept.
+    Args:
+        run: The call.
+        program: The program whose operations are traced.
+        keep: Directory for the raw trace, in the format of XProf, TensorBoard and Perfetto; by default it is deleted.
+
+    Returns:
+        The result of ``run``, and a timeline for each device that executed operations of ``program``.
     """
     options: Any = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
@@ -70,8 +76,8 @@ def read(path: Path, program: ProgramText) -> list[Timeline]:
 
 
 def timeline(events: list[tuple[int, int, str]], program: ProgramText) -> Timeline:
-    """Of one device's events, (end, start, operation) in nanoseconds."""
-    made, unread = Timeline(), []  # products that have been handed over, the last one last
+    """The timeline of one device's events (end, start, operation), in nanoseconds."""
+    made, unread = Timeline(), []  # unread: products that were submitted and not read yet, the latest one last
     events.sort()
     first = last = min(start for _, start, _ in events)
     reads = {name: program.products_read(name) for name in {name for _, _, name in events}}
@@ -86,17 +92,20 @@ def timeline(events: list[tuple[int, int, str]], program: ProgramText) -> Timeli
             unread.append(name)
         made.charged[name].append(end - last)
         if program.is_collective(name):
-            made.meetings[name].append(end - start)
+            made.collectives[name].append(end - start)
         last = end
     made.span = last - first
     return made
 
 
 def waits(timelines: list[Timeline]) -> dict[str, int]:
-    """Nanoseconds that devices waited for others in each operation: beyond the shortest wait at each meeting."""
+    """Nanoseconds that devices waited for others in each collective operation.
+
+    The device that arrives last has the shortest execution; the excess of the others is waiting.
+    """
     found = {}
-    for name in timelines[0].meetings:
-        met = [timeline.meetings[name] for timeline in timelines]
+    for name in timelines[0].collectives:
+        met = [timeline.collectives[name] for timeline in timelines]
         if len({len(times) for times in met}) == 1:
             found[name] = int(np.sum(np.subtract(met, np.min(met, axis=0))))
     return found
