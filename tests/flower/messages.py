@@ -54,9 +54,9 @@ class Serialized(LocalGrid):
     change: Callable[[Message, int], None] = staticmethod(lambda reply, client: None)
     """What is done to answers on the way."""
 
-    def _answer(self, message: Message) -> Message:
+    def _reply(self, message: Message) -> Message:
         client = message.metadata.dst_node_id - 2
-        reply = super()._answer(message_from_proto(message_to_proto(message)))
+        reply = super()._reply(message_from_proto(message_to_proto(message)))
         self.change(reply, client)
         if self.lose(message, client):
             return Message(Error(3, "it took too long"), reply_to=message)

@@ -280,5 +280,5 @@ def test_data_may_be_lists():
 )
 def test_data_that_are_none_are_a_sentence_of_the_client(data: Any):
     grid = LocalGrid(client_app(Scaffold(local=LOCAL), TASK, data), 1)
-    with pytest.raises(FedraxError, match="0 of 1 clients were there"):
+    with pytest.raises(FedraxError, match="0 of 1 clients were connected"):
         federate(grid, Scaffold(local=LOCAL), TASK, clients=1, wait=0)

@@ -104,11 +104,11 @@ def test_a_round_that_was_asked_for_is_spent_though_the_run_was_cut_off_in_it(tm
 
 def test_another_run_is_not_gone_on_with(tmp_path: Path):
     run(Scaffold(local=LOCAL), tmp_path)
-    with pytest.raises(FedraxError, match="belongs to another run: its method is another"):
+    with pytest.raises(FedraxError, match="belongs to another run: its method differs"):
         run(Scaffold(local=dataclasses.replace(LOCAL, lr=0.1)), tmp_path, resume=True)
     with pytest.raises(FedraxError, match="holds a run already"):
         run(Scaffold(local=LOCAL), tmp_path)
-    with pytest.raises(FedraxError, match="no directory to resume"):
+    with pytest.raises(FedraxError, match="resume needs a directory"):
         run(Scaffold(local=LOCAL), tmp_path, directory=None, resume=True)
 
 

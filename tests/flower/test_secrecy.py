@@ -34,7 +34,7 @@ def test_what_a_client_reads_is_not_in_its_errors(caplog: pytest.LogCaptureFixtu
     grid = Serialized(client_app(METHOD, TASK, data), 1)
     with caplog.at_level(logging.ERROR, "flwr"):
         (reply,) = grid.send_and_receive([Message(RecordDict(), 2, MessageType.QUERY)])
-    assert str(reply.error.reason).endswith("has failed (ValueError): see the client's own log")
+    assert str(reply.error.reason).endswith("failed (ValueError): see the client's log")
     assert "Jane Doe" in caplog.text
 
 

@@ -79,7 +79,7 @@ def test_an_answer_that_makes_no_sense_is_left_out(how: str, caplog: pytest.LogC
     with caplog.at_level(logging.WARNING, "flwr"):
         here = deployed(METHOD, grid, params=START, rounds=3, cohort_size=6)
     assert_close(here.params, simulated([ALL, [c for c in ALL if c != 2], ALL]))
-    assert "round 2: client 2 is left out: its answer" in caplog.text
+    assert "round 2: client 2 is left out: its reply" in caplog.text
 
 
 def test_an_answer_of_which_nothing_finite_can_be_made_is_left_out(caplog: pytest.LogCaptureFixture):
@@ -100,7 +100,7 @@ def test_an_answer_of_which_nothing_finite_can_be_made_is_left_out(caplog: pytes
     grid.change = change
     here = deployed(method, grid, params=START, rounds=3, cohort_size=6)
     assert_close(here.params, simulated([ALL, [c for c in ALL if c != 2], ALL], method))
-    assert "round 2: client 2 is left out: its answer holds a number that is not finite" in caplog.text
+    assert "round 2: client 2 is left out: its reply has values that are not finite" in caplog.text
 
 
 def test_numbers_of_64_bits_are_of_the_same_kind():
@@ -247,7 +247,7 @@ def test_who_answers_one_part_of_a_round_alone_is_as_before():
         {"shared": "no"},
         {"cohort_size": float("nan")},
         {"cohort_size": 3},
-        {"counted": "x"},
+        {"last_aggregated": "x"},
         {"round": None},
     ],
 )
@@ -270,7 +270,7 @@ def test_a_client_refuses_messages_of_others(content: dict[str, Any]):
 def test_a_run_that_diverges_is_a_sentence():
     """All clients' numbers are not finite; the rounds before are not lost."""
     grid = Serialized(client_app(METHOD, TASK, lambda context: (1e30 * own(context)[0], own(context)[1])), len(SIZES))
-    with pytest.raises(NonFiniteError, match="round 1: no client's answer is finite: take smaller steps") as told:
+    with pytest.raises(NonFiniteError, match="round 1: no client's reply is finite: lower the learning rate") as told:
         deployed(METHOD, grid, params=START)
     assert told.value.result is not None and told.value.result.stopped == "diverged"
     assert_close(told.value.result.params, START, 0)
@@ -280,9 +280,9 @@ def test_a_run_that_nobody_answers_is_a_sentence(caplog: pytest.LogCaptureFixtur
     """Not a result; and of each client it is said why."""
     grid = grid_of()
     grid.lose = lambda message, client: message.metadata.message_type == MessageType.TRAIN
-    with caplog.at_level(logging.WARNING, "flwr"), pytest.raises(FedraxError, match="no round had the answers"):
+    with caplog.at_level(logging.WARNING, "flwr"), pytest.raises(FedraxError, match="no round received enough replies"):
         deployed(METHOD, grid, rounds=2, cohort_size=6)
-    assert "round 2: client 4 (node 6) could not answer: it took too long" in caplog.text
+    assert "round 2: client 4 (node 6) failed: it took too long" in caplog.text
 
 
 class Silent(Serialized):
@@ -314,13 +314,13 @@ def test_a_node_that_never_answers_does_not_hold_up_the_rounds():
 
 
 def test_too_few_clients_are_a_sentence():
-    with pytest.raises(FedraxError, match="6 of 7 clients were there after 0 seconds"):
+    with pytest.raises(FedraxError, match="6 of 7 clients were connected after 0 seconds"):
         federate(grid_of(), METHOD, TASK, clients=7, wait=0)
 
 
 def test_numbers_that_do_not_fit_are_a_sentence():
     grid = Serialized(client_app(METHOD, TASK, own), [{"partition-id": k} for k in (0, 2, 2)])
-    with pytest.raises(FedraxError, match="must be the numbers 0 to 2, and these are 0, 2, 2"):
+    with pytest.raises(FedraxError, match="must be the numbers 0 to 2, and are 0, 2, 2"):
         federate(grid, METHOD, TASK, clients=3, wait=0)
 
 
@@ -339,7 +339,7 @@ def test_a_node_that_is_started_again_before_the_start_is_one(caplog: pytest.Log
     grid.lose = lambda message, client: asked.append(client + 2) or False
     with caplog.at_level(logging.WARNING, "flwr"):
         here = deployed(METHOD, grid, params=START, rounds=1, cohort_size=6)
-    assert "node 3 (partition-id 1) is none of the clients" in caplog.text
+    assert "node 3 (partition-id 1) is ignored" in caplog.text
     assert here.events[-1]["clients"] == 6 and asked.count(98) == 2 and asked.count(3) == 1
 
 
@@ -349,7 +349,7 @@ def test_samples_of_different_kinds_are_a_sentence():
         return (x[:, :2] if context.node_config["partition-id"] == 1 else x), y
 
     grid = Serialized(client_app(METHOD, TASK, data), len(SIZES))
-    with pytest.raises(FedraxError, match=r"kinds: client 0 x float32 \[4\], .* and client 1 x float32 \[2\]"):
+    with pytest.raises(FedraxError, match=r"dtypes: client 0 x float32 \[4\], .* and client 1 x float32 \[2\]"):
         federate(grid, METHOD, TASK, clients=6)
 
 
@@ -362,7 +362,7 @@ def introduced(changes: dict[str, Any], caplog: pytest.LogCaptureFixture) -> str
             reply.content.config_records["client"].update(changes)
 
     grid.change = change
-    with caplog.at_level(logging.WARNING, "flwr"), pytest.raises(FedraxError, match="5 of 6 clients were there"):
+    with caplog.at_level(logging.WARNING, "flwr"), pytest.raises(FedraxError, match="5 of 6 clients were connected"):
         federate(grid, METHOD, TASK, clients=6, wait=0)
     return caplog.text
 

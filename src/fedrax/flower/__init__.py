@@ -1,7 +1,7 @@
-"""Real federations: the algorithms of this package on Flower's servers and clients.
+"""Deployment on Flower: the algorithms of this package on real servers and clients.
 
-What was simulated is deployed unchanged: :func:`client_app` and :func:`server_app` take the same algorithm and task as
-``fedrax.simulate``. Needs ``fedrax[flower]``.
+:func:`client_app` and :func:`server_app` take the same algorithm and task as ``fedrax.simulate``. Needs
+``fedrax[flower]``.
 """
 
 from fedrax.flower.client import client_app

@@ -1,4 +1,4 @@
-"""Flower client: a ClientApp that does an algorithm's local training on data that never leave the client."""
+"""Flower client: a ClientApp that runs an algorithm's local training on data that never leave the client."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fedrax.flower.instructions import RoundInstructions
 from fedrax.flower.persistence import open_client_state
 from fedrax.flower.registry import log
 from fedrax.flower.schema import MessageSchema, message_schemas, needs_initial_parameters, shapes_of_samples
-from fedrax.flower.serialization import packed, unpacked
+from fedrax.flower.serialization import pack, unpack
 from fedrax.prng.keys import INITIALIZATION, RUN, purpose_key
 from fedrax.simulation.evaluation import sample_values
 from fedrax.simulation.process import arithmetic
@@ -42,10 +42,10 @@ from fedrax.version import VERSION
 from fedrax.xla import CodeFingerprint
 
 Data = Callable[[Context], Any] | Federation
-"""Where a client's samples come from: a function of its Context, or a federation of which it takes its part."""
+"""A function that loads the client's samples, given its Context, or a federation that the client is part of."""
 
-_ROWS = 500
-"""Samples that are evaluated at a time."""
+_EVALUATION_BATCH = 500
+"""Samples evaluated at a time, to bound memory."""
 
 
 def client_app(
@@ -77,160 +77,179 @@ def client_app(
     check_method(algorithm)
     client = _Client(algorithm, task, data, seed, None if directory is None else Path(directory))
     app = ClientApp()
-    app.query()(client.introduce)
-    app.train()(client.work)
+    app.query()(client.reply_to_query)
+    app.train()(client.train)
     app.evaluate()(client.evaluate)
     return app
 
 
 @dataclass(frozen=True, eq=False)
 class _Client:
+    """Handlers of a ClientApp's messages."""
+
     algorithm: Algorithm
     task: Task
     data: Data
     seed: int | None
     directory: Path | None
 
-    def introduce(self, message: Message, context: Context) -> Message:
-        """Reply to a query with the client's number and the shapes, dtypes and number of its samples."""
+    def reply_to_query(self, message: Message, context: Context) -> Message:
+        """Reply with the client's number and the shapes, dtypes and numbers of its samples."""
         use_all_cores()
-        own = own_federation(self.data, context)
+        own = load_client_data(self.data, context)
         facts: dict[str, Any] = {"size": len(own.train.y), "test_size": len(own.test.y), "version": VERSION}
         for name, part in zip("xy", own.train, strict=True):
-            kind = "float32" if part.dtype == np.float64 else str(part.dtype)  # both are computed in the run's type
+            # float64 and float32 samples are both converted to the run's dtype
+            kind = "float32" if part.dtype == np.float64 else str(part.dtype)
             facts |= {f"{name}_type": kind, f"{name}_shape": list(part.shape[1:])}
         if (number := context.node_config.get("partition-id")) is not None:
             facts["client"] = int(number)
         return Message(RecordDict({"client": ConfigRecord(facts)}), reply_to=message)
 
-    def work(self, message: Message, context: Context) -> Message:
-        """Do one phase of a round and reply with the upload."""
+    def train(self, message: Message, context: Context) -> Message:
+        """Run one phase of a round and reply with the upload."""
         use_all_cores()
-        order = RoundInstructions.of(message.content)
-        with arithmetic(order.dtype), open_client_state(self._folder(context), context.state) as state:
+        instructions = RoundInstructions.of(message.content)
+        with arithmetic(instructions.dtype), open_client_state(self._state_directory(context), context.state) as state:
             return Message(
-                self._work(order, message.content, context, ClientStore(state, message.content)), reply_to=message
+                self._train_phase(instructions, message.content, context, ClientStore(state, message.content)),
+                reply_to=message,
             )
 
-    def _work(self, order: RoundInstructions, content: RecordDict, context: Context, memory: ClientStore) -> RecordDict:
-        own = own_federation(self.data, context)
+    def _train_phase(
+        self, instructions: RoundInstructions, content: RecordDict, context: Context, store: ClientStore
+    ) -> RecordDict:
+        """Run one phase with the client's state; returns the records of the reply."""
+        own = load_client_data(self.data, context)
         samples = Batch(*own.train)
-        begun = _ClientSetup.of(self.algorithm, self.task, samples, own, order)
-        if order.phase >= len(begun.phases):
-            raise FedraxError(f"the server asks for part {order.phase + 1} of a round of {len(begun.phases)}")
-        phase = begun.phases[order.phase]
-        received = memory.receive(order, content)
-        sent_down = unpacked(received, (phase.message, begun.down), "what the server sent")
-        down, statistics = jax.tree.map(jnp.asarray, sent_down)
-        like = begun.phases[order.phase - 1].kept if order.phase else begun.initial
-        kept = memory.kept(order, like, partial(self._at_first, begun, memory))
-        turn = ClientTask(
-            _place(order, len(samples.y)),
-            jnp.int32(order.round),
-            jnp.asarray(order.cohort_size, float),
-            self._key(order, memory),
-            jax.random.wrap_key_data(jnp.asarray(order.shared, jnp.uint32)),
+        setup = _ClientSetup.of(self.algorithm, self.task, samples, own, instructions)
+        if instructions.phase >= len(setup.phases):
+            raise FedraxError(
+                f"the server asks for phase {instructions.phase + 1}, and the algorithm has {len(setup.phases)}: give"
+                " server and clients the same algorithm"
+            )
+        phase = setup.phases[instructions.phase]
+        received = store.received_arrays(instructions, content)
+        broadcast = unpack(received, (phase.message, setup.broadcast_statistics), "the broadcast message")
+        message, statistics = jax.tree.map(jnp.asarray, broadcast)
+        like = setup.phases[instructions.phase - 1].kept if instructions.phase else setup.initial
+        record = store.load(instructions, like, partial(self._initial_record, setup, store))
+        client_task = ClientTask(
+            _assignment(instructions, len(samples.y)),
+            jnp.int32(instructions.round),
+            jnp.asarray(instructions.cohort_size, float),
+            self._round_key(instructions, store),
+            jax.random.wrap_key_data(jnp.asarray(instructions.shared, jnp.uint32)),
         )
-        run = _compiled(begun.program, order.phase)
-        done: ClientResult = run(self.algorithm, down, kept, statistics, jax.tree.map(jnp.asarray, samples), turn)
-        memory.keep(order, done.kept, last=order.phase == len(begun.phases) - 1)
-        up = done.statistics if order.phase == len(begun.phases) - 1 else ()
-        sent, info = packed((done.output._replace(info={}), up)), packed(done.output.info)
-        return RecordDict({"sent": sent, "info": info, "client": ConfigRecord({"lost": memory.lost})})
+        run = _compiled_phase(setup.program, instructions.phase)
+        arrays = jax.tree.map(jnp.asarray, samples)
+        done: ClientResult = run(self.algorithm, message, record, statistics, arrays, client_task)
+        last = instructions.phase == len(setup.phases) - 1
+        store.save(instructions, done.kept, last=last)
+        sent = pack((done.output._replace(info={}), done.statistics if last else ()))
+        info = pack(done.output.info)
+        return RecordDict({"sent": sent, "info": info, "client": ConfigRecord({"lost": store.state_lost})})
 
-    def _at_first(self, begun: _ClientSetup, memory: ClientStore) -> ClientRecord:
-        """The initial client state; where it depends on the starting parameters, the server sends these."""
-        like = (begun.params, begun.statistics)
+    def _initial_record(self, setup: _ClientSetup, store: ClientStore) -> ClientRecord:
+        """The initial client state, computed from the server's starting parameters where it depends on them."""
+        like = (setup.params, setup.statistics)
         if needs_initial_parameters(self.algorithm, *like):
-            start = unpacked(memory.start, like, "the start")
+            start = unpack(store.initial_parameters, like, "the record of the starting parameters")
         else:
             start = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
         params, statistics = jax.tree.map(jnp.asarray, start)
         return ClientRecord.at_first(self.algorithm, params, statistics)
 
-    def _key(self, order: RoundInstructions, memory: ClientStore) -> jax.Array:
+    def _round_key(self, instructions: RoundInstructions, store: ClientStore) -> jax.Array:
+        """The client's random key of a round: from the seed as in a simulation, else from a secret."""
         if self.seed is not None:
-            return jax.random.fold_in(jax.random.fold_in(purpose_key(self.seed, RUN), order.round), order.client)
-        words = memory.key(order, lambda: np.frombuffer(os.urandom(8), np.uint32).tolist())
+            return jax.random.fold_in(
+                jax.random.fold_in(purpose_key(self.seed, RUN), instructions.round), instructions.client
+            )
+        words = store.key_words(instructions, lambda: np.frombuffer(os.urandom(8), np.uint32).tolist())
         return jax.random.wrap_key_data(jnp.asarray(words, jnp.uint32))
 
-    def _folder(self, context: Context) -> Path | None:
-        """The directory of the client's stored state; None where Flower's Context holds it."""
+    def _state_directory(self, context: Context) -> Path | None:
+        """The directory of the client state; None where Flower's Context holds it."""
         number = context.node_config.get("partition-id")
         if self.directory is None:
             return None
         return self.directory if number is None else self.directory / f"client-{int(number)}"
 
     def evaluate(self, message: Message, context: Context) -> Message:
-        """Reply with sums of the metrics over the client's test samples, for the global and the personal model."""
+        """Reply with sums of the metrics over the client's test samples, of the global and the personalized model."""
         use_all_cores()
-        order = RoundInstructions.of(message.content)
-        with arithmetic(order.dtype), open_client_state(self._folder(context), context.state) as state:
-            own, memory = own_federation(self.data, context), ClientStore(state, message.content)
-            sums = self._sums(order, own, message.content, memory) if len(own.test.y) else {}
+        instructions = RoundInstructions.of(message.content)
+        with arithmetic(instructions.dtype), open_client_state(self._state_directory(context), context.state) as state:
+            own, store = load_client_data(self.data, context), ClientStore(state, message.content)
+            sums = self._metric_sums(instructions, own, message.content, store) if len(own.test.y) else {}
         rows = ConfigRecord({"test": len(own.test.y)})
         return Message(RecordDict({"sums": ConfigRecord(dict(sums)), "rows": rows}), reply_to=message)
 
-    def _sums(
-        self, order: RoundInstructions, own: Federation, content: RecordDict, memory: ClientStore
+    def _metric_sums(
+        self, instructions: RoundInstructions, own: Federation, content: RecordDict, store: ClientStore
     ) -> dict[str, float]:
-        begun = _ClientSetup.of(self.algorithm, self.task, Batch(*own.train), own, order)
-        like = (begun.params, begun.statistics)
-        params, statistics = jax.tree.map(jnp.asarray, unpacked(content["model"], like, "the model"))  # type: ignore[arg-type]
-        kept = memory.kept(order, begun.initial, partial(self._at_first, begun, memory))
+        """Sums of the metrics over the test samples; names of the personalized model's begin with "personal_"."""
+        setup = _ClientSetup.of(self.algorithm, self.task, Batch(*own.train), own, instructions)
+        like = (setup.params, setup.statistics)
+        params, statistics = jax.tree.map(jnp.asarray, unpack(content["model"], like, "the model"))  # type: ignore[arg-type]
+        record = store.load(instructions, setup.initial, partial(self._initial_record, setup, store))
         models = {"": with_statistics(params, statistics)}
-        personal = checked_personal(self.algorithm, self.algorithm.personal(params, kept.state), params)
+        personal = checked_personal(self.algorithm, self.algorithm.personal(params, record.state), params)
         if personal is not None:
-            at_home = self.algorithm.traits.personal_statistics
-            models["personal_"] = with_statistics(personal, kept.statistics if at_home else statistics)
+            own_statistics = self.algorithm.traits.personal_statistics
+            models["personal_"] = with_statistics(personal, record.statistics if own_statistics else statistics)
         sums: dict[str, float] = {}
         for kind, model in models.items():
-            for first in range(0, len(own.test.y), _ROWS):
-                part = jax.tree.map(lambda a, first=first: jnp.asarray(a[first : first + _ROWS]), Batch(*own.test))
-                for name, values in _values(self.task, CodeFingerprint(self.task))(model, part).items():
+            for first in range(0, len(own.test.y), _EVALUATION_BATCH):
+                part = jax.tree.map(
+                    lambda a, first=first: jnp.asarray(a[first : first + _EVALUATION_BATCH]), Batch(*own.test)
+                )
+                for name, values in _compiled_metrics(self.task, CodeFingerprint(self.task))(model, part).items():
                     sums[f"{kind}{name}"] = sums.get(f"{kind}{name}", 0.0) + float(np.asarray(values, float).sum())
         return sums
 
 
 @dataclass(frozen=True, eq=False)
 class _ClientSetup:
-    """What a client derives from algorithm, task and data before its part of a round."""
+    """What a client derives from algorithm, task and the shapes of its data before it trains; trees hold shapes."""
 
     program: Program
     phases: list[MessageSchema]
     params: Tree
     statistics: Tree
+    """The model's running statistics, such as those of batch norm."""
     initial: ClientRecord
-    """All three in shapes."""
-    down: Tree
-    """The statistics that come with a message: none where they stay at home."""
+    """The client state before the first round."""
+    broadcast_statistics: Tree
+    """The running statistics in a broadcast message; empty where each client has its own."""
 
     @classmethod
     def of(
-        cls, algorithm: Algorithm, task: Task, samples: Batch, own: Federation, order: RoundInstructions
+        cls, algorithm: Algorithm, task: Task, samples: Batch, own: Federation, instructions: RoundInstructions
     ) -> _ClientSetup:
-        """From the shapes of the task's parameters and of the client's samples, which fit each other."""
-        start = start_and_statistics(task, purpose_key(0, INITIALIZATION), None, order.dtype)
+        """Check that task, algorithm and samples fit, and trace the schema of each phase."""
+        start = start_and_statistics(task, purpose_key(0, INITIALIZATION), None, instructions.dtype)
         _, params, statistics, _ = start
         check_task(task, with_statistics(params, statistics), samples, own)
         initial, broken = initial_client_state(algorithm, params, statistics)
         if broken:
             raise broken[0]
         layout = Layout.of(np.array([len(samples.y)]))
-        program = Program(task, layout, order.num_clients, chunk=0, code=CodeFingerprint(algorithm, task))
+        program = Program(task, layout, instructions.num_clients, chunk=0, code=CodeFingerprint(algorithm, task))
         phases = message_schemas(program, algorithm, params, statistics, shapes_of_samples(samples))
-        down = () if algorithm.traits.personal_statistics else statistics
-        return cls(program, phases, params, statistics, initial, down)
+        broadcast_statistics = () if algorithm.traits.personal_statistics else statistics
+        return cls(program, phases, params, statistics, initial, broadcast_statistics)
 
 
-def own_federation(data: Data, context: Context) -> Federation:
-    """A client's data as a federation of one client, checked."""
+def load_client_data(data: Data, context: Context) -> Federation:
+    """Load and check the data of a client, as a federation of one client."""
     if isinstance(data, Federation):
-        return _part(data, context)
-    found: Any = _given(data, context)
-    more: dict[str, Any] = {}
+        return _client_of_federation(data, context)
+    found: Any = _call_data_function(data, context)
+    description: dict[str, Any] = {}
     if isinstance(found, Dataset):
-        more = {"num_classes": found.num_classes, "padding": found.padding, "pixels": found.pixels}
+        description = {"num_classes": found.num_classes, "padding": found.padding, "pixels": found.pixels}
         found = (found.train, found.test)
     try:
         first, second = found
@@ -243,29 +262,31 @@ def own_federation(data: Data, context: Context) -> Federation:
         ) from None
     if kind not in "iufb":
         raise FedraxError("labels must be numbers with the same meaning on every client: number the classes")
-    return Federation.from_arrays(x, y, offsets=np.array([0, rows]), test=test, shuffle=False, name="own", **more)
+    return Federation.from_arrays(
+        x, y, offsets=np.array([0, rows]), test=test, shuffle=False, name="own", **description
+    )
 
 
-def _given(data: Callable[[Context], Any], context: Context) -> Any:
-    """Call the function. Its errors stay in the client's log, since their text may contain data."""
+def _call_data_function(data: Callable[[Context], Any], context: Context) -> Any:
+    """Call the user's function. Its errors are logged by the client only, since their text may contain data."""
     try:
         return data(context)
     except FedraxError:
         raise
     except Exception as error:
-        log.exception("the function data has failed")
+        log.exception("the function data failed")
         raise FedraxError(
-            f"the function data of this client has failed ({type(error).__name__}): see the client's own log"
+            f"the function data of this client failed ({type(error).__name__}): see the client's log"
         ) from None
 
 
-def _part(federation: Federation, context: Context) -> Federation:
-    """The part of one client of a federation."""
+def _client_of_federation(federation: Federation, context: Context) -> Federation:
+    """The part of a federation that belongs to the client with this Context's partition-id."""
     number = context.node_config.get("partition-id")
     if type(number) is not int or not 0 <= number < federation.num_clients:
         raise FedraxError(
-            f"a client of {federation.name!r} needs a partition-id from 0 to {federation.num_clients - 1} in its node"
-            f" config, and has {number!r}"
+            f"node_config['partition-id'] is {number!r}: a client of {federation.name!r} needs a number from 0 to"
+            f" {federation.num_clients - 1}"
         )
     rows = slice(*federation.offsets[number : number + 2])
     mine = slice(0) if federation.test_offsets is None else slice(*federation.test_offsets[number : number + 2])
@@ -279,16 +300,19 @@ def _part(federation: Federation, context: Context) -> Federation:
     )
 
 
-def _place(order: RoundInstructions, rows: int) -> ClientAssignment:
+def _assignment(instructions: RoundInstructions, rows: int) -> ClientAssignment:
+    """The client's assignment in a cohort of one, whose only samples are its own."""
     zero = jnp.int32(0)
-    return ClientAssignment(jnp.int32(order.client), zero, zero, jnp.int32(rows), jnp.ones(()))
+    return ClientAssignment(jnp.int32(instructions.client), zero, zero, jnp.int32(rows), jnp.ones(()))
 
 
 @lru_cache(maxsize=16)
-def _compiled(program: Program, p: int) -> Callable:
+def _compiled_phase(program: Program, p: int) -> Callable:
+    """The compiled client side of phase ``p``."""
     return jax.jit(partial(run_client, program, p))
 
 
 @lru_cache(maxsize=8)
-def _values(task: Task, code: CodeFingerprint) -> Callable:
+def _compiled_metrics(task: Task, code: CodeFingerprint) -> Callable:
+    """Compiled metrics per sample; ``code`` is part of the cache key, so that edited code is compiled again."""
     return jax.jit(partial(sample_values, task))

@@ -1,4 +1,4 @@
-"""The rounds of a federation, one after another, on the server."""
+"""Round driver of a federation: samples cohorts, runs rounds, evaluates, writes checkpoints and reports events."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from fedrax.errors import FedraxError
 from fedrax.flower.evaluation import Evaluate
 from fedrax.flower.executor import DeliveryState, FlowerExecutor, ServerComputation, TooFewReplies
 from fedrax.flower.instructions import RoundInstructions
-from fedrax.flower.persistence import ServerCheckpoint, restored, save
-from fedrax.flower.registry import PAUSE, ClientRegistry, log
+from fedrax.flower.persistence import ServerCheckpoint, load_checkpoint, save_checkpoint
+from fedrax.flower.registry import POLL_SECONDS, ClientRegistry, log
 from fedrax.participation.cohort_sampler import CohortSampler
 from fedrax.privacy.ledger import Ledger
 from fedrax.simulation.executors.debug import NonFiniteError
@@ -33,201 +33,214 @@ from fedrax.simulation.settings import Settings
 from fedrax.tree import Tree
 
 MODEL = "model.safetensors"
+"""File of the latest model in the run directory."""
 _CHECKPOINT_SECONDS = 30.0
+"""Seconds between checkpoints. Rounds after the last one are repeated at resume."""
 
 
 @dataclass(frozen=True, eq=False)
 class RoundDriver:
-    """A federation whose rounds are under way. Made by ``_prepare``."""
+    """Runs the rounds of a federation; :mod:`fedrax.flower.server` makes it."""
 
-    nodes: ClientRegistry
+    registry: ClientRegistry
     algorithm: Algorithm
     task: Task
     settings: Settings
     sampler: CohortSampler
-    arithmetic: ServerComputation
-    traffic: DeliveryState
+    computation: ServerComputation
+    delivery: DeliveryState
     key: jax.Array
     server: Any
-    """The state before the first round."""
+    """Initial server state."""
     statistics: Tree
+    """Initial running statistics of the model."""
     evaluate: Evaluate
     ledger: Ledger | None
     info: RunInfo
-    known_by: dict[str, str]
-    """What a checkpoint is known by, in words."""
+    identity: dict[str, str]
+    """Description of the run that a checkpoint belongs to: a name and text for each part of it."""
     resume: bool = False
     sinks: Sequence[Sink] = ()
     callbacks: Sequence[Callback] = ()
     events: list[Event] = field(default_factory=list)
 
-    def finish(self) -> Result:
-        """All rounds, from the start or from the directory's checkpoint."""
+    def run(self) -> Result:
+        """Run all rounds, from the start or from the checkpoint in the directory."""
         directory = self.info.directory
         if directory is None:
-            return self._reported(self.server, self.statistics, None)
+            return self._run_with_sinks(self.server, self.statistics, None)
         with owned(directory, self.resume):
-            server, statistics = self._begin()
+            server, statistics = self._restore()
             file = EventFile(directory, self.events)
             write_environment(directory)
             try:
-                return self._reported(server, statistics, file)
+                return self._run_with_sinks(server, statistics, file)
             finally:
                 file.close()
 
-    def _begin(self) -> tuple[Any, Tree]:
-        """(the server's state, the statistics) before the first round, or as they were left."""
+    def _restore(self) -> tuple[Any, Tree]:
+        """(server state, statistics) of the checkpoint; the initial ones without one."""
         assert self.info.directory is not None
-        like = self._saved(self.server, self.statistics)
-        found = restored(self.info.directory, like, self.known_by) if self.resume else None
+        like = self._checkpoint_state(self.server, self.statistics)
+        found = load_checkpoint(self.info.directory, like, self.identity) if self.resume else None
         if found is None:
             return self.server, self.statistics
         state, events = found
         self.events.extend(events)
-        last = np.asarray(state.counted)
-        self.traffic.counted |= {client: int(last[client]) for client in np.flatnonzero(last >= 0).tolist()}
-        self.traffic.begin(state.start)
+        last = np.asarray(state.last_aggregated)
+        self.delivery.last_aggregated |= {client: int(last[client]) for client in np.flatnonzero(last >= 0).tolist()}
+        self.delivery.set_start(state.start)
         if events:
-            self.traffic.down, self.traffic.up = events[-1]["bytes_down"], events[-1]["bytes_up"]
+            self.delivery.bytes_down, self.delivery.bytes_up = events[-1]["bytes_down"], events[-1]["bytes_up"]
         if self.ledger is not None:
             self.ledger.restore(state.spent, len(events))
         return state.server, state.statistics
 
-    def _saved(self, server: Any, statistics: Tree) -> ServerCheckpoint:
-        counted = np.full(self.nodes.num_clients, -1, np.int32)
-        for client, last in self.traffic.counted.items():
-            counted[client] = last
+    def _checkpoint_state(self, server: Any, statistics: Tree) -> ServerCheckpoint:
+        """The content of a checkpoint."""
+        last_aggregated = np.full(self.registry.num_clients, -1, np.int32)
+        for client, last in self.delivery.last_aggregated.items():
+            last_aggregated[client] = last
         spent = () if self.ledger is None else np.asarray(self.ledger.counts)
-        return ServerCheckpoint(server, statistics, self.traffic.start, counted, spent)
+        return ServerCheckpoint(server, statistics, self.delivery.start, last_aggregated, spent)
 
-    def _reported(self, server: Any, statistics: Tree, file: EventFile | None) -> Result:
+    def _run_with_sinks(self, server: Any, statistics: Tree, file: EventFile | None) -> Result:
+        """Run the rounds between ``start`` and ``finish`` of all sinks."""
         result, started = None, []
         try:
             for sink in self.sinks:
                 sink.start(dataclasses.replace(self.info, first_round=len(self.events)))
                 started.append(sink)
-            result = self._rounds(server, statistics, file)
+            result = self._run_rounds(server, statistics, file)
             return result
         finally:
             for sink in started:
                 sink.finish(result)
 
-    def _rounds(self, server: Any, statistics: Tree, file: EventFile | None) -> Result:
+    def _run_rounds(self, server: Any, statistics: Tree, file: EventFile | None) -> Result:
+        """Run the remaining rounds."""
         stopped, due = "rounds", time.monotonic() + _CHECKPOINT_SECONDS
         for r in range(len(self.events), self.settings.rounds):
-            began, there = time.monotonic(), self._there(r)
-            cohort = self.sampler.cohort_among(r, there)
-            if not self._affordable(cohort):
+            began, available = time.monotonic(), self._available_clients(r)
+            cohort = self.sampler.cohort_among(r, available)
+            if not self._within_budget(cohort):
                 stopped = "budget"
                 break
             before = server, statistics
             spent: Event = {}
-            if self.ledger is not None:  # whoever is asked may be heard, and a run that is cut off here must know of it
+            if self.ledger is not None:
+                # A client may send its upload as soon as it is asked: the ledger is saved before, in case of a crash
                 spent = self.ledger.spend(cohort)
                 self._save(*before, file)
             try:
-                server, statistics, record, answered = self._round(r, cohort, *before)
+                server, statistics, record, replied = self._round(r, cohort, *before)
             except NonFiniteError as error:
                 error.result = self._result(*before, "diverged")
                 raise
-            event, over = self._event(record, answered, time.monotonic() - began) | spent, r + 1 == self.settings.rounds
+            event, last = self._event(record, replied, time.monotonic() - began) | spent, r + 1 == self.settings.rounds
             if self.info.directory is not None:
                 model = _on_host(self.algorithm.params(server), statistics)
                 Snapshot({"round": r + 1}, *model).save(self.info.directory / MODEL)
-            evaluated = over or (r + 1) % self.settings.eval_every == 0
+            evaluated = last or (r + 1) % self.settings.eval_every == 0
             if evaluated:
-                event |= self._evaluated(r, server, statistics, there)
+                event |= self._evaluate(r, server, statistics, available)
             report([event], self.events, file, self.sinks)
-            log.info("fedrax: %s", _line(event))
-            if self._reached(event):
+            log.info("fedrax: %s", _log_line(event))
+            if self._target_reached(event):
                 stopped = "target"
-            elif evaluated and self._stops(event, server, statistics):
+            elif evaluated and self._callbacks_stop(event, server, statistics):
                 stopped = "callback"
-            if over or stopped != "rounds" or time.monotonic() > due:
+            if last or stopped != "rounds" or time.monotonic() > due:
                 self._save(server, statistics, file)
                 due = time.monotonic() + _CHECKPOINT_SECONDS
             if stopped != "rounds":
                 break
         if self.events and not any(event["clients"] for event in self.events):
             raise FedraxError(
-                "no round had the answers that it needs, and the model is as it was: each round's warnings say why"
+                "no round received enough replies, and the model is unchanged: the warnings of each round say why"
             )
         return self._result(server, statistics, stopped)
 
     def _save(self, server: Any, statistics: Tree, file: EventFile | None) -> None:
-        """Write a checkpoint, where there is a directory."""
+        """Write a checkpoint, if the run has a directory."""
         if file is not None and self.info.directory is not None:
             file.sync()
-            save(self.info.directory, self._saved(server, statistics), self.known_by, self.events)
+            save_checkpoint(self.info.directory, self._checkpoint_state(server, statistics), self.identity, self.events)
 
-    def _there(self, r: int) -> np.ndarray:
-        """The clients that can be asked; nobody where fewer are there than a round needs, and no more come in time."""
+    def _available_clients(self, r: int) -> np.ndarray:
+        """Wait for as many available clients as a round needs; returns none if there are too few within the timeout."""
         needed = self.sampler.largest if self.algorithm.traits.fixed_cohort else 1
-        due = time.monotonic() + self.nodes.timeout
-        while len(there := self.nodes.available()) < needed:
+        due = time.monotonic() + self.registry.timeout
+        while len(available := self.registry.available()) < needed:
             if time.monotonic() > due:
-                words = "round %d: %d of %d clients that it needs are there after %g seconds: it changes nothing"
-                log.warning(words, r + 1, len(there), needed, self.nodes.timeout)
-                return there[:0]
-            time.sleep(min(PAUSE, self.nodes.timeout))
-        return there
+                message = "round %d is skipped: %d clients are available after %g seconds, and it needs %d"
+                log.warning(message, r + 1, len(available), self.registry.timeout, needed)
+                return available[:0]
+            time.sleep(min(POLL_SECONDS, self.registry.timeout))
+        return available
 
     def _round(
         self, r: int, cohort: np.ndarray, server: Any, statistics: Tree
     ) -> tuple[Any, Tree, dict[str, Any], list[int]]:
-        """(server state, statistics, the round's record, the aggregated clients); unchanged without enough replies."""
+        """(server state, statistics, the round's record, aggregated clients); unchanged without enough replies."""
         if not len(cohort):
             return server, statistics, {}, []
-        network = FlowerExecutor(
-            self.arithmetic, self.algorithm, self._here(r, cohort), self.key, self.nodes, self.traffic
+        executor = FlowerExecutor(
+            self.computation, self.algorithm, self._round_inputs(r, cohort), self.key, self.registry, self.delivery
         )
         try:
-            after, moved, record, _ = run_round(network, server, statistics)
+            new_server, new_statistics, record, _ = run_round(executor, server, statistics)
         except TooFewReplies:
-            log.warning("round %d: too few of its %d clients have answered: it changes nothing", r + 1, len(cohort))
+            log.warning("round %d is skipped: too few of its %d clients replied", r + 1, len(cohort))
             return server, statistics, {}, []
-        if not bool(self.arithmetic.sound((after, moved))):
+        if not bool(self.computation.is_finite((new_server, new_statistics))):
             raise NonFiniteError(f"{self.info.algorithm}, round {r + 1}: the server's state is not finite")
-        self.traffic.counted |= dict.fromkeys(network.answered, r)
-        return after, moved, record, network.answered
+        self.delivery.last_aggregated |= dict.fromkeys(executor.replied, r)
+        return new_server, new_statistics, record, executor.replied
 
-    def _here(self, r: int, cohort: np.ndarray) -> Rounds:
-        kind = np.dtype(self.settings.dtype)
-        sizes = self.nodes.sizes[cohort]
+    def _round_inputs(self, r: int, cohort: np.ndarray) -> Rounds:
+        """Inputs of a round: its number, cohort size, and an assignment with a weight for each client."""
+        dtype = np.dtype(self.settings.dtype)
+        sizes = self.registry.sizes[cohort]
         shares = sizes / sizes.sum() if self.settings.weights == "samples" else np.full(len(cohort), 1 / len(cohort))
         zeros = np.zeros(len(cohort), np.int32)
-        place = ClientAssignment(cohort.astype(np.int32), zeros, zeros, sizes.astype(np.int32), shares.astype(kind))
-        return Rounds(np.int32(r), kind.type(len(cohort)), np.int32(len(cohort)), place)
+        cohort_ids = cohort.astype(np.int32)
+        places = ClientAssignment(cohort_ids, zeros, zeros, sizes.astype(np.int32), shares.astype(dtype))
+        return Rounds(np.int32(r), dtype.type(len(cohort)), np.int32(len(cohort)), places)
 
-    def _affordable(self, cohort: np.ndarray) -> bool:
+    def _within_budget(self, cohort: np.ndarray) -> bool:
         """Whether the privacy budget allows one more round with these clients."""
         budget = self.settings.epsilon_budget
         if self.ledger is None or budget is None or not len(cohort):
             return True
-        counted = int(self.ledger.counts[cohort].max())
-        return counted < self.ledger.accountant.counts_within(budget, counted + 1)
+        participations = int(self.ledger.counts[cohort].max())
+        return participations < self.ledger.accountant.counts_within(budget, participations + 1)
 
-    def _event(self, record: dict[str, Any], answered: list[int], seconds: float) -> Event:
-        """What is told of a round; bytes are those of the arrays that did travel, errors and all."""
+    def _event(self, record: dict[str, Any], replied: list[int], seconds: float) -> Event:
+        """The event of a round. Bytes are those of all arrays that were sent, including those of failed requests."""
         records = {name: np.asarray(value)[None] for name, value in record.items()} | {"sound": np.ones(1, bool)}
-        event = events_of(self.info, records, np.array([[len(answered)]]), self.events, seconds)[0]
-        return event | {"bytes_down": self.traffic.down, "bytes_up": self.traffic.up}
+        event = events_of(self.info, records, np.array([[len(replied)]]), self.events, seconds)[0]
+        return event | {"bytes_down": self.delivery.bytes_down, "bytes_up": self.delivery.bytes_up}
 
-    def _evaluated(self, r: int, server: Any, statistics: Tree, there: np.ndarray) -> dict[str, float]:
+    def _evaluate(self, r: int, server: Any, statistics: Tree, available: np.ndarray) -> dict[str, float]:
+        """Finite metrics of the global model after round ``r``."""
         params = self.algorithm.params(server)
-        order = RoundInstructions(r, 0, 0, self.nodes.num_clients, 1.0, -1, [0, 0], self.settings.dtype)
-        metrics = self.evaluate(params, statistics, order, there)
+        instructions = RoundInstructions(r, 0, 0, self.registry.num_clients, 1.0, -1, [0, 0], self.settings.dtype)
+        metrics = self.evaluate(params, statistics, instructions, available)
         return {name: value for name, value in metrics.items() if np.isfinite(value)}
 
-    def _reached(self, event: Event) -> bool:
+    def _target_reached(self, event: Event) -> bool:
+        """Whether the test accuracy has reached the target."""
         target = self.settings.target
         return target is not None and event.get("test_accuracy", -1.0) >= target
 
-    def _stops(self, event: Event, server: Any, statistics: Tree) -> bool:
+    def _callbacks_stop(self, event: Event, server: Any, statistics: Tree) -> bool:
+        """Call all callbacks; whether one of them stops the run."""
         snapshot = Snapshot(event, *_on_host(self.algorithm.params(server), statistics))
-        return any([bool(callback(snapshot)) for callback in self.callbacks])  # noqa: C419 - each is to see it
+        return any([bool(callback(snapshot)) for callback in self.callbacks])  # noqa: C419 - call each of them
 
     def _result(self, server: Any, statistics: Tree, stopped: str) -> Result:
+        """The result of the rounds so far."""
         return Result(
             params=self.algorithm.params(server),
             server=server,
@@ -242,10 +255,11 @@ class RoundDriver:
 
 
 def _on_host(*trees: Tree) -> tuple[Tree, ...]:
+    """Trees as NumPy arrays."""
     return jax.tree.map(np.asarray, trees)
 
 
-def _line(event: Event) -> str:
+def _log_line(event: Event) -> str:
+    """A line of the log with the event's metrics."""
     shown = {k: v for k, v in event.items() if k not in ("bytes_down", "bytes_up", "gradients", "seconds")}
-    said = lambda value: f"{value:.4g}" if isinstance(value, float) else str(value)  # noqa: E731
-    return ", ".join(f"{name} {said(value)}" for name, value in shown.items())
+    return ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in shown.items())

@@ -1,4 +1,4 @@
-"""A round over a network: one more executor of :func:`fedrax.simulation.round.run_round`, its clients far away."""
+"""Flower executor of :func:`fedrax.simulation.round.run_round`: the clients of a round train on other machines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedrax.errors import FedraxError
 from fedrax.flower.instructions import RoundInstructions
 from fedrax.flower.registry import ClientRegistry, log
 from fedrax.flower.schema import MessageSchema
-from fedrax.flower.serialization import packed, record_bytes, unpacked
+from fedrax.flower.serialization import pack, record_bytes, unpack
 from fedrax.simulation.executors.debug import NonFiniteError
 from fedrax.simulation.executors.loop import Compiled
 from fedrax.simulation.round import (
@@ -38,213 +38,223 @@ from fedrax.tree import Tree
 
 
 class NonFiniteReply(FedraxError):
-    """An answer that is one, but for a number that is infinite or none."""
+    """A well-formed reply with values that are not finite."""
 
 
 class TooFewReplies(Exception):
-    """A round of which the server cannot make use: too few of its clients have answered."""
+    """A round without enough replies to aggregate."""
 
 
 @dataclass
 class DeliveryState:
-    """What is known of the clients from round to round."""
+    """What the server knows between rounds about messages that clients have received and sent."""
 
     start: Tree = ()
-    """The starting parameters and statistics, where clients need them; else nothing."""
+    """The starting parameters and statistics, where clients need them; otherwise an empty tree."""
     start_record: ArrayRecord | None = None
-    """The same as a part of a message."""
-    counted: dict[int, int] = field(default_factory=dict)
-    """The last round of each client that the server made use of."""
-    introduced: dict[int, int] = field(default_factory=dict)
-    """The nodes that have the start, by client."""
-    down: int = 0
+    """``start`` as a record of a message."""
+    last_aggregated: dict[int, int] = field(default_factory=dict)
+    """The last round of each client whose upload was aggregated."""
+    has_start: dict[int, int] = field(default_factory=dict)
+    """The node of each client that has received ``start``."""
+    bytes_down: int = 0
     """Bytes of arrays sent to clients so far."""
-    up: int = 0
-    """Bytes of arrays that came from them."""
+    bytes_up: int = 0
+    """Bytes of arrays received from clients so far."""
 
-    def begin(self, start: Tree) -> None:
-        """With these starting parameters and statistics."""
+    def set_start(self, start: Tree) -> None:
+        """Store the starting parameters and statistics."""
         self.start = start
-        self.start_record = packed(start) if jax.tree.leaves(start) else None
+        self.start_record = pack(start) if jax.tree.leaves(start) else None
 
-    def introduce(self, client: int, node: int, content: RecordDict) -> None:
-        """Put the start into a message to a client that needs it and does not have it yet."""
-        if self.start_record is not None and self.introduced.get(client) != node:
+    def add_start(self, client: int, node: int, content: RecordDict) -> None:
+        """Add the starting parameters to a message, if the client needs them and has not received them."""
+        if self.start_record is not None and self.has_start.get(client) != node:
             content["start"] = self.start_record
 
-    def heard(self, client: int, node: int, answered: bool) -> None:
-        """Who has answered a message has kept the start; of others nobody knows."""
-        if answered:
-            self.introduced[client] = node
+    def record_reply(self, client: int, node: int, replied: bool) -> None:
+        """A client that replied has the starting parameters; otherwise they are sent again with the next message."""
+        if replied:
+            self.has_start[client] = node
         else:
-            self.introduced.pop(client, None)
+            self.has_start.pop(client, None)
 
 
 class ServerComputation:
-    """The server's part of a round, compiled."""
+    """Compiled functions of the server's side of a round."""
 
     def __init__(self, program: Program, phases: list[MessageSchema]):
         self.program, self.phases = program, phases
-        self.of_round = Compiled(program)
-        self.absorb = jax.jit(self._absorb, static_argnums=0)
-        self.nothing = jax.jit(self._nothing, static_argnums=0)
-        self.sound = jax.jit(tree.all_finite)
-        self.usable = jax.jit(self._usable, static_argnums=0)
+        self.compiled = Compiled(program)
+        self.add = jax.jit(self._add, static_argnums=0)
+        self.zeros = jax.jit(self._zeros, static_argnums=0)
+        self.is_finite = jax.jit(tree.all_finite)
+        self.is_valid = jax.jit(self._is_valid, static_argnums=0)
 
     def _finished(self, p: int, algorithm: Algorithm, sent: ClientOutput, statistics: Tree) -> ClientResult:
+        """The result of a client as in a simulation, from its reply; the client state is not sent."""
         phase = algorithm.phases[p]
         received = checked_received(algorithm, phase.receive(sent.upload))
-        single = (sent.each, received if phase.stacked else ())
-        return ClientResult(sent, received, single, ClientRecord((), ()), statistics)
+        stacked = (sent.each, received if phase.stacked else ())
+        return ClientResult(sent, received, stacked, ClientRecord((), ()), statistics)
 
-    def _usable(self, p: int, algorithm: Algorithm, sent: tuple[ClientOutput, Tree]) -> JaxArray:
-        """Whether all that a client has sent is finite, and so is what is made of its upload."""
+    def _is_valid(self, p: int, algorithm: Algorithm, sent: tuple[ClientOutput, Tree]) -> JaxArray:
+        """Whether a reply is finite, and the upload still is after the algorithm's ``receive``."""
         return tree.all_finite((sent, self._finished(p, algorithm, *sent).received))
 
-    def _nothing(self, p: int, algorithm: Algorithm, places: JaxArray) -> tuple[ClientSums, Tree]:
-        """(sums over nobody yet, room for what goes to the server singly)."""
+    def _zeros(self, p: int, algorithm: Algorithm, places: JaxArray) -> tuple[ClientSums, Tree]:
+        """(zero sums, zero arrays for the stacked uploads)."""
         phase = self.phases[p]
         shape = jax.eval_shape(partial(self._finished, p, algorithm), phase.sent, phase.statistics)
-        single = jax.tree.map(lambda a: jnp.zeros((len(places), *a.shape), a.dtype), shape.single)
-        return no_sums(self.program, algorithm, p, ClientRecord((), ()), shape), single
+        stacked = jax.tree.map(lambda a: jnp.zeros((len(places), *a.shape), a.dtype), shape.single)
+        return no_sums(self.program, algorithm, p, ClientRecord((), ()), shape), stacked
 
-    def _absorb(
+    def _add(
         self, p: int, algorithm: Algorithm, so_far: Any, sent: Any, k: JaxArray, weight: JaxArray, client: JaxArray
     ) -> tuple[ClientSums, Tree]:
-        """With the client in place k."""
-        sums, single = so_far
+        """Add a client's reply to the sums and to row ``k`` of the stacked uploads."""
+        sums, stacked = so_far
         done = self._finished(p, algorithm, *sent)
         sums = add_client(self.program, sums, done, weight, jnp.bool_(True), client)
-        return sums, tree.set_row(single, k, done.single)
+        return sums, tree.set_row(stacked, k, done.single)
 
 
 class FlowerExecutor(Executor):
-    """One round whose clients are nodes of a Flower federation."""
+    """Executor of one round whose clients are nodes of a Flower federation.
+
+    Args:
+        computation: the server's compiled functions.
+        algorithm: the algorithm.
+        here: inputs of the round on one device, with an assignment for each client of the cohort.
+        key: random key of the run.
+        registry: the clients and their nodes.
+        delivery: state of message delivery, updated by the round.
+    """
 
     def __init__(
         self,
-        arithmetic: ServerComputation,
+        computation: ServerComputation,
         algorithm: Algorithm,
         here: Rounds,
         key: JaxArray,
-        nodes: ClientRegistry,
-        traffic: DeliveryState,
+        registry: ClientRegistry,
+        delivery: DeliveryState,
     ):
-        """here: the round of one device, with a place for each client that is asked."""
-        super().__init__(arithmetic.program, algorithm, here, key)
-        self.arithmetic, self.nodes, self.traffic = arithmetic, nodes, traffic
-        self.asked = [int(client) for client in here.places.client]
-        self.answered = self.asked
-        """Those who have answered in every phase so far."""
-        self.received: dict[tuple, str] = {}
-        """Arrays that all clients of the round have by now, by their content."""
+        super().__init__(computation.program, algorithm, here, key)
+        self.computation, self.registry, self.delivery = computation, registry, delivery
+        self.cohort = [int(client) for client in here.places.client]
+        self.replied = self.cohort
+        """Clients that have replied in every phase so far."""
+        self.sent: dict[tuple, str] = {}
+        """Names of the arrays that earlier phases of the round have sent, by content."""
         words = jax.random.key_data(jax.random.fold_in(self.round_key, jnp.uint32(SHARED_KEY)))
         self.shared = [int(word) for word in np.asarray(words)]
 
     def broadcast(self, p: int, server: Any) -> Tree:
-        """As every executor, compiled."""
-        return self.arithmetic.of_round.broadcast(p, self.algorithm, server)
+        """The broadcast message of phase ``p``."""
+        return self.computation.compiled.broadcast(p, self.algorithm, server)
 
     def server(self, p: int, server: Any, gathered: PhaseResult) -> tuple[Any, Info]:
-        """As every executor, compiled."""
-        return self.arithmetic.of_round.server(p, self.algorithm, server, gathered, self.here, self.round_key)
+        """The server's update after phase ``p``."""
+        return self.computation.compiled.server(p, self.algorithm, server, gathered, self.here, self.round_key)
 
     def clients(self, p: int, message: Tree, statistics: Tree) -> PhaseResult:
         """Run phase ``p`` on all clients of the cohort; clients without a valid reply are left out of the cohort."""
-        answers = self._answers(p, message, () if self.algorithm.traits.personal_statistics else statistics)
-        if not answers or (len(answers) < len(self.asked) and self.algorithm.traits.fixed_cohort):
+        replies = self._collect_replies(p, message, () if self.algorithm.traits.personal_statistics else statistics)
+        if not replies or (len(replies) < len(self.cohort) and self.algorithm.traits.fixed_cohort):
             raise TooFewReplies
-        self.answered = [client for client in self.answered if client in answers]
-        clients, weights = self._shares()
-        so_far = self.arithmetic.nothing(p, self.algorithm, clients)
-        for k, client in enumerate(self.answered):
-            sent, weight = answers[client], weights[k]
-            so_far = self.arithmetic.absorb(p, self.algorithm, so_far, sent, jnp.int32(k), weight, clients[k])
-        self.here = self.here._replace(cohort_size=self.here.cohort_size.dtype.type(len(self.answered)))
-        sums, single = so_far
-        return PhaseResult(sums, single, clients, weights)
+        self.replied = [client for client in self.replied if client in replies]
+        clients, weights = self._cohort_weights()
+        so_far = self.computation.zeros(p, self.algorithm, clients)
+        for k, client in enumerate(self.replied):
+            sent, weight = replies[client], weights[k]
+            so_far = self.computation.add(p, self.algorithm, so_far, sent, jnp.int32(k), weight, clients[k])
+        self.here = self.here._replace(cohort_size=self.here.cohort_size.dtype.type(len(self.replied)))
+        sums, stacked = so_far
+        return PhaseResult(sums, stacked, clients, weights)
 
-    def _shares(self) -> tuple[JaxArray, JaxArray]:
-        """Clients that have answered and their weights, which sum to one; with no client and zero in places beyond."""
-        given = dict(zip(self.asked, self.here.places.weight, strict=True))
-        weights, clients = np.zeros_like(self.here.places.weight), np.full(len(self.asked), self.program.num_clients)
-        clients[: len(self.answered)] = self.answered
-        weights[: len(self.answered)] = [given[client] for client in self.answered]
-        if len(self.answered) < len(self.asked):
+    def _cohort_weights(self) -> tuple[JaxArray, JaxArray]:
+        """(clients that replied, their weights, which sum to one), padded to the cohort with N and weight zero."""
+        given = dict(zip(self.cohort, self.here.places.weight, strict=True))
+        weights, clients = np.zeros_like(self.here.places.weight), np.full(len(self.cohort), self.program.num_clients)
+        clients[: len(self.replied)] = self.replied
+        weights[: len(self.replied)] = [given[client] for client in self.replied]
+        if len(self.replied) < len(self.cohort):
             weights /= weights.sum()
         return jnp.asarray(clients, jnp.int32), jnp.asarray(weights)
 
-    def _answers(self, p: int, message: Tree, statistics: Tree) -> dict[int, tuple[ClientOutput, Tree]]:
-        """What came, by client."""
-        new, again = self._new(p, packed((message, statistics)))
-        contents = {client: self._content(p, client, new, again) for client in self.answered}
+    def _collect_replies(self, p: int, message: Tree, statistics: Tree) -> dict[int, tuple[ClientOutput, Tree]]:
+        """Send phase ``p`` to the cohort and return the valid replies by client."""
+        new, again = self._omit_sent_arrays(p, pack((message, statistics)))
+        contents = {client: self._message_content(p, client, new, again) for client in self.replied}
         name = f"round {int(self.here.round) + 1}"
-        replies = self.nodes.ask(MessageType.TRAIN, contents, name)
+        replies = self.registry.send_and_receive(MessageType.TRAIN, contents, name)
         found, diverged = {}, 0
-        for client in self.answered:
-            self.traffic.down += sum(map(record_bytes, contents[client].array_records.values()))
-            self.traffic.heard(client, self.nodes.node_of[client], client in replies)
+        for client in self.replied:
+            self.delivery.bytes_down += sum(map(record_bytes, contents[client].array_records.values()))
+            self.delivery.record_reply(client, self.registry.node_of[client], client in replies)
             if client not in replies:
                 continue
             facts = replies[client].get("client")
             if p == 0 and isinstance(facts, ConfigRecord) and facts.get("lost"):
                 log.warning("%s: client %d has lost its state and continues with the initial one", name, client)
             try:
-                found[client] = self._understood(p, replies[client])
+                found[client] = self._parse_reply(p, replies[client])
             except FedraxError as error:
                 log.warning("%s: client %d is left out: %s", name, client, error)
                 diverged += isinstance(error, NonFiniteReply)
                 continue
-            self.traffic.up += record_bytes(replies[client]["sent"])  # type: ignore[arg-type]
+            self.delivery.bytes_up += record_bytes(replies[client]["sent"])  # type: ignore[arg-type]
         if diverged and not found:
             raise NonFiniteError(
-                f"{type(self.algorithm).__name__}, {name}: no client's answer is finite: take smaller steps, and look"
-                " at the clients' data"
+                f"{type(self.algorithm).__name__}, {name}: no client's reply is finite: lower the learning rate, and"
+                " check the clients' data"
             )
         return found
 
-    def _understood(self, p: int, reply: RecordDict) -> tuple[ClientOutput, Tree]:
-        """What a client has sent; FedraxError where it is something else than a round needs."""
-        phase = self.arithmetic.phases[p]
+    def _parse_reply(self, p: int, reply: RecordDict) -> tuple[ClientOutput, Tree]:
+        """The upload and statistics in a reply; raises FedraxError where they are malformed or not finite."""
+        phase = self.computation.phases[p]
         record, about = reply.get("sent"), reply.get("info")
         if not isinstance(record, ArrayRecord) or not isinstance(about, ArrayRecord):
-            raise FedraxError("its answer holds no arrays")
-        output, statistics = unpacked(record, (phase.sent._replace(info={}), phase.statistics), "its answer")
-        output = output._replace(info=unpacked(about, phase.sent.info, "its answer"))
+            raise FedraxError("its reply has no arrays")
+        output, statistics = unpack(record, (phase.sent._replace(info={}), phase.statistics), "its reply")
+        output = output._replace(info=unpack(about, phase.sent.info, "its reply"))
         sent = jax.tree.map(jnp.asarray, (output, statistics))
-        if not bool(self.arithmetic.usable(p, self.algorithm, sent)):
-            raise NonFiniteReply("its answer holds a number that is not finite")
+        if not bool(self.computation.is_valid(p, self.algorithm, sent)):
+            raise NonFiniteReply("its reply has values that are not finite")
         return sent
 
-    def _new(self, p: int, whole: ArrayRecord) -> tuple[ArrayRecord, dict[str, str]]:
-        """(the arrays that no earlier phase has brought, the earlier names of the others)."""
-        earlier = dict(self.received)
-        again = {name: earlier[_key_of(array)] for name, array in whole.items() if _key_of(array) in earlier}
-        self.received = {_key_of(array): f"{p} {name}" for name, array in whole.items()} | earlier
+    def _omit_sent_arrays(self, p: int, whole: ArrayRecord) -> tuple[ArrayRecord, dict[str, str]]:
+        """(arrays that no earlier phase has sent, earlier names of the others)."""
+        earlier = dict(self.sent)
+        again = {name: earlier[_array_key(array)] for name, array in whole.items() if _array_key(array) in earlier}
+        self.sent = {_array_key(array): f"{p} {name}" for name, array in whole.items()} | earlier
         return ArrayRecord({name: array for name, array in whole.items() if name not in again}), again
 
-    def _content(self, p: int, client: int, new: ArrayRecord, again: dict[str, str]) -> RecordDict:
-        """What goes to one client."""
-        asked = self.program.expected
-        order = RoundInstructions(
+    def _message_content(self, p: int, client: int, new: ArrayRecord, again: dict[str, str]) -> RecordDict:
+        """The content of the message to one client."""
+        expected = self.program.expected
+        instructions = RoundInstructions(
             round=int(self.here.round),
             phase=p,
             client=client,
             num_clients=self.program.num_clients,
-            cohort_size=float(self.here.cohort_size if asked is None else asked),
-            counted=self.traffic.counted.get(client, -1),
+            cohort_size=float(self.here.cohort_size if expected is None else expected),
+            last_aggregated=self.delivery.last_aggregated.get(client, -1),
             shared=self.shared,
             dtype=str(self.here.places.weight.dtype),
         )
-        content = RecordDict({"down": new, **order.record()})
+        content = RecordDict({"down": new, **instructions.record()})
         if again:
             content["again"] = ConfigRecord(dict(again))
-        if p < len(self.arithmetic.phases) - 1:
+        if p < len(self.computation.phases) - 1:
             content["more"] = ConfigRecord()
         if p == 0:
-            self.traffic.introduce(client, self.nodes.node_of[client], content)
+            self.delivery.add_start(client, self.registry.node_of[client], content)
         return content
 
 
-def _key_of(array: Array) -> tuple:
+def _array_key(array: Array) -> tuple:
+    """Key of equal arrays."""
     return array.dtype, array.shape, array.data

@@ -1,4 +1,4 @@
-"""Instructions of the server to a client for one phase of a round; checked by the client."""
+"""The server's instructions to a client for one phase of a round, which the client checks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAME = "instructions"
 
 @dataclass(frozen=True)
 class RoundInstructions:
-    """One client's part of a round, or of an evaluation after it."""
+    """Instructions to one client for one phase of a round, or for the evaluation after it."""
 
     round: int
     """The round, from 0."""
@@ -28,7 +28,7 @@ class RoundInstructions:
     """Clients of the federation, N."""
     cohort_size: float
     """Cohort size S, as set."""
-    counted: int
+    last_aggregated: int
     """The last round whose upload of this client was aggregated; -1 for none."""
     shared: list[int]
     """Words of the random key that all clients of the round share."""
@@ -46,14 +46,20 @@ class RoundInstructions:
         if not isinstance(found, ConfigRecord) or set(found) != set(cls.__dataclass_fields__):
             raise FedraxError("malformed message: the server runs another version of fedrax")
 
-        order = cls(**dict(found))  # type: ignore[arg-type]
-        whole = (order.round, order.phase, order.client, order.num_clients, order.counted)
-        if any(type(number) is not int or not -1 <= number < 2**31 for number in whole):
-            raise FedraxError(f"invalid instructions from the server: {order}")
-        inside = 0 <= order.client < order.num_clients and order.round >= 0 <= order.phase
-        numbers = isinstance(order.shared, list) and all(type(n) is int and 0 <= n < 2**32 for n in order.shared)
-        if not inside or not numbers or order.dtype not in ("float32", "float64"):
-            raise FedraxError(f"invalid instructions from the server: {order}")
-        if not isinstance(order.cohort_size, float) or not 0 < order.cohort_size < 2**31:
-            raise FedraxError(f"invalid instructions from the server: {order}")
-        return order
+        instructions = cls(**dict(found))  # type: ignore[arg-type]
+        if not instructions._is_valid():
+            raise FedraxError(f"malformed message: invalid instructions from the server, {instructions}")
+        return instructions
+
+    def _is_valid(self) -> bool:
+        """Whether all fields have the right types and ranges."""
+        integers = (self.round, self.phase, self.client, self.num_clients, self.last_aggregated)
+        if any(type(number) is not int or not -1 <= number < 2**31 for number in integers):
+            return False
+        if not 0 <= self.client < self.num_clients or self.round < 0 or self.phase < 0:
+            return False
+        if not isinstance(self.shared, list) or any(type(n) is not int or not 0 <= n < 2**32 for n in self.shared):
+            return False
+        if not isinstance(self.cohort_size, float) or not 0 < self.cohort_size < 2**31:
+            return False
+        return self.dtype in ("float32", "float64")

@@ -35,7 +35,8 @@ class LocalGrid(Grid):
         if isinstance(node_configs, int):
             node_configs = [{"partition-id": k, "num-partitions": node_configs} for k in range(node_configs)]
         self.app = app
-        TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1  # Message() needs an identity
+        # Flower's Message() reads the identity of the process that makes it
+        TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
         self.contexts = {
             node: Context(run_id=1, node_id=node, node_config=dict(config), state=RecordDict(), run_config={})
             for node, config in enumerate(node_configs, 2)
@@ -93,8 +94,8 @@ class LocalGrid(Grid):
         for message in messages:
             self._sent += 1
             ids.append(str(self._sent))
-            message.metadata.__dict__["_message_id"] = ids[-1]  # as Flower's own grids write it
-            self._replies[ids[-1]] = self._answer(message)
+            message.metadata.__dict__["_message_id"] = ids[-1]  # Flower's grids set it the same way
+            self._replies[ids[-1]] = self._reply(message)
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -120,7 +121,7 @@ class LocalGrid(Grid):
         """
         return self.pull_messages(self.push_messages(messages))
 
-    def _answer(self, message: Message) -> Message:
+    def _reply(self, message: Message) -> Message:
         """The app's reply, or an error reply where it fails, as from a SuperNode."""
         node = message.metadata.dst_node_id
         try:

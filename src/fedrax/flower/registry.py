@@ -1,4 +1,4 @@
-"""Who the clients of a federation are: nodes of Flower that have said what they have, and the messages to them."""
+"""Client registry: which Flower nodes are the clients of a federation, and messages to them."""
 
 from __future__ import annotations
 
@@ -17,72 +17,78 @@ from fedrax.errors import FedraxError
 from fedrax.version import VERSION
 
 log = getLogger("flwr")
-"""Flower's own, which reaches whoever follows the run."""
-_LARGEST = 1 << 31
+"""Flower's logger: its output is shown by ``flwr run`` and ``flwr log``."""
+_MAX_INTEGER = 1 << 31
+"""Bound of the integers that a client may send: they are stored as int32."""
 _NAMES = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 complex128"
 _TYPES = {name: np.dtype(jax.numpy.dtype(name)) for name in _NAMES.split()}
-"""Of samples."""
-PAUSE = 1.0
-"""Seconds between two looks at who is there."""
+"""Allowed dtypes of samples."""
+POLL_SECONDS = 1.0
+"""Longest pause between two requests for the list of nodes or for replies."""
 
 
 @dataclass
 class ClientRegistry:
-    """The clients 0 to N - 1 and the nodes that they are on."""
+    """The clients 0 to N - 1 of a federation and their nodes."""
 
     grid: Grid
     timeout: float
-    """Seconds to wait for answers."""
+    """Seconds to wait for replies."""
     sizes: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
-    """n_i, [N]."""
+    """Numbers of training samples n_i, [N]."""
     test_sizes: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
-    """The numbers of test samples, [N]."""
+    """Numbers of test samples, [N]."""
     samples: Any = None
-    """Shapes and types of one sample, x [1, ...] and y [1, ...]."""
+    """Shapes and dtypes of one sample, x [1, ...] and y [1, ...]."""
     node_of: dict[int, int] = field(default_factory=dict)
     """The node of each client."""
     by_number: bool = False
-    """Whether nodes know their client's number, so that one that comes back is known again."""
-    asked: set[int] = field(default_factory=set)
-    """Nodes that have said who they are, or were not to be understood."""
-    not_before: dict[int, float] = field(default_factory=dict)
-    """When to ask a node again that gave no answer."""
+    """Whether all nodes have a partition-id, so that a client is recognized when it restarts as another node."""
+    introduced: set[int] = field(default_factory=set)
+    """Nodes that have replied to the query for their data, correctly or not."""
+    retry_at: dict[int, float] = field(default_factory=dict)
+    """Time from which a node that did not reply is queried again."""
 
     @property
     def num_clients(self) -> int:
-        """N."""
+        """Number of clients N."""
         return len(self.sizes)
 
-    def gather(self, count: int, wait: float) -> None:
-        """Wait until ``count`` nodes have said who they are, for so many seconds at most; they are the clients."""
+    def wait_for_clients(self, count: int, wait: float) -> None:
+        """Wait until ``count`` nodes have introduced themselves, which become the clients.
+
+        Raises FedraxError after ``wait`` seconds, and for clients whose samples have different shapes or dtypes.
+        """
         found: dict[int, Mapping[str, Any]] = {}
         known = found
         due = time.monotonic() + wait
         while len(self.node_of) < count:
-            there = set(self.grid.get_node_ids())
-            found |= self._introductions(there)
-            known = {node: facts for node, facts in found.items() if node in there}
-            self._number(known, count)
+            connected = set(self.grid.get_node_ids())
+            found |= self._introductions(connected)
+            known = {node: facts for node, facts in found.items() if node in connected}
+            self._assign_numbers(known, count)
             if len(self.node_of) < count:
                 if time.monotonic() > due:
-                    raise FedraxError(_too_few(len(self.node_of), known, count, wait))
-                time.sleep(PAUSE)
+                    raise FedraxError(_too_few_message(len(self.node_of), known, count, wait))
+                time.sleep(POLL_SECONDS)
         for node in sorted(set(known) - set(self.node_of.values())):
-            log.warning("node %d (partition-id %s) is none of the clients", node, known[node].get("client"))
+            number = known[node].get("client")
+            log.warning("node %d (partition-id %s) is ignored: there are %d clients already", node, number, count)
         facts = [found[self.node_of[client]] for client in range(count)]
         self.sizes, self.test_sizes = (np.array([one[name] for one in facts], int) for name in ("size", "test_size"))
-        kinds = [_kind(one) for one in facts]
+        kinds = [_sample_kind(one) for one in facts]
         if odd := [client for client in range(count) if kinds[client] != kinds[0]]:
-            words = [f"client {client} {_said(kinds[client])}" for client in (0, odd[0])]
-            raise FedraxError(f"clients have samples of different kinds: {' and '.join(words)}")
+            words = [f"client {client} {_describe_samples(kinds[client])}" for client in (0, odd[0])]
+            raise FedraxError(f"clients have samples of different shapes or dtypes: {' and '.join(words)}")
         x_type, x_shape, y_type, y_shape = kinds[0]
-        struct = lambda shape, kind: jax.ShapeDtypeStruct((1, *shape), _TYPES[kind])  # noqa: E731
-        self.samples = (struct(x_shape, x_type), struct(y_shape, y_type))
+        self.samples = tuple(
+            jax.ShapeDtypeStruct((1, *shape), _TYPES[kind]) for shape, kind in ((x_shape, x_type), (y_shape, y_type))
+        )
 
-    def _number(self, known: Mapping[int, Mapping[str, Any]], count: int) -> None:
-        """Number the clients by their nodes' partition-ids, otherwise in the order of nodes.
+    def _assign_numbers(self, known: Mapping[int, Mapping[str, Any]], count: int) -> None:
+        """Number the clients by their nodes' partition-ids, or in the order of node IDs if one has none.
 
-        Of two nodes with one number the later counts, since a restarted node is listed twice for a while.
+        If two nodes have the same number, the later one is taken: a restarted node is listed twice for a while.
         """
         self.by_number = all("client" in facts for facts in known.values())
         numbers = {node: facts["client"] for node, facts in known.items()} if self.by_number else {}
@@ -90,68 +96,75 @@ class ClientRegistry:
         self.node_of = {number: node for number, node in pairs if number < count}
 
     def available(self) -> np.ndarray:
-        """The clients whose nodes are there now, sorted; one that has come back under another number is known again."""
-        there = set(self.grid.get_node_ids())
-        if self.by_number and not there.issuperset(self.node_of.values()):
-            for node, facts in self._introductions(there).items():
+        """The clients whose nodes are connected, sorted; restarted clients are found by their partition-ids."""
+        connected = set(self.grid.get_node_ids())
+        if self.by_number and not connected.issuperset(self.node_of.values()):
+            for node, facts in self._introductions(connected).items():
                 client = facts.get("client")
-                if client in self.node_of and self.node_of[client] not in there:
+                if client in self.node_of and self.node_of[client] not in connected:
                     self.node_of[client] = node
-        return np.array(sorted(client for client, node in self.node_of.items() if node in there), int)
+        return np.array(sorted(client for client, node in self.node_of.items() if node in connected), int)
 
-    def ask(self, kind: str, contents: Mapping[int, RecordDict], group: str) -> dict[int, RecordDict]:
-        """Send each client its content and wait for the answers: those that came, and were no errors, by client."""
+    def send_and_receive(self, kind: str, contents: Mapping[int, RecordDict], group: str) -> dict[int, RecordDict]:
+        """Send messages to clients and wait for the replies; clients that fail or are late are left out.
+
+        Args:
+            kind: Flower's message type.
+            contents: content of the message to each client.
+            group: label of the messages, used in warnings.
+        """
         messages = [
             Message(content, self.node_of[client], kind, ttl=self.timeout, group_id=group)
             for client, content in contents.items()
         ]
-        answers = self._exchange(messages)
+        replies = self._exchange(messages)
         found = {}
         for client in contents:
-            answer = answers.get(node := self.node_of[client])
-            if isinstance(answer, RecordDict):
-                found[client] = answer
-            elif answer is None:
-                log.warning("%s: client %d (node %d) has not answered in time", group, client, node)
+            reply = replies.get(node := self.node_of[client])
+            if isinstance(reply, RecordDict):
+                found[client] = reply
+            elif reply is None:
+                log.warning("%s: client %d (node %d) did not reply in time", group, client, node)
             else:
-                log.warning("%s: client %d (node %d) could not answer: %s", group, client, node, answer)
+                log.warning("%s: client %d (node %d) failed: %s", group, client, node, reply)
         return found
 
     def _exchange(self, messages: Sequence[Message]) -> dict[int, RecordDict | str]:
-        """What nodes have answered in time: contents, or the words of an error."""
+        """Replies within the timeout by node: contents, or text of an error."""
         ids = self.grid.push_messages(messages)
         to = [message.metadata.dst_node_id for message in messages]
-        waiting = {number: node for number, node in zip(ids, to, strict=False) if number}  # none of what is refused
+        waiting = {number: node for number, node in zip(ids, to, strict=False) if number}  # rejected ones have no ID
         began, found = time.monotonic(), {}
         while waiting:
             for reply in self.grid.pull_messages(list(waiting)):
-                node = waiting.pop(reply.metadata.reply_to_message_id, None)  # an error's node may be the server's own
+                # by message ID: an error reply may name the server's node as its source
+                node = waiting.pop(reply.metadata.reply_to_message_id, None)
                 if node is not None:
                     found[node] = str(reply.error.reason) if reply.has_error() else reply.content
             passed = time.monotonic() - began
             if passed > self.timeout or not waiting:
                 break
-            time.sleep(min(max(0.1, passed / 10), PAUSE))
+            time.sleep(min(max(0.1, passed / 10), POLL_SECONDS))
         return found
 
     def _introductions(self, nodes: Iterable[int]) -> dict[int, Mapping[str, Any]]:
-        """Query nodes that have not introduced themselves.
+        """Query the data of nodes that have not introduced themselves.
 
-        A node that does not reply is queried again only after ten times that waiting time, so that it does not delay
+        A node that does not reply is queried again only after ten times the waiting time, so that it does not delay
         the other clients.
         """
         began = time.monotonic()
-        new = sorted(node for node in set(nodes) - self.asked if self.not_before.get(node, began) <= began)
-        answers = self._exchange([Message(RecordDict(), node, MessageType.QUERY, ttl=self.timeout) for node in new])
+        new = sorted(node for node in set(nodes) - self.introduced if self.retry_at.get(node, began) <= began)
+        replies = self._exchange([Message(RecordDict(), node, MessageType.QUERY, ttl=self.timeout) for node in new])
         passed = time.monotonic() - began
         for node in new:
-            if not isinstance(answer := answers.get(node), RecordDict):
-                self.not_before[node] = began + passed + 10 * max(passed, PAUSE)
-                log.warning("node %d did not introduce itself: %s", node, answer or "it has not answered in time")
-        answers = {node: answer for node, answer in answers.items() if isinstance(answer, RecordDict)}
-        self.asked |= set(answers)
-        found = {node: content.get("client") for node, content in answers.items()}
-        wrong = [node for node, facts in found.items() if not _makes_sense(facts)]
+            if not isinstance(reply := replies.get(node), RecordDict):
+                self.retry_at[node] = began + passed + 10 * max(passed, POLL_SECONDS)
+                log.warning("node %d did not introduce itself: %s", node, reply or "it did not reply in time")
+        contents = {node: reply for node, reply in replies.items() if isinstance(reply, RecordDict)}
+        self.introduced |= set(contents)
+        found = {node: content.get("client") for node, content in contents.items()}
+        wrong = [node for node, facts in found.items() if not _is_valid_introduction(facts)]
         for node, facts in found.items():
             version = facts.get("version") if isinstance(facts, ConfigRecord) else None
             if node in wrong:
@@ -161,29 +174,33 @@ class ClientRegistry:
         return {node: dict(facts) for node, facts in found.items() if node not in wrong}  # type: ignore[arg-type]
 
 
-def _too_few(there: int, known: Mapping[int, Mapping[str, Any]], count: int, wait: float) -> str:
-    words = f"{there} of {count} clients were there after {wait:g} seconds"
-    if there == len(known):
+def _too_few_message(connected: int, known: Mapping[int, Mapping[str, Any]], count: int, wait: float) -> str:
+    """The error for fewer than ``count`` clients."""
+    words = f"{connected} of {count} clients were connected after {wait:g} seconds"
+    if connected == len(known):
         return f"{words}: start their SuperNodes, and look at the warnings above"
     numbers = ", ".join(str(facts["client"]) for facts in known.values())
-    return f"{words}: their partition-ids must be the numbers 0 to {count - 1}, and these are {numbers}"
+    return f"{words}: their partition-ids must be the numbers 0 to {count - 1}, and are {numbers}"
 
 
-def _makes_sense(facts: Any) -> bool:
+def _is_valid_introduction(facts: Any) -> bool:
+    """Whether a reply to the query has the number, sizes, shapes and dtypes of a client's samples."""
     if not isinstance(facts, ConfigRecord):
         return False
     whole: list[Any] = [facts.get(name, 0) for name in ("client", "test_size", "size")]
     shapes = [facts.get(f"{part}_shape") for part in "xy"]
     types = [facts.get(f"{part}_type") for part in "xy"]
-    lists = all(isinstance(s, list) and all(type(n) is int and 0 <= n < _LARGEST for n in s) for s in shapes)
-    numbers = all(type(n) is int and 0 <= n < _LARGEST for n in whole) and whole[-1] > 0
+    lists = all(isinstance(s, list) and all(type(n) is int and 0 <= n < _MAX_INTEGER for n in s) for s in shapes)
+    numbers = all(type(n) is int and 0 <= n < _MAX_INTEGER for n in whole) and whole[-1] > 0
     return lists and numbers and all(isinstance(name, str) and name in _TYPES for name in types)
 
 
-def _said(kind: tuple[str, tuple[int, ...], str, tuple[int, ...]]) -> str:
+def _describe_samples(kind: tuple[str, tuple[int, ...], str, tuple[int, ...]]) -> str:
+    """Shapes and dtypes of a client's samples as text."""
     x_type, x_shape, y_type, y_shape = kind
     return f"x {x_type} {list(x_shape)}, y {y_type} {list(y_shape)}"
 
 
-def _kind(facts: Mapping[str, Any]) -> tuple[str, tuple[int, ...], str, tuple[int, ...]]:
+def _sample_kind(facts: Mapping[str, Any]) -> tuple[str, tuple[int, ...], str, tuple[int, ...]]:
+    """(dtype of x, shape of x, dtype of y, shape of y) of a client's samples."""
     return facts["x_type"], tuple(facts["x_shape"]), facts["y_type"], tuple(facts["y_shape"])

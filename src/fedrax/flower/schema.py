@@ -1,4 +1,4 @@
-"""What both ends know of a round before it: the shapes of what travels in each of its phases."""
+"""Message schemas: the shapes of broadcast message and upload in each phase, known to server and clients."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from fedrax.xla import dependent_leaves
 
 
 class MessageSchema(NamedTuple):
-    """One phase, in shapes."""
+    """Shapes and dtypes of what a phase sends and stores."""
 
     message: Tree
-    """What goes to a client."""
+    """The broadcast message."""
     sent: ClientOutput
-    """What comes from it, whose state stays there."""
+    """The upload with what belongs to it; its client state is not sent."""
     statistics: Tree
-    """The model's running statistics, which come with the last phase's uploads."""
+    """The model's running statistics, sent with the last phase's upload; empty in other phases."""
     kept: ClientRecord
-    """What the client keeps after it."""
+    """The client state after the phase."""
 
 
 class _MessageTracer(SingleClient):
-    """A round of one client, whose messages are noted."""
+    """Executor of a round of one client that records the broadcast messages."""
 
     def __init__(self, *inputs: Any):
         super().__init__(*inputs)
         self.messages: list[Tree] = []
 
     def clients(self, p: int, message: Tree, statistics: Tree) -> PhaseResult:
-        """As of every executor."""
+        """Record the message and run the phase."""
         self.messages.append(message)
         return super().clients(p, message, statistics)
 
@@ -46,7 +46,15 @@ class _MessageTracer(SingleClient):
 def message_schemas(
     program: Program, algorithm: Algorithm, params: Tree, statistics: Tree, samples: Batch
 ) -> list[MessageSchema]:
-    """The phases of a round. All trees hold shapes: of the starting parameters and statistics, and of some samples."""
+    """Trace one round and return the schema of each phase.
+
+    Args:
+        program: the round's static description.
+        algorithm: the algorithm.
+        params: shapes of the parameters.
+        statistics: shapes of the model's running statistics.
+        samples: shapes of a batch of samples.
+    """
     place = placeholder_assignment()
 
     def one_round(params: Tree, statistics: Tree, samples: Batch) -> list[MessageSchema]:
@@ -62,18 +70,21 @@ def message_schemas(
 
 
 def placeholder_assignment() -> ClientAssignment:
-    """A client's place in a round of one, for shapes."""
+    """An assignment in a round of one client, to trace with."""
     zero = np.zeros(1, np.int32)
     return ClientAssignment(zero, zero, zero, zero, np.ones(1, np.float32))
 
 
 def shapes_of_samples(samples: Any) -> Batch:
-    """Shapes and types of samples (x, y) as they are computed with."""
+    """Shapes of samples (x, y), with the dtypes that JAX computes in."""
     x, y = (jax.ShapeDtypeStruct(a.shape, jax.dtypes.canonicalize_dtype(a.dtype)) for a in samples)
     return Batch(x, y)  # type: ignore[arg-type]
 
 
 def needs_initial_parameters(algorithm: Algorithm, params: Tree, statistics: Tree) -> bool:
-    """Whether what a client keeps at first is made of the starting parameters, and not of their shapes alone."""
-    at_first = lambda start: ClientRecord.at_first(algorithm, *start)  # noqa: E731
-    return bool(dependent_leaves(at_first, (params, statistics)))
+    """Whether the initial client state depends on the values of the starting parameters, not only on their shapes."""
+
+    def initial_record(start: tuple[Tree, Tree]) -> ClientRecord:
+        return ClientRecord.at_first(algorithm, *start)
+
+    return bool(dependent_leaves(initial_record, (params, statistics)))

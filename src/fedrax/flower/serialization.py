@@ -1,4 +1,4 @@
-"""Trees of arrays as records of Flower and back: raw bytes, of which the receiver knows names, types and shapes."""
+"""Serialization of pytrees as Flower records: raw bytes, whose names, dtypes and shapes the receiver checks."""
 
 from __future__ import annotations
 
@@ -16,25 +16,32 @@ from fedrax.errors import FedraxError
 from fedrax.tree import Tree
 
 _RAW = "fedrax.raw"
-"""Flower's own way, NumPy's files, has no word for bfloat16 and packs nothing."""
+"""Serialization type of an array. Flower's default, NumPy files, has no bfloat16 and does not pack 4-bit numbers."""
 
 
-def packed(values: Tree) -> ArrayRecord:
-    """The arrays of a tree by name; numbers shorter than a byte lie side by side in it."""
-    return ArrayRecord({name: _array(leaf) for name, leaf in _by_name(values)})
+def pack(values: Tree) -> ArrayRecord:
+    """Serialize a tree; numbers shorter than a byte are packed without gaps."""
+    return ArrayRecord({name: _pack_leaf(leaf) for name, leaf in _named_leaves(values)})
 
 
-def unpacked(record: Mapping[str, Array], like: Tree, what: str) -> Tree:
-    """The tree of which ``packed`` made the record. ``like``: its shapes and types.
+def unpack(record: Mapping[str, Array], like: Tree, what: str) -> Tree:
+    """Deserialize a record that :func:`pack` made.
 
-    Raises FedraxError, of ``what``, for other names, types or shapes, and for bytes that are not so many.
+    Args:
+        record: arrays by name.
+        like: tree of the expected shapes and dtypes.
+        what: name of the record in error messages.
+
+    Raises:
+        FedraxError: for unexpected names, dtypes, shapes or numbers of bytes.
     """
-    wanted = dict(_by_name(like))
+    wanted = dict(_named_leaves(like))
     if set(record) != set(wanted):
-        strange = sorted(set(record) ^ set(wanted))
-        raise FedraxError(f"{what} holds other arrays than it must, among them {strange[0]!r:.80}")
+        name = min(set(record) ^ set(wanted))
+        state = "lacks" if name in wanted else "has an unexpected"
+        raise FedraxError(f"{what} {state} array {name!r:.80}: give server and clients the same algorithm and task")
     return jax.tree.unflatten(
-        jax.tree.structure(like), [_leaf(record[name], leaf, f"{what}, {name}") for name, leaf in wanted.items()]
+        jax.tree.structure(like), [_unpack_leaf(record[name], leaf, f"{what}, {name}") for name, leaf in wanted.items()]
     )
 
 
@@ -43,17 +50,19 @@ def record_bytes(record: Mapping[str, Array]) -> int:
     return sum(len(array.data) for array in record.values())
 
 
-def _by_name(values: Tree) -> Iterator[tuple[str, Any]]:
-    """Leaves with names of which no two are alike."""
+def _named_leaves(values: Tree) -> Iterator[tuple[str, Any]]:
+    """The leaves of a tree with unique names."""
     for number, (name, leaf) in enumerate(zip(tree.leaf_names(values), jax.tree.leaves(values), strict=True)):
         yield f"{number} {name}".rstrip(), leaf
 
 
 def _is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of typed random keys."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _array(leaf: Any) -> Array:
+def _pack_leaf(leaf: Any) -> Array:
+    """Serialize an array or a random key."""
     numbers = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
     data = np.ascontiguousarray(numbers).tobytes()
     if (bits := tree.bits_of(numbers.dtype)) < 8:
@@ -62,28 +71,30 @@ def _array(leaf: Any) -> Array:
     return Array(str(numbers.dtype), numbers.shape, _RAW, data)
 
 
-def _leaf(array: Array, like: Any, what: str) -> Any:
+def _unpack_leaf(array: Array, like: Any, what: str) -> Any:
+    """Deserialize an array or a random key."""
     if not _is_key(like):
-        return _numbers(array, like, what)
+        return _unpack_array(array, like, what)
     kinds: list[Any] = []
 
     def data(key: jax.Array) -> jax.Array:
         kinds.append(jax.random.key_impl(key))
         return jax.random.key_data(key)
 
-    numbers = _numbers(array, jax.eval_shape(data, like), what)
+    numbers = _unpack_array(array, jax.eval_shape(data, like), what)
     return jax.random.wrap_key_data(jnp.asarray(numbers), impl=kinds[0])
 
 
-def _numbers(array: Array, like: Any, what: str) -> np.ndarray:
+def _unpack_array(array: Array, like: Any, what: str) -> np.ndarray:
+    """Check and deserialize an array of the shape and dtype of ``like``."""
     dtype, shape, bits = np.dtype(like.dtype), tuple(like.shape), tree.bits_of(like.dtype)
     count = math.prod(shape)
     if (array.stype, array.dtype, tuple(array.shape)) != (_RAW, str(dtype), shape):
         found = f"{array.dtype} {list(array.shape)}"
-        raise FedraxError(f"{what} is {found!r:.80} and not {dtype} {list(shape)}")
+        raise FedraxError(f"{what} is {found!r:.80}, expected {dtype} {list(shape)}")
     if len(array.data) != -(-count * min(bits, 8 * dtype.itemsize) // 8):
-        raise FedraxError(f"{what} has {len(array.data):,} bytes, not those of {dtype} {list(shape)}")
-    if dtype == np.bool_:  # a byte of 2 would be no truth to anybody
+        raise FedraxError(f"{what} has {len(array.data):,} bytes, which is wrong for {dtype} {list(shape)}")
+    if dtype == np.bool_:  # bytes other than 0 and 1 are not valid booleans: a sender can be malicious
         return np.frombuffer(array.data, np.uint8).reshape(shape) != 0
     if bits >= 8:
         return np.frombuffer(array.data, dtype).reshape(shape)

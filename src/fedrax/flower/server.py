@@ -42,8 +42,8 @@ from fedrax.simulation.validate import changed_settings, check_lists, validate
 from fedrax.tree import Tree
 from fedrax.xla import CodeFingerprint, run_cached
 
-_OURS = tuple(FederationOptions.__annotations__)
-"""Settings that mean something here; the others are a simulator's."""
+_FEDERATION_SETTINGS = tuple(FederationOptions.__annotations__)
+"""Names of the settings that apply to a federation; the others are for simulations."""
 
 
 class FederateArguments(FederationOptions, total=False):
@@ -159,30 +159,30 @@ def federate(
     """
     check_lists(sinks=sinks, callbacks=callbacks)
     if resume and directory is None:
-        raise FedraxError("there is no directory to resume a run from")
+        raise FedraxError("resume needs a directory: give the directory of the run to continue")
     settings = _settings(settings, options, seed)
     use_all_cores()
-    nodes = ClientRegistry(grid, timeout)
-    nodes.gather(clients, wait)
+    registry = ClientRegistry(grid, timeout)
+    registry.wait_for_clients(clients, wait)
     with arithmetic(settings.dtype):
         path = None if directory is None else Path(directory)
-        run = _prepare(nodes, algorithm, task, settings, params, seed, test, path)
-        return replace(run, sinks=sinks, callbacks=callbacks, resume=resume).finish()
+        driver = _prepare(registry, algorithm, task, settings, params, seed, test, path)
+        return replace(driver, sinks=sinks, callbacks=callbacks, resume=resume).run()
 
 
 def _settings(settings: Settings | None, options: FederationOptions, seed: int | None) -> Settings:
     """The run's settings with the given or a secret seed; raises FedraxError for settings of simulations only."""
     settings = changed_settings(settings, options)
     for one in fields(Settings):
-        if one.name not in _OURS and getattr(settings, one.name) != one.default:
-            hint = ": give it to federate itself" if one.name == "seed" else ""
-            raise FedraxError(f"{one.name} is a setting of simulations, not of a federation{hint}")
+        if one.name not in _FEDERATION_SETTINGS and getattr(settings, one.name) != one.default:
+            hint = "use federate's argument seed" if one.name == "seed" else "leave it out"
+            raise FedraxError(f"{one.name} is a setting of simulations, not of a federation: {hint}")
     drawn = int.from_bytes(os.urandom(4), "little") if seed is None else seed
     return replace(settings, seed=drawn, amplification="none")
 
 
 def _prepare(
-    nodes: ClientRegistry,
+    registry: ClientRegistry,
     algorithm: Algorithm,
     task: Task,
     settings: Settings,
@@ -191,46 +191,48 @@ def _prepare(
     test: Any,
     directory: Path | None,
 ) -> RoundDriver:
-    """Check all arguments as ``simulate`` does, and make the driver of the rounds."""
-    samples = shapes_of_samples(nodes.samples)
-    valid = validate(algorithm, task, settings, nodes.sizes, samples, _one_sample(samples), params)
+    """Check all arguments as ``simulate`` does, and make the round driver."""
+    samples = shapes_of_samples(registry.samples)
+    valid = validate(algorithm, task, settings, registry.sizes, samples, _placeholder_data(samples), params)
     sampler, start, statistics = valid.sampler, valid.params, valid.statistics
-    program = Program(task, Layout.of(nodes.sizes), nodes.num_clients, chunk=0, code=CodeFingerprint(algorithm, task))
+    program = Program(
+        task, Layout.of(registry.sizes), registry.num_clients, chunk=0, code=CodeFingerprint(algorithm, task)
+    )
     program = program._replace(expected=float(sampler.largest))
     traced = trace_round(
         program, algorithm, start, statistics, valid.initial, samples, placeholder_assignment(), valid.broken
     )
     phases = message_schemas(program, algorithm, start, statistics, samples)
     ledger = _ledger(algorithm, settings, sampler, seed)
-    wanted = needs_initial_parameters(algorithm, start, statistics)
+    send_start = needs_initial_parameters(algorithm, start, statistics)
     start, statistics = valid.draw_start()
-    traffic = DeliveryState()
-    traffic.begin((start, statistics) if wanted else ())
-    server = run_cached(lambda params: algorithm.init(params, nodes.num_clients), start)
+    delivery = DeliveryState()
+    delivery.set_start((start, statistics) if send_start else ())
+    server = run_cached(lambda params: algorithm.init(params, registry.num_clients), start)
     checked_init(algorithm, start, server)
     require_finite_start(algorithm, server)
-    here = None if test is None else evaluate_on_server(task, test, samples)
+    on_server = None if test is None else evaluate_on_server(task, test, samples)
     return RoundDriver(
-        nodes=nodes,
+        registry=registry,
         algorithm=algorithm,
         task=task,
         settings=settings,
         sampler=sampler,
-        arithmetic=ServerComputation(program, phases),
-        traffic=traffic,
+        computation=ServerComputation(program, phases),
+        delivery=delivery,
         key=purpose_key(seed, RUN) if seed is not None else _secret_key(),
         server=server,
         statistics=statistics,
-        evaluate=here or evaluate_on_clients(task, nodes, traffic, settings.per_client),
+        evaluate=on_server or evaluate_on_clients(task, registry, delivery, settings.per_client),
         ledger=ledger,
-        known_by={"method": of_method(algorithm), "number of clients": str(nodes.num_clients), "task": task.name},
+        identity={"method": of_method(algorithm), "number of clients": str(registry.num_clients), "task": task.name},
         info=RunInfo(
             algorithm=type(algorithm).__name__,
-            plan=f"Flower, {nodes.num_clients} clients",
+            plan=f"Flower, {registry.num_clients} clients",
             rounds=settings.rounds,
             first_round=0,
             cohort_size=sampler.largest,
-            num_clients=nodes.num_clients,
+            num_clients=registry.num_clients,
             bytes_down=traced.bytes_down,
             bytes_up=traced.bytes_up,
             parameters=sum(x.size for x in jax.tree.leaves(start)),
@@ -239,7 +241,7 @@ def _prepare(
     )
 
 
-def _one_sample(samples: Batch) -> Federation:
+def _placeholder_data(samples: Batch) -> Federation:
     """A federation of one zero sample with the shapes of the clients' samples, which the server does not have."""
     x, y = (np.zeros(a.shape, a.dtype) for a in samples)
     return Federation.from_arrays(x, y, [0], num_classes=1)
@@ -260,4 +262,5 @@ def _ledger(algorithm: Algorithm, settings: Settings, sampler: CohortSampler, se
 
 
 def _secret_key() -> jax.Array:
+    """A random key from the operating system's entropy."""
     return jax.random.wrap_key_data(jnp.asarray(np.frombuffer(os.urandom(8), np.uint32)))
