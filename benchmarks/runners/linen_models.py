@@ -30,7 +30,7 @@ class ConvNet(nn.Module):
 
 
 class Residual(nn.Module):
-    """Two 3x3 convolutions around a shortcut, which halves the image where the width grows."""
+    """A residual block of two 3x3 convolutions; it halves the image if the width grows."""
 
     width: int
 
@@ -61,7 +61,7 @@ class ResNet20(nn.Module):
 
 
 class NextSymbol(nn.Module):
-    """An embedding and a GRU, whose last hidden state says what follows."""
+    """An embedding and a GRU, whose last hidden state predicts the next symbol."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -71,7 +71,7 @@ class NextSymbol(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer's layer: norm, attention, norm, two dense layers."""
+    """A transformer block: norm, attention, norm, two dense layers."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -82,7 +82,7 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Patches of 4x4, learned positions, four layers, the mean of all positions."""
+    """Vision transformer: patches of 4x4, learned positions, four blocks, mean pooling."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -164,7 +164,7 @@ IMAGES = np.zeros((1, 32, 32, 3), np.float32)
 
 
 def sample_input(name: str) -> Any:
-    """A batch of one sample of workload ``name``, in NumPy: JAX may have to be set up first."""
+    """A batch of one sample of workload ``name``, in NumPy: JAX may have to be configured first."""
     return INPUTS.get(name, IMAGES)
 
 

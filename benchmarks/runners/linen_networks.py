@@ -1,4 +1,4 @@
-"""Networks in Flax Linen as their users write them, for `benchmarks.networks`; `torch_networks` has the same."""
+"""Plain Flax Linen networks of `benchmarks.networks`; `torch_networks` has the same networks in PyTorch."""
 
 from __future__ import annotations
 
@@ -346,7 +346,7 @@ def long_context(x: Array) -> Array:
 
 
 class Network(nn.Module):
-    """A function of inputs alone as a module."""
+    """A module from a function of the inputs."""
 
     function: Callable
 
@@ -356,6 +356,6 @@ class Network(nn.Module):
 
 
 def network(name: str) -> Any:
-    """By its name."""
+    """The network of a name."""
     made = globals()[name]
     return made() if isinstance(made, type) else Network(made)

@@ -22,8 +22,8 @@ from benchmarks.runners.jax_models import cross_entropy, evaluate, model_of, par
 from benchmarks.timing import RoundClock, report, runner_arguments
 
 
-class JaxOfItsTime:
-    """What the pmap backend calls and JAX 0.10 has no longer, and shards without their axis of devices."""
+class RestoredJax:
+    """JAX with functions that the pmap backend calls and JAX 0.10 has removed, and shards without a device axis."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(jax, name)
@@ -42,13 +42,11 @@ class JaxOfItsTime:
         return jax.device_put(np.asarray(shard)[0], device)
 
 
-for_each_client.jax = JaxOfItsTime()
+for_each_client.jax = RestoredJax()
 
 
 class Ragged(fedjax.ClientDataset):
-    """A client whose batches end with its samples, the last one padded under a mask: FedJAX's own training fills
-    it from the next epoch.
-    """
+    """A client whose last batch of an epoch is padded with a mask; FedJAX fills it from the next epoch."""
 
     def shuffle_repeat_batch(self, hparams: Any = None, **kwargs):
         batches = self.padded_batch(batch_size=hparams.batch_size)

@@ -24,7 +24,7 @@ from benchmarks.workloads import Arrays  # noqa: E402
 
 
 class ClientSummary:
-    """What FedLab asks of a federated dataset: a loader a client."""
+    """FedLab's interface of a federated dataset: one loader for each client."""
 
     def __init__(self, arrays: Arrays) -> None:
         self.arrays = arrays
@@ -36,7 +36,7 @@ class ClientSummary:
 
 
 class Server(FedAvgServerHandler):
-    """FedLab's server with the shared cohorts, and the weighted mean in place of its plain one."""
+    """FedLab's server with the shared cohorts, and a weighted instead of a plain mean."""
 
     arrays: Arrays
 

@@ -24,7 +24,7 @@ def main() -> None:
 
 
 def measure(name: str, rounds: int = ROUNDS) -> dict[str, Any]:
-    """A round in seconds, the first since the process started, and how many parameters there are."""
+    """Seconds of a round, seconds from process start to the end of the first round, number of parameters."""
     started = time.monotonic()
     import jax
     import optax

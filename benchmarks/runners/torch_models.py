@@ -26,13 +26,13 @@ def on_device(name: str, precision: str) -> torch.device:
 
 
 def finished(device: torch.device) -> None:
-    """Waits until the device has done what it was told to do."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def device_peak_mb(device: torch.device) -> float | None:
-    """The most memory of a GPU that tensors took."""
+    """Peak memory of tensors on a GPU."""
     return round(torch.cuda.max_memory_allocated() / 2**20, 1) if device.type == "cuda" else None
 
 

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 Conv3 = partial(nn.Conv2d, kernel_size=3, padding=1)
 
 
-class Do(nn.Module):
-    """A function as a layer, or of layers that it is given."""
+class Function(nn.Module):
+    """A layer from a function of the input and of given layers."""
 
     def __init__(self, function: Callable, *layers: nn.Module) -> None:
         super().__init__()
@@ -27,11 +27,11 @@ class Do(nn.Module):
 
 
 def mean_of_space() -> nn.Module:
-    return Do(lambda x: x.flatten(2).mean(2))
+    return Function(lambda x: x.flatten(2).mean(2))
 
 
 def residual(*layers: nn.Module) -> nn.Module:
-    return Do(lambda x, inner: x + inner(x), nn.Sequential(*layers))
+    return Function(lambda x, inner: x + inner(x), nn.Sequential(*layers))
 
 
 def mnist_cnn() -> nn.Module:
@@ -64,7 +64,7 @@ def densenet() -> nn.Module:
     for block in range(3):
         for _ in range(4):
             grown = nn.Sequential(*norm(channels), Conv3(channels, 12, bias=False))
-            layers.append(Do(lambda x, inner: torch.cat([x, inner(x)], 1), grown))
+            layers.append(Function(lambda x, inner: torch.cat([x, inner(x)], 1), grown))
             channels += 12
         if block < 2:
             out = channels // 8 * 4
@@ -86,13 +86,13 @@ def batch_norm_resnet() -> nn.Module:
                 nn.BatchNorm2d(out),
             )
             beside = nn.Identity() if into == out else nn.Conv2d(into, out, 1, stride, bias=False)
-            layers.append(Do(lambda x, inner, beside: F.relu(inner(x) + beside(x)), inner, beside))
+            layers.append(Function(lambda x, inner, beside: F.relu(inner(x) + beside(x)), inner, beside))
             into = out
     return nn.Sequential(*layers, mean_of_space(), nn.Linear(64, 10))
 
 
 def over_channels(norm: nn.Module) -> nn.Module:
-    return Do(lambda x, norm: norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2), norm)
+    return Function(lambda x, norm: norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2), norm)
 
 
 def convnext() -> nn.Module:
@@ -123,7 +123,7 @@ def efficientnet() -> nn.Module:
             nn.Conv2d(wide, wide, size, stride, size // 2, groups=wide, bias=False),
             nn.GroupNorm(4, wide),
             nn.SiLU(),
-            Do(lambda x, squeeze: x * squeeze(x)[..., None, None], squeeze),
+            Function(lambda x, squeeze: x * squeeze(x)[..., None, None], squeeze),
             nn.Conv2d(wide, out, 1, bias=False),
             nn.GroupNorm(4, out),
         ]
@@ -157,7 +157,7 @@ def inception() -> nn.Module:
             nn.Sequential(nn.Conv2d(into, 8, 1), nn.ReLU(), nn.Conv2d(8, 16, 5, padding=2)),
             nn.Sequential(nn.MaxPool2d(3, 1, 1), nn.Conv2d(into, 16, 1)),
         )
-        beside = Do(lambda x, *branches: torch.cat([branch(x) for branch in branches], 1), *branches)
+        beside = Function(lambda x, *branches: torch.cat([branch(x) for branch in branches], 1), *branches)
         layers += [beside, nn.ReLU(), nn.MaxPool2d(2)]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(5120, 10))
 
@@ -186,7 +186,7 @@ def unet() -> nn.Module:
         """Down to ``inner`` and up again, beside what went down."""
         path = nn.Sequential(nn.MaxPool2d(2), inner, nn.ConvTranspose2d(inside, channels, 2, 2))
         join = lambda x, first, path, last: last(torch.cat([path(y := first(x)), y], 1))  # noqa: E731
-        return Do(join, twice(into, channels), path, twice(2 * channels, channels))
+        return Function(join, twice(into, channels), path, twice(2 * channels, channels))
 
     return nn.Sequential(around(3, 16, around(16, 32, twice(32, 64), 64), 32), nn.Conv2d(16, 3, 1))
 
@@ -221,25 +221,27 @@ def temporal() -> nn.Module:
         conv = partial(nn.Conv1d, kernel_size=3, dilation=2**level)
         inner = nn.Sequential(past, conv(into, 48), nn.ReLU(), past, conv(48, 48), nn.ReLU())
         beside = nn.Identity() if into == 48 else nn.Conv1d(into, 48, 1)
-        layers.append(Do(lambda x, inner, beside: F.relu(inner(x) + beside(x)), inner, beside))
-    return nn.Sequential(*layers, Do(lambda x: x[:, :, -1]), nn.Linear(48, 10))
+        layers.append(Function(lambda x, inner, beside: F.relu(inner(x) + beside(x)), inner, beside))
+    return nn.Sequential(*layers, Function(lambda x: x[:, :, -1]), nn.Linear(48, 10))
 
 
 def characters() -> nn.Module:
     lstm = nn.LSTM(8, 256, 2, batch_first=True)
-    return nn.Sequential(nn.Embedding(90, 8), Do(lambda x, lstm: lstm(x)[0], lstm), nn.Linear(256, 90))
+    return nn.Sequential(nn.Embedding(90, 8), Function(lambda x, lstm: lstm(x)[0], lstm), nn.Linear(256, 90))
 
 
 def both_ways() -> nn.Module:
     lstm = nn.LSTM(64, 64, batch_first=True, bidirectional=True)
-    return nn.Sequential(nn.Embedding(2000, 64), Do(lambda x, lstm: lstm(x)[0].max(1)[0], lstm), nn.Linear(128, 2))
+    return nn.Sequential(
+        nn.Embedding(2000, 64), Function(lambda x, lstm: lstm(x)[0].max(1)[0], lstm), nn.Linear(128, 2)
+    )
 
 
 def causal(places: int, tokens: int) -> nn.Module:
     gelu = partial(F.gelu, approximate="tanh")
     layer = lambda: nn.TransformerEncoderLayer(128, 4, 512, 0.0, gelu, batch_first=True, norm_first=True)  # noqa: E731
     mask = nn.Transformer.generate_square_subsequent_mask(places)
-    attend = [Do(lambda x, layer: layer(x, src_mask=mask, is_causal=True), layer()) for _ in range(2)]
+    attend = [Function(lambda x, layer: layer(x, src_mask=mask, is_causal=True), layer()) for _ in range(2)]
     return nn.Sequential(nn.Embedding(tokens, 128), *attend, nn.LayerNorm(128), nn.Linear(128, tokens))
 
 
@@ -248,12 +250,12 @@ language_model, long_context = partial(causal, 64, 1000), partial(causal, 1024, 
 
 def mixer() -> nn.Module:
     dense = lambda size, wide: (nn.Linear(size, wide), nn.GELU("tanh"), nn.Linear(wide, size))  # noqa: E731
-    turn = lambda: Do(lambda x: x.transpose(1, 2))  # noqa: E731
-    layers: list[nn.Module] = [nn.Conv2d(3, 128, 4, 4), Do(lambda x: x.flatten(2).transpose(1, 2))]
+    turn = lambda: Function(lambda x: x.transpose(1, 2))  # noqa: E731
+    layers: list[nn.Module] = [nn.Conv2d(3, 128, 4, 4), Function(lambda x: x.flatten(2).transpose(1, 2))]
     for _ in range(4):
         layers += [residual(nn.LayerNorm(128), turn(), *dense(64, 128), turn())]
         layers += [residual(nn.LayerNorm(128), *dense(128, 512))]
-    return nn.Sequential(*layers, nn.LayerNorm(128), Do(lambda x: x.mean(1)), nn.Linear(128, 10))
+    return nn.Sequential(*layers, nn.LayerNorm(128), Function(lambda x: x.mean(1)), nn.Linear(128, 10))
 
 
 def emnist_dropout() -> nn.Module:
@@ -273,7 +275,7 @@ def cifar_dropout() -> nn.Module:
 def encoder(dropout: float = 0.1) -> nn.Module:
     gelu = partial(F.gelu, approximate="tanh")
     layer = lambda: nn.TransformerEncoderLayer(128, 4, 512, dropout, gelu, batch_first=True, norm_first=True)  # noqa: E731
-    pooled = Do(lambda x: x.mean(1))
+    pooled = Function(lambda x: x.mean(1))
     return nn.Sequential(nn.Embedding(2000, 128), layer(), layer(), nn.LayerNorm(128), pooled, nn.Linear(128, 4))
 
 
@@ -294,7 +296,7 @@ def resnet56() -> nn.Module:
             )
             smaller = nn.Sequential(nn.Conv2d(into, out, 1, stride, bias=False), nn.GroupNorm(4, out))
             beside = nn.Identity() if into == out else smaller
-            layers.append(Do(lambda x, inner, beside: F.relu(inner(x) + beside(x)), inner, beside))
+            layers.append(Function(lambda x, inner, beside: F.relu(inner(x) + beside(x)), inner, beside))
             into = out
     return nn.Sequential(*layers, mean_of_space(), nn.Linear(64, 10))
 
@@ -319,21 +321,21 @@ def mobilenet() -> nn.Module:
 def deep_transformer() -> nn.Module:
     gelu = partial(F.gelu, approximate="tanh")
     layer = lambda: nn.TransformerEncoderLayer(192, 3, 768, 0.0, gelu, batch_first=True, norm_first=True)  # noqa: E731
-    patches = nn.Conv2d(3, 192, 4, 4), Do(lambda x: x.flatten(2).transpose(1, 2))
+    patches = nn.Conv2d(3, 192, 4, 4), Function(lambda x: x.flatten(2).transpose(1, 2))
     attend = [layer() for _ in range(12)]
-    return nn.Sequential(*patches, *attend, nn.LayerNorm(192), Do(lambda x: x.mean(1)), nn.Linear(192, 10))
+    return nn.Sequential(*patches, *attend, nn.LayerNorm(192), Function(lambda x: x.mean(1)), nn.Linear(192, 10))
 
 
 def next_word() -> nn.Module:
     lstm = nn.LSTM(96, 670, batch_first=True)
     dense = nn.Linear(670, 96), nn.Linear(96, 10004)
-    return nn.Sequential(nn.Embedding(10004, 96), Do(lambda x, lstm: lstm(x)[0], lstm), *dense)
+    return nn.Sequential(nn.Embedding(10004, 96), Function(lambda x, lstm: lstm(x)[0], lstm), *dense)
 
 
 def text_cnn() -> nn.Module:
     convolutions = [nn.Conv1d(128, 100, size) for size in (3, 4, 5)]
-    largest = Do(lambda x, *layers: torch.cat([F.relu(layer(x)).amax(2) for layer in layers], 1), *convolutions)
-    return nn.Sequential(nn.Embedding(5000, 128), Do(lambda x: x.transpose(1, 2)), largest, nn.Linear(300, 4))
+    largest = Function(lambda x, *layers: torch.cat([F.relu(layer(x)).amax(2) for layer in layers], 1), *convolutions)
+    return nn.Sequential(nn.Embedding(5000, 128), Function(lambda x: x.transpose(1, 2)), largest, nn.Linear(300, 4))
 
 
 def eegnet() -> nn.Module:
@@ -378,11 +380,11 @@ def resnext() -> nn.Module:
             )
             smaller = nn.Sequential(nn.Conv2d(into, out, 1, stride, bias=False), nn.GroupNorm(4, out))
             beside = nn.Identity() if into == out else smaller
-            layers.append(Do(lambda x, inner, beside: F.relu(inner(x) + beside(x)), inner, beside))
+            layers.append(Function(lambda x, inner, beside: F.relu(inner(x) + beside(x)), inner, beside))
             into = out
     return nn.Sequential(*layers, mean_of_space(), nn.Linear(512, 10))
 
 
 def network(name: str) -> nn.Module:
-    """By its name."""
+    """The network of a name."""
     return globals()[name]()
