@@ -38,7 +38,7 @@ def test_the_index_of_a_local_step_is_an_array_on_every_plan(plan: str):
     @hyperparameters
     class Slowing(FedAvg):
         def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
-            def direction(gradient: Any, x: Any, memory: Any, step: Any) -> Any:
+            def direction(gradient: Any, x: Any, step: Any, memory: Any) -> Any:
                 drawn = jax.random.normal(step.key("noise"))
                 return tree.scale(1 / (1 + step.index.astype(jnp.float32)), gradient), memory.at[step.index].set(drawn)
 

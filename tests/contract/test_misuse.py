@@ -54,9 +54,9 @@ def stateful(first: Any, output: Callable) -> FedAvg:
     return method(client=run, init_client=lambda self, params: first)
 
 
-def directed(direction: Callable) -> FedAvg:
+def directed(direction: Callable, memory: Any = None) -> FedAvg:
     """FedAvg whose local steps follow this."""
-    return client(lambda m, s, d: ClientOutput(upload=LocalSGD(steps=2).run(d, m, direction).params))
+    return client(lambda m, s, d: ClientOutput(upload=LocalSGD(steps=2).run(d, m, direction, memory).params))
 
 
 def counted(number: Any) -> FedAvg:
@@ -100,9 +100,9 @@ CASES = {
         client=lambda self, m, s, d: ClientOutput(upload=jax.tree.map(lambda a: a + 1j, m)),
         server=lambda self, s, c: (s._replace(params=c.mean), {}),
     ),
-    "a direction returns a dict: return the pair direction, memory": directed(lambda g, x, memory, step: g),
-    "a direction returns other keys or shapes": directed(lambda g, x, memory, step: (memory, memory)),
-    "a direction returns a memory of another form": directed(lambda g, x, memory, step: (g, g)),
+    "a direction with a memory returns a dict, not the pair": directed(lambda g, x, step, memory: g, ()),
+    "a direction must have the tree structure": directed(lambda g, x, step: (g, ())),
+    "must return a memory with the tree structure": directed(lambda g, x, step, memory: (g, g), ()),
     "Mine.receive returns nothing": method(receive=lambda self, upload: None),
     "Mine.receive returns in its value something": method(receive=lambda self, upload: "x"),
     "Mine.broadcast returns in its message something": method(broadcast=lambda self, server: "x"),

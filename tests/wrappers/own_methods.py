@@ -95,7 +95,7 @@ class PerSample(Wrapper):
             noisy = tree.add_scaled(summed, self.sigma * self.clip, normal_like(drawn, summed))
             return jnp.sum(counts * loss).astype(loss.dtype), noisy
 
-        return client(message, state, data.with_gradients(clipped)), own
+        return client(message, state, data.with_gradient(clipped)), own
 
 
 @hyperparameters
@@ -108,7 +108,7 @@ class Signs(Wrapper):
         self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
     ) -> tuple[ClientOutput, Tree]:
         """Other directions."""
-        return client(message, state, data.with_directions(lambda d, x, step: jax.tree.map(jnp.sign, d))), own
+        return client(message, state, data.with_direction(lambda d, x, step: jax.tree.map(jnp.sign, d))), own
 
 
 @hyperparameters

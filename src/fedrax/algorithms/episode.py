@@ -99,13 +99,13 @@ class Episode(Algorithm):
         threshold = jnp.inf if self.gamma is None else self.gamma / self.local.lr
         clipped = tree.norm(message.gradient) > threshold
 
-        def direction(gradient: Tree, x: Tree, memory: Any, step: Step) -> tuple[Tree, Any]:
+        def direction(gradient: Tree, x: Tree, step: Step) -> Tree:
             d = tree.add(gradient, shift)
             if self.gamma is None:
-                return d, memory
+                return d
             length = tree.norm_of(jnp.add, gradient, shift)
             shrink = jnp.where(clipped & (length > 0), threshold / jnp.where(length > 0, length, 1), 1)
-            return tree.scale(shrink, d), memory
+            return tree.scale(shrink, d)
 
         result = self.local.run(data, message.params, direction)
         info = {**result.info, "clipped": clipped.astype(jnp.float32)}

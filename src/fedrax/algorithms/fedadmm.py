@@ -88,7 +88,7 @@ class FedADMM(Algorithm):
         """Local steps from the client's own x_i, with z fixed; the change of pi_i + rho x_i goes up."""
         lr = self.local.step_size(data.round)
 
-        def direction(gradient: Tree, x: Tree, dual: Tree, step: Step) -> tuple[Tree, Tree]:
+        def direction(gradient: Tree, x: Tree, step: Step, dual: Tree) -> tuple[Tree, Tree]:
             d = jax.tree.map(
                 lambda g, pi, a, z: ((g + pi + self.rho * (a - z)) / (1 + self.rho * lr)).astype(g.dtype),
                 *(gradient, dual, x, message),

@@ -13,7 +13,7 @@ from fedrax.config.hyperparameters import NonNegative, hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.averaging import Averaging, Server
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.local_training import LocalSGD, pull
+from fedrax.contract.local_training import LocalSGD, proximal_term
 from fedrax.contract.traits import Traits
 from fedrax.errors import warn
 from fedrax.optim.schedules import Constant
@@ -54,7 +54,7 @@ class FedProx(Averaging):
 
     def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
         """Local SGD on the loss with the proximal term."""
-        result = self.local.run(data, message, term=pull(self.mu, message))
+        result = self.local.run(data.with_term(proximal_term(self.mu, message)), message)
         return ClientOutput(upload=tree.sub(result.params, message), info=result.info)
 
 

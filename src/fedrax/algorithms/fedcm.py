@@ -82,8 +82,8 @@ class FedCM(Algorithm):
     def client(self, message: Message, state: Any, data: ClientData) -> ClientOutput:
         """Local steps along gradient and momentum."""
 
-        def direction(gradient: Tree, x: Tree, memory: Any, step: Step) -> tuple[Tree, Any]:
-            return tree.add_scaled(tree.scale(self.alpha, gradient), 1 - self.alpha, message.momentum), memory
+        def direction(gradient: Tree, x: Tree, step: Step) -> Tree:
+            return tree.add_scaled(tree.scale(self.alpha, gradient), 1 - self.alpha, message.momentum)
 
         result = self.local.run(data, message.params, direction)
         return ClientOutput(upload=Upload(tree.sub(result.params, message.params), result.steps), info=result.info)

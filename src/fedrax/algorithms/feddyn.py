@@ -66,7 +66,7 @@ class FedDyn(Algorithm):
             step = lambda g, dual, a, b: (g - dual + self.alpha * (a - b)).astype(g.dtype)  # noqa: E731
             return jax.tree.map(step, gradient, state.dual, x, message)
 
-        result = self.local.run(data, message, term=regularized)
+        result = self.local.run(data.with_term(regularized), message)
         delta = tree.sub(result.params, message)
         dual = tree.add_scaled(state.dual, -self.alpha, delta)
         return ClientOutput(upload=delta, state=Client(dual), info=result.info)

@@ -76,7 +76,7 @@ class FedLion(Algorithm):
     def client(self, message: Server, state: Any, data: ClientData) -> ClientOutput:
         """Steps of Lion that go on from the global momentum."""
 
-        def direction(gradient: Tree, x: Tree, own: Local, step: Step) -> tuple[Tree, Local]:
+        def direction(gradient: Tree, x: Tree, step: Step, own: Local) -> tuple[Tree, Local]:
             mixed = tree.add_scaled(tree.scale(self.beta1, own.momentum), 1 - self.beta1, gradient)
             signs = jax.tree.map(jnp.sign, mixed)
             momentum = tree.add_scaled(tree.scale(self.beta2, own.momentum), 1 - self.beta2, gradient)

@@ -11,7 +11,7 @@ from fedrax import tree
 from fedrax.config.hyperparameters import Positive, hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.local_training import LocalSGD, pull
+from fedrax.contract.local_training import LocalSGD, proximal_term
 from fedrax.errors import FedraxError
 from fedrax.optim.server import SGD, ServerOptimizer
 from fedrax.tree import Tree
@@ -69,7 +69,9 @@ class FedNova(Algorithm):
 
     def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
         """Local steps from the global parameters; the normalized update goes up."""
-        result = self.local.run(data, message, term=None if self.mu is None else pull(self.mu, message))
+        if self.mu is not None:
+            data = data.with_term(proximal_term(self.mu, message))
+        result = self.local.run(data, message)
         length = self._length(result.steps, data.round)
         direction = tree.scale(1 / length, tree.sub(result.params, message))
         return ClientOutput(upload=Upload(direction, length), info=result.info)

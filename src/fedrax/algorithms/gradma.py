@@ -61,7 +61,7 @@ def corrected_steps(algorithm: GradMAW | GradMA, x: Tree, state: Tree, data: Cli
     """
     local, remembers = algorithm.local, algorithm.previous == "local"
 
-    def direction(p: Tree, x_i: Tree, before: Tree, step: Step) -> tuple[Tree, Tree]:
+    def direction(p: Tree, x_i: Tree, step: Step, before: Tree) -> tuple[Tree, Tree]:
         def gradient(at: Tree) -> Tree:
             return local.decayed(step.gradient(at)[1], at)
 

@@ -120,7 +120,7 @@ class LoSAC(Algorithm):
         blocks = _num_blocks(self.local, "LoSAC")
         share = 1 / blocks if self.consistent else 1.0
 
-        def direction(gradient: Tree, x: Tree, memory: _Memory, step: Step) -> tuple[Tree, _Memory]:
+        def direction(gradient: Tree, x: Tree, step: Step, memory: _Memory) -> tuple[Tree, _Memory]:
             change = tree.sub(gradient, memory.block_gradients[step.block])
             d = tree.add_scaled(change, 1 / data.num_clients, memory.gradient_sum)
             gradient_sum = tree.add_scaled(memory.gradient_sum, share, change)
@@ -192,7 +192,7 @@ class FedSaga(Algorithm):
         """SAGA steps on the client's own objective."""
         blocks = _num_blocks(self.local, "FedSaga")
 
-        def direction(gradient: Tree, x: Tree, memory: SagaClient, step: Step) -> tuple[Tree, SagaClient]:
+        def direction(gradient: Tree, x: Tree, step: Step, memory: SagaClient) -> tuple[Tree, SagaClient]:
             change = tree.sub(gradient, memory.block_gradients[step.block])
             d = tree.add(change, memory.gradient_sum)
             gradient_sum = tree.add_scaled(memory.gradient_sum, 1 / blocks, change)

@@ -76,10 +76,10 @@ class CenteredGradients(Algorithm):
     def client(self, message: Any, state: Any, data: ClientData) -> ClientOutput:
         """Phase 2: corrected local steps, two gradients each."""
 
-        def direction(gradient: Tree, x: Tree, memory: Any, step: Step) -> tuple[Tree, Any]:
+        def direction(gradient: Tree, x: Tree, step: Step) -> Tree:
             at_start = self.local.decayed(step.gradient(message.params)[1], message.params)
             corrected = jax.tree.map(lambda g, g0, c: g - g0 + c, gradient, at_start, message.gradient)
-            return self.direction(message, corrected), memory
+            return self.direction(message, corrected)
 
         result = self.local.run(data, message.params, direction)
         info = {**result.info, "gradients": 2 * result.info["gradients"]}
@@ -219,8 +219,8 @@ class MimeLite(Algorithm):
     def client(self, message: LiteMessage, state: Any, data: ClientData) -> ClientOutput:
         """Local steps with the server's momentum, and the full gradient at x."""
 
-        def direction(gradient: Tree, x: Tree, memory: Any, step: Step) -> tuple[Tree, Any]:
-            return _mixed(self.beta, gradient, message.momentum), memory
+        def direction(gradient: Tree, x: Tree, step: Step) -> Tree:
+            return _mixed(self.beta, gradient, message.momentum)
 
         _, at_start = data.full_gradient(message.params, self.local.reduction)
         at_start = self.local.decayed(at_start, message.params)

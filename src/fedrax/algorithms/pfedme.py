@@ -81,7 +81,7 @@ class PFedMe(Algorithm):
     def client(self, message: Tree, state: Client, data: ClientData) -> ClientOutput:
         """w and theta from the global parameters."""
 
-        def towards_own(gradient: Tree, w: Tree, theta: Tree, step: Step) -> tuple[Tree, Tree]:
+        def towards_own(gradient: Tree, w: Tree, step: Step, theta: Tree) -> tuple[Tree, Tree]:
             theta = self._personalized(w if self.restart else theta, w, step, data)
             return tree.scale(self.lam, tree.sub(w, theta)), theta
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -84,10 +84,10 @@ class Scaffold(Algorithm):
         """Corrected local steps, then the new c_i."""
         shift = tree.sub(message.control, state.control)
 
-        def direction(gradient: Tree, x: Tree, memory: Any, step: Step) -> tuple[Tree, Any]:
-            return tree.add(gradient, shift), memory
+        def direction(gradient: Tree, x: Tree, step: Step) -> Tree:
+            return tree.add(gradient, shift)
 
-        along_the_way = self.option == "II" and not (self.local.steps_are_gradients and data.directions_stay)
+        along_the_way = self.option == "II" and not (self.local.steps_are_gradients and data.unchanged_steps)
         result = self.local.run(data, message.params, direction, mean_gradient=along_the_way)
         info = result.info
         delta = tree.sub(result.params, message.params)

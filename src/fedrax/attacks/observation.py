@@ -18,7 +18,7 @@ from jax import Array
 from fedrax.attacks.messages import decoded, of_one_client, parts, without_whole_numbers
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.client_data import ClientData, Reduction, TrainState
-from fedrax.contract.hooks import LossRule
+from fedrax.contract.hooks import LossHook
 from fedrax.contract.task import Batch, Task
 from fedrax.errors import FedraxError
 from fedrax.simulation.results.message_recorder import RecordedExchange
@@ -46,7 +46,7 @@ class Observation(NamedTuple):
     """Vectors that were seen."""
 
 
-def expected_loss(classes: int) -> LossRule:
+def expected_loss(classes: int) -> LossHook:
     """The local loss for labels that are chances [B, C]: sum_c p_c loss(x, c). For one-hot chances the loss itself."""
 
     def rule(losses: Callable) -> Callable:

@@ -42,6 +42,9 @@ from fedrax.contract.client_data import ClientData as ClientData
 from fedrax.contract.local_training import LocalResult as LocalResult
 from fedrax.contract.local_training import LocalSGD as LocalSGD
 from fedrax.contract.local_training import Step as Step
+from fedrax.contract.local_training import (
+    proximal_term as proximal_term,
+)
 from fedrax.contract.model import Model as Model
 from fedrax.contract.model import Variables as Variables
 from fedrax.contract.table import VectorTable as VectorTable

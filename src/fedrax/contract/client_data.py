@@ -19,7 +19,7 @@ from jax import Array
 from fedrax import tree, xla
 from fedrax.contract.assignment import ClientAssignment, Layout, TrainState
 from fedrax.contract.gradient import batch_gradient, scaled_sum
-from fedrax.contract.hooks import GradientRule, TrainingHooks, one_a_sample, sums
+from fedrax.contract.hooks import GradientHook, TrainingHooks, check_gradient, check_losses
 from fedrax.contract.model import with_statistics
 from fedrax.contract.task import Batch
 from fedrax.errors import FedraxError
@@ -162,14 +162,15 @@ class ClientData(TrainingHooks):
 
     # -- what a wrapper may change -----------------------------------------------------------------------------
 
-    def _begun(self) -> Self:
-        """For the loop of :meth:`LocalSGD.run`; it can be gone through once where gradients are counted.
+    def _start_training(self) -> Self:
+        """The data inside the loop of :meth:`LocalSGD.run`, which may run once where a mechanism counts gradients.
 
-        Not for others: how often a loop of somebody's own turns is known to nobody who counts.
+        Custom loops are rejected there, because their number of gradients is unknown to the privacy accountant.
         """
-        if self._counted is not None and not self._counted.begin():
+        if self._counted is not None and not self._counted.start():
             self.refuse_uncounted(
-                "other local steps, or for them in a loop or a function that it transforms (jit, cond, vmap, grad)"
+                "further local steps, or for local steps inside a loop or a transformed function (jit, cond, vmap,"
+                " grad)"
             )
         return self._with(_stepping=True)
 
@@ -218,7 +219,7 @@ class ClientData(TrainingHooks):
     def _in_terms_of(self, samples: Tree, size: Array) -> Self:
         """The same client as a function of its samples and of how many there are: to trace what depends on them."""
         place = self.place._replace(size=size)
-        return self._with(samples=samples, size=size, place=place, _counted=None)  # a trace is none of the turns
+        return self._with(samples=samples, size=size, place=place, _counted=None)  # tracing is not training
 
     def variables(self, params: Tree) -> Tree:
         """Combine the parameters with the running statistics, where the model has some.
@@ -262,8 +263,8 @@ class ClientData(TrainingHooks):
         """
         if not self._stepping:
             self.refuse_uncounted("a batch beside them")
-        if self._batch_rule is not None and not self._resampled:
-            return self._batch_rule(step)
+        if self._batch_hook is not None and not self._resampled:
+            return self._batch_hook(step)
         if self.given_rows is not None:
             rows = self.given_rows[0 if self._resampled else step]
             return self.gather(jnp.maximum(rows, 0)), rows >= 0
@@ -352,8 +353,8 @@ class ClientData(TrainingHooks):
             return losses
 
         loss = own
-        for _, rule in self._loss_rules:
-            loss = one_a_sample(rule(loss))
+        for _, hook in self._loss_hooks:
+            loss = check_losses(hook(loss))
         return loss
 
     @xla.scope(xla.GRADIENT)
@@ -378,8 +379,8 @@ class ClientData(TrainingHooks):
         if self._withheld:
             total = lambda params: self.losses()(params, samples, key).sum()  # noqa: E731
             return *jax.value_and_grad(total)(params), self.carried.statistics
-        if self._gradient_rule is not None:
-            total = self._by_rule(self._gradient_rule, params, samples, weights, key)
+        if self._gradient_hook is not None:
+            total = self._hooked_gradient(self._gradient_hook, params, samples, weights, key)
             count = len(jax.tree.leaves(samples)[0]) if weights is None else jnp.maximum(weights.sum(), 1)
             loss, gradient = jax.tree.map(lambda t: (t * (scale / count)).astype(t.dtype), total)
             return loss, gradient, self.carried.statistics
@@ -389,14 +390,15 @@ class ClientData(TrainingHooks):
             return self._with_statistics(params, samples, weights, key, scale, count)
         return *self._in_pieces(params, samples, weights, key, scale, count), ()
 
-    def _by_rule(self, rule: GradientRule, params: Tree, samples: Tree, weights: Array | None, key: Array) -> tuple:
-        """A batch's summed loss and gradient as a rule takes them."""
-        if self.carried.statistics and not self._frozen:
+    def _hooked_gradient(
+        self, hook: GradientHook, params: Tree, samples: Tree, weights: Array | None, key: Array
+    ) -> tuple[Array, Tree]:
+        """The summed loss and the summed gradient of a batch, computed by a gradient hook."""
+        if self.carried.statistics and not self._frozen_statistics:
             raise FedraxError(
-                "gradients by a rule of with_gradients take no care of running statistics: use group norm instead of"
-                " batch norm"
+                "a hook of with_gradient cannot update running statistics: use group norm instead of batch norm"
             )
-        return sums(rule(self.losses(), params, samples, weights, key), params)
+        return check_gradient(hook(self.losses(), params, samples, weights, key), params)
 
     def _with_statistics(
         self, params: Tree, samples: Tree, weights: Array | None, key: Array, scale: Any, count: Any
@@ -413,14 +415,14 @@ class ClientData(TrainingHooks):
 
     def _of_batch(self, losses: Callable | None = None) -> Callable:
         """As :func:`batch_gradient`, of ``losses`` or the local loss and with the run's precision."""
-        if self._loss_rules or self.carried.statistics:  # which hold arrays of this place in the program
+        if self._loss_hooks or self.carried.statistics:  # which hold arrays of this place in the program
             return partial(xla.untraced(batch_gradient), losses or self.losses(), self.precision)
         return partial(batch_gradient, losses or self.task.loss, self.precision)
 
     def _in_pieces(self, params: Tree, samples: Tree, counts: Array | None, key: Array, *scaled: Any) -> Tree:
         """As :func:`batch_gradient`, of the batch cut as is best for this machine; ``scaled``: its last arguments."""
         # a rule may hold arrays of as many rows
-        losses, traced = (self.losses(), None) if self._loss_rules else (self.task.loss, xla.TRACE_BATCH)
+        losses, traced = (self.losses(), None) if self._loss_hooks else (self.task.loss, xla.TRACE_BATCH)
         joined = self.place.joined
         pieces = xla.plan_microbatches(
             losses, params, samples, key, traced, 2 if joined is None else jax.lax.axis_size(xla.CLIENT_AXIS)
@@ -453,8 +455,8 @@ class ClientData(TrainingHooks):
         losses, of_batch = self.losses(), self._of_batch()
 
         def gradient(params: Tree, samples: Tree, inside: Array | None, key: Array) -> tuple[Array, Tree]:
-            if self._gradient_rule is not None:
-                return self._by_rule(self._gradient_rule, params, samples, inside, key)
+            if self._gradient_hook is not None:
+                return self._hooked_gradient(self._gradient_hook, params, samples, inside, key)
             if self.carried.statistics:
                 return of_batch(params, samples, inside, key)
             return self._in_pieces(params, samples, inside, key)

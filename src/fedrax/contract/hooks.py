@@ -1,10 +1,10 @@
-"""What a wrapper may change of the local work: the forms of its rules, and what is refused of their results."""
+"""Hooks into local training: how methods and wrappers change the loss, gradients, steps and batches of a client."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,128 +15,260 @@ from fedrax.errors import FedraxError
 from fedrax.prng.keys import NamedKeys
 from fedrax.tree import Tree
 
-LossRule = Callable[[Callable], Callable]
-"""(params, batch, key) -> losses [B], made of another such function."""
-GradientRule = Callable[[Callable, Tree, Tree, Array | None, Array], tuple[Array, Tree]]
-"""(losses, params, batch, weights, key) -> (summed loss, summed gradient) of a batch; ``losses`` as in LossRule,
-weights: None, or bool [B], False for rows that do not count."""
-DirectionRule = Callable[[Tree, Tree, Any], Tree]
-"""(direction, x, step) -> direction, at every local step."""
-BatchRule = Callable[[Any], tuple[Tree, Array | None]]
+if TYPE_CHECKING:
+    from fedrax.contract.local_training import Step
+
+LossHook = Callable[[Callable], Callable]
+"""losses -> losses; both are functions (params, batch, key) -> [B]."""
+GradientHook = Callable[[Callable, Tree, Tree, Array | None, Array], tuple[Array, Tree]]
+"""(losses, params, batch, weights, key) -> (summed loss, summed gradient) of a batch. ``losses`` is a function as in
+`LossHook`; weights: bool [B], False for padding rows, or None without padding."""
+TermHook = Callable[[Tree, Tree], Tree]
+"""(gradient, x) -> gradient plus the gradient of a term of the local objective at x."""
+DirectionHook = Callable[[Tree, Tree, "Step"], Tree]
+"""(direction, x, step) -> direction."""
+BatchHook = Callable[["Step"], tuple[Tree, Array | None]]
 """step -> (samples, weights) of a local step's batch, as of :meth:`fedrax.ClientData.batch`."""
-ResultRule = Callable[[Tree], Tree]
-"""x_i after the last local step -> what the method sees of it."""
+ResultHook = Callable[[Tree], Tree]
+"""Local parameters after the last step -> what the method receives in their place."""
 
 
 class CountedSteps:
-    """The local steps that a mechanism assumes: those of ``local``, run once and outside of transformed functions."""
+    """Guard of a privacy mechanism: the local steps run once, with the options ``local``, outside of transformations.
 
-    def __init__(self, who: str, local: Any) -> None:
-        self.who, self.local = who, local
-        self._place, self._begun = get_opaque_trace_state(), False
+    Args:
+        mechanism: the name of the mechanism, for messages.
+        local: the `LocalSGD` that the mechanism assumes.
+    """
 
-    def begin(self) -> bool:
-        """Whether this is the first time, and not inside a loop or a compiled function of the method's own."""
-        first, self._begun = not self._begun and get_opaque_trace_state() == self._place, True
+    def __init__(self, mechanism: str, local: Any) -> None:
+        self.mechanism, self.local = mechanism, local
+        self._trace, self._started = get_opaque_trace_state(), False
+
+    def start(self) -> bool:
+        """Whether local training starts for the first time, outside of loops and transformed functions."""
+        first, self._started = not self._started and get_opaque_trace_state() == self._trace, True
         return first
 
 
 class TrainingHooks:
-    """The hooks by which wrappers change the local training of the method inside."""
+    """Base of `ClientData`: each ``with_`` method returns a copy whose local training has one more hook.
+
+    A step of :meth:`fedrax.LocalSGD.run` applies them in this order: batch, loss and gradient, (weight decay), terms,
+    (momentum, the method's direction), directions, (the step), and after the last step results. Of several hooks of one
+    kind those of the method come first, then those of its wrappers from the inside out.
+    """
 
     _keys: NamedKeys
     _shared_keys: NamedKeys
     _counted: CountedSteps | None = None
     _withheld = False
-    _loss_rules: tuple[tuple[int, LossRule], ...] = ()
-    _gradient_rule: GradientRule | None = None
-    _frozen = False
-    _direction_rules: tuple[tuple[int, DirectionRule], ...] = ()
-    _batch_rule: BatchRule | None = None
-    result_rules: tuple[ResultRule, ...] = ()
+    _loss_hooks: tuple[tuple[int, LossHook], ...] = ()
+    _gradient_hook: GradientHook | None = None
+    _frozen_statistics = False
+    _term_hooks: tuple[tuple[int, TermHook], ...] = ()
+    _direction_hooks: tuple[tuple[int, DirectionHook], ...] = ()
+    _batch_hook: BatchHook | None = None
+    _result_hooks: tuple[ResultHook, ...] = ()
 
     def inside(self) -> Self:
         """The data for the method inside a wrapper, with different random keys."""
         return self._with(_keys=self._keys.inside(), _shared_keys=self._shared_keys.inside())
 
-    def with_loss(self, rule: LossRule) -> Self:
-        """With another local loss, ``rule(losses)``, made of the one before: (params, batch, key) -> [B].
+    def with_loss(self, hook: LossHook) -> Self:
+        """Change the local loss.
 
-        It is given the task's loss with the terms of the method and of wrappers inside, whose batches and parameters
-        are then those that the rule makes of them.
+        Args:
+            hook: losses -> losses, where both are functions (params, batch, key) -> [B]. It receives the task's loss as
+                the hooks of the method and of inner wrappers have changed it.
+
+        Returns:
+            The changed data.
         """
-        return self._with(_loss_rules=self._after_inside(self._loss_rules, rule))
+        return self._with(_loss_hooks=self._insert(self._loss_hooks, hook))
 
-    def with_gradients(self, rule: GradientRule, frozen_statistics: bool = False) -> Self:
-        """With another way of taking a batch's gradient: see :data:`GradientRule`.
+    def with_gradient(self, hook: GradientHook, frozen_statistics: bool = False) -> Self:
+        """Change how the gradient of a mini-batch is computed.
 
-        FedraxError where a wrapper outside has such a rule, and for models with running statistics, which no rule
-        moves, unless they are to stay as they are: frozen_statistics.
+        Args:
+            hook: (losses, params, batch, weights, key) -> (summed loss, summed gradient) of the batch; ``losses`` is
+                the local loss (params, batch, key) -> [B]; weights: bool [B], False for padding, or None.
+            frozen_statistics: whether running statistics of the model keep their values; hooks cannot update them.
+
+        Returns:
+            The changed data.
+
+        Raises:
+            FedraxError: if there is such a hook already; in training, if the model has running statistics that are not
+                frozen.
         """
-        _only_one(self._gradient_rule, "how a batch's gradient is taken")
-        return self._with(_gradient_rule=rule, _frozen=frozen_statistics)
+        _check_single(self._gradient_hook, "how the gradient of a batch is computed")
+        return self._with(_gradient_hook=hook, _frozen_statistics=frozen_statistics)
 
-    def with_directions(self, rule: DirectionRule) -> Self:
-        """With ``rule`` applied to the direction of every local step, after the method's own and those inside."""
-        return self._with(_direction_rules=self._after_inside(self._direction_rules, rule))
+    def with_term(self, hook: TermHook) -> Self:
+        """Add a term to the local objective, given by its gradient. Weight decay comes before, momentum after it.
 
-    def _after_inside(self, rules: tuple[tuple[int, Any], ...], rule: Any) -> tuple[tuple[int, Any], ...]:
-        """``rules`` in the order in which they are applied, with this place's behind those inside."""
-        inside = [one for one in rules if one[0] >= self._keys.depth]
-        return (*inside, (self._keys.depth, rule), *rules[len(inside) :])
+        Args:
+            hook: (gradient, x) -> gradient plus the term's gradient at x, in the dtypes of ``gradient``; see
+                `proximal_term`.
 
-    def directed(self, direction: Tree, x: Tree, step: Any) -> Tree:
-        """A step's direction by the rules of :meth:`with_directions`."""
-        for _, rule in self._direction_rules:
-            direction = _as_direction(rule(direction, x, step), x)
-        return direction
+        Returns:
+            The changed data.
+        """
+        return self._with(_term_hooks=self._insert(self._term_hooks, hook))
 
-    @property
-    def directions_stay(self) -> bool:
-        """Whether no rule changes the directions of local steps."""
-        return not self._direction_rules
+    def with_direction(self, hook: DirectionHook) -> Self:
+        """Change the direction of every local step, after the direction of the method.
 
-    @property
-    def tells_losses(self) -> bool:
-        """Whether local steps may go by the losses of their batches: who takes the gradients may keep them back."""
-        return self._gradient_rule is None and not self._withheld
+        Args:
+            hook: (direction, x, step) -> direction.
 
-    def with_batches(self, rule: BatchRule) -> Self:
-        """With other batches in the local steps: see :data:`BatchRule`."""
+        Returns:
+            The changed data.
+        """
+        return self._with(_direction_hooks=self._insert(self._direction_hooks, hook))
+
+    def with_batch(self, hook: BatchHook) -> Self:
+        """Change the mini-batches of the local steps.
+
+        Args:
+            hook: step -> (samples, weights) as of :meth:`batch`.
+
+        Returns:
+            The changed data.
+
+        Raises:
+            FedraxError: if there is such a hook already, or a privacy mechanism counts the gradients.
+        """
         self.refuse_uncounted("other batches")
-        _only_one(self._batch_rule, "which samples are in a batch")
-        return self._with(_batch_rule=rule)
+        _check_single(self._batch_hook, "which samples are in a batch")
+        return self._with(_batch_hook=hook)
 
-    def with_result(self, rule: ResultRule) -> Self:
-        """With ``rule`` applied to where the local steps end, before the method sees it; the outermost one's first."""
-        return self._with(result_rules=(*self.result_rules, rule))
+    def with_result(self, hook: ResultHook) -> Self:
+        """Change the parameters that local training returns; the outermost hook comes first.
 
-    def with_counted_gradients(self, who: str, local: Any) -> Self:
-        """Allow exactly one gradient per local step of ``local``, as the mechanism ``who`` assumes.
+        Args:
+            hook: local parameters -> what the method receives in their place.
 
-        Raises FedraxError where the method takes further gradients.
+        Returns:
+            The changed data.
         """
-        return self._with(_counted=CountedSteps(who, local))
+        return self._with(_result_hooks=(*self._result_hooks, hook))
+
+    def with_counted_gradients(self, mechanism: str, local: Any) -> Self:
+        """Allow exactly one gradient per local step of ``local``, as a privacy mechanism assumes.
+
+        Args:
+            mechanism: the name of the mechanism, for messages.
+            local: the `LocalSGD` that the mechanism assumes.
+
+        Returns:
+            The changed data; its methods raise FedraxError where the algorithm reads samples in another way.
+        """
+        return self._with(_counted=CountedSteps(mechanism, local))
 
     def with_withheld_gradients(self, batch: Tree) -> Self:
-        """Use the fixed ``batch`` in all local steps, without result rules: detects any other use of samples."""
-        return self._with(_withheld=True, _batch_rule=lambda step: (batch, None), result_rules=())
+        """Use one fixed batch in all local steps, without result hooks: detects any other use of samples.
+
+        Args:
+            batch: the samples.
+
+        Returns:
+            The changed data.
+        """
+        return self._with(_withheld=True, _batch_hook=lambda step: (batch, None), _result_hooks=())
+
+    def add_terms(self, gradient: Tree, x: Tree) -> Tree:
+        """Add the gradients of all terms. Internal.
+
+        Args:
+            gradient: the gradient of the local loss.
+            x: the local parameters.
+
+        Returns:
+            The gradient of the local objective.
+        """
+        for _, hook in self._term_hooks:
+            gradient = hook(gradient, x)
+        return gradient
+
+    def change_direction(self, direction: Tree, x: Tree, step: Step) -> Tree:
+        """Apply all direction hooks. Internal.
+
+        Args:
+            direction: the direction of the method.
+            x: the local parameters.
+            step: the local step.
+
+        Returns:
+            The direction of the step.
+        """
+        for _, hook in self._direction_hooks:
+            direction = hook(direction, x, step)
+            if not same_structure(direction, x):
+                raise FedraxError(
+                    "a hook of with_direction must return a direction with the tree structure and shapes of the"
+                    " parameters"
+                )
+        return direction
+
+    def change_result(self, params: Tree) -> Tree:
+        """Apply all result hooks. Internal.
+
+        Args:
+            params: the local parameters after the last step.
+
+        Returns:
+            What the method receives.
+        """
+        for hook in self._result_hooks:
+            params = hook(params)
+        return params
+
+    @property
+    def unchanged_steps(self) -> bool:
+        """Whether no hook changes the gradient or the direction of a step after the loss."""
+        return not self._direction_hooks and not self._term_hooks
+
+    @property
+    def exposes_losses(self) -> bool:
+        """Whether local steps may use the losses of their batches; a privacy mechanism withholds them."""
+        return self._gradient_hook is None and not self._withheld
 
     def check_counted(self, local: Any) -> None:
-        """FedraxError where local steps are counted, and are to be others."""
+        """Check that local steps with the options ``local`` are those that a privacy mechanism counts.
+
+        Args:
+            local: the `LocalSGD` of the local steps.
+
+        Raises:
+            FedraxError: if they are not.
+        """
         counted = local if self._counted is None else self._counted.local
         for name in ("steps", "batch_size", "order", "reduction", "blocks"):
-            asked, known = getattr(local, name), getattr(counted, name)
-            if asked != known:
-                self.refuse_uncounted(f"{asked!r} as local.{name} instead of {known!r}")
+            actual, assumed = getattr(local, name), getattr(counted, name)
+            if actual != assumed:
+                self.refuse_uncounted(f"{actual!r} as local.{name} instead of {assumed!r}")
 
     def refuse_uncounted(self, what: str) -> None:
-        """FedraxError where only the local steps may look at samples, once each."""
+        """Raise FedraxError if a privacy mechanism counts the gradients of the local steps.
+
+        Args:
+            what: what the algorithm asks for besides them, for the message.
+
+        Raises:
+            FedraxError: if gradients are counted.
+        """
         if self._counted is not None:
             raise FedraxError(
-                f"{self._counted.who} goes around methods that take one gradient in each local step, and this one also"
-                f" asks for {what}"
+                f"{self._counted.mechanism} supports methods that take one gradient in each local step, and this one"
+                f" also asks for {what}"
             )
+
+    def _insert(self, hooks: tuple[tuple[int, Any], ...], hook: Any) -> tuple[tuple[int, Any], ...]:
+        """``hooks`` in the order in which they are applied, with that of this depth after those of inner methods."""
+        inner = [each for each in hooks if each[0] >= self._keys.depth]
+        return (*inner, (self._keys.depth, hook), *hooks[len(inner) :])
 
     def _with(self, **changes: Any) -> Self:
         other = copy.copy(self)
@@ -144,47 +276,39 @@ class TrainingHooks:
         return other
 
 
-def one_a_sample(losses: Callable) -> Callable:
-    """``losses``, refused where it does not give [B]: the mean over the batch is taken of what it gives."""
+def check_losses(losses: Callable) -> Callable:
+    """``losses``, the result of a loss hook, with a check that it returns one loss for each sample, [B]."""
 
     def checked(params: Tree, batch: Tree, key: Array) -> Array:
-        found = losses(params, batch, key)
+        values = losses(params, batch, key)
         rows = len(jax.tree.leaves(batch)[0])
-        if jnp.shape(found) != (rows,):
+        if jnp.shape(values) != (rows,):
             raise FedraxError(
-                f"a rule of with_loss gives losses of shape {jnp.shape(found)} for a batch of {rows}: it makes a"
-                " function that gives one number a sample, [B]; leave the mean out"
+                f"a hook of with_loss gives losses of shape {jnp.shape(values)} for a batch of {rows}: it must return"
+                " a function that gives one loss for each sample, [B], not their mean"
             )
-        return found
+        return values
 
     return checked
 
 
-def sums(made: Any, params: Tree) -> tuple[Array, Tree]:
-    """What a gradient rule returned, if it is (summed loss, summed gradient)."""
-    if type(made) is not tuple or len(made) != 2 or not like(made[1], params) or jnp.ndim(made[0]):
+def check_gradient(output: Any, params: Tree) -> tuple[Array, Tree]:
+    """The output of a gradient hook, checked to be (summed loss, summed gradient)."""
+    if type(output) is not tuple or len(output) != 2 or not same_structure(output[1], params) or jnp.ndim(output[0]):
         raise FedraxError(
-            "a rule of with_gradients returns something else than the pair summed loss, summed gradient: one number,"
-            " and a tree with the keys and shapes of the parameters"
+            "a hook of with_gradient must return the pair summed loss, summed gradient: a scalar, and a tree with the"
+            " structure and shapes of the parameters"
         )
-    return made
+    return output
 
 
-def _as_direction(made: Any, x: Tree) -> Tree:
-    """What a direction rule returned, if it is a direction."""
-    if not like(made, x):
-        raise FedraxError(
-            "a rule of with_directions returns other keys or shapes than the parameters': it returns what x moves along"
-        )
-    return made
+def same_structure(one: Any, other: Tree) -> bool:
+    """Whether two pytrees have the same structure and the same shapes."""
+    return jax.tree.structure(one) == jax.tree.structure(other) and all(
+        jnp.shape(a) == jnp.shape(b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    )
 
 
-def like(one: Any, other: Tree) -> bool:
-    """Whether two pytrees have the same keys and shapes."""
-    form = lambda t: (jax.tree.structure(t), [jnp.shape(leaf) for leaf in jax.tree.leaves(t)])  # noqa: E731
-    return form(one) == form(other)
-
-
-def _only_one(there: Callable | None, what: str) -> None:
-    if there is not None:
-        raise FedraxError(f"two wrappers, one inside the other, say {what}: one of them can")
+def _check_single(hook: Callable | None, what: str) -> None:
+    if hook is not None:
+        raise FedraxError(f"two wrappers, one inside the other, both change {what}: only one of them can")

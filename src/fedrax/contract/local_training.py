@@ -7,7 +7,7 @@ the method turns it into a direction d, and x_i <- prox_{eta Psi}(x_i - eta d).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax import Array
 from fedrax import tree
 from fedrax.config.hyperparameters import Decay, NonNegative, Positive, PositiveInt, hyperparameters
 from fedrax.contract.client_data import ClientData, Order, Reduction, TrainState
-from fedrax.contract.hooks import like
+from fedrax.contract.hooks import TermHook, same_structure
 from fedrax.errors import FedraxError, warn
 from fedrax.optim.optax_adapter import OptaxField, with_new_keys
 from fedrax.optim.proximal import Prox
@@ -36,8 +36,8 @@ class Step:
         index: int32; the number of the local step in this round, from 0.
 
     Example:
-        >>> def decayed(gradient, x, memory, step):
-        ...     return jax.tree.map(lambda g: g / (1 + step.index), gradient), memory
+        >>> def decayed(gradient, x, step):
+        ...     return jax.tree.map(lambda g: g / (1 + step.index), gradient)
     """
 
     def __init__(self, local: LocalSGD, data: ClientData, index: Array | int):
@@ -106,20 +106,28 @@ class Step:
         return getattr(self, "_samples", None)
 
 
-Direction = Callable[[Tree, Tree, Any, Step], tuple[Tree, Any]]
-"""(gradient, x_i, memory, step) -> (direction, memory): what a method makes of the local gradient."""
+Direction = Callable[[Tree, Tree, Step], Tree]
+"""(gradient, x_i, step) -> direction d, the form of the hooks of ``ClientData.with_direction``."""
 
-Term = Callable[[Tree, Tree], Tree]
-"""(gradient, x_i) -> gradient with that of a term of the local loss added: a method's own part of the objective."""
-
-
-def plain(gradient: Tree, x: Tree, memory: Any, step: Step) -> tuple[Tree, Any]:
-    """The gradient itself: local SGD."""
-    return gradient, memory
+DirectionWithMemory = Callable[[Tree, Tree, Step, Any], tuple[Tree, Any]]
+"""(gradient, x_i, step, memory) -> (direction d, memory), with a pytree that is passed from step to step."""
 
 
-def pull(strength: Any, center: Tree) -> Term:
-    """The term strength/2 |x_i - center|^2: gradient + strength (x_i - center), in the gradient's dtypes."""
+def proximal_term(strength: Any, center: Tree) -> TermHook:
+    """Create the term strength/2 |x_i - center|^2 of the local objective, for `ClientData.with_term`.
+
+    Args:
+        strength: the factor.
+        center: pytree like the parameters.
+
+    Returns:
+        The hook (gradient, x_i) -> gradient + strength (x_i - center), in the gradient's dtypes.
+
+    Example:
+        >>> term = fedrax.contract.proximal_term(0.5, center=jnp.zeros(2))
+        >>> term(jnp.ones(2), jnp.full(2, 4.0)).tolist()
+        [3.0, 3.0]
+    """
     return lambda gradient, x: jax.tree.map(
         lambda g, a, b: (g + strength * (a - b)).astype(g.dtype), gradient, x, center
     )
@@ -138,7 +146,7 @@ class LocalResult(NamedTuple):
     steps: Array
     """T_i, the steps taken (float)."""
     memory: Any
-    """The direction's memory after the last step."""
+    """The memory of the direction after the last step; None without one."""
     mean_gradient: Tree
     """The mean of the gradients along the way; None unless asked for."""
     info: dict[str, Array]
@@ -146,29 +154,37 @@ class LocalResult(NamedTuple):
     ``local.clip`` also clipped: the share of the steps that it shortened."""
 
 
-def _client_data(given: Any) -> ClientData:
-    """``given``, if it is a client's data: the arguments of ``local.run`` are easily taken for each other."""
-    if not isinstance(given, ClientData):
-        raise FedraxError(f"local.run is given a {type(given).__name__} as data: write local.run(data, params)")
-    return given
+def _check_client_data(data: Any) -> None:
+    """FedraxError if the arguments of ``local.run`` are in the wrong order."""
+    if not isinstance(data, ClientData):
+        raise FedraxError(f"local.run is given a {type(data).__name__} as data: write local.run(data, params)")
 
 
-def _checked(made: Any, x: Tree, memory: Any) -> tuple[Tree, Any]:
-    """What a direction returned, if it is a pair in the form of the parameters and of the memory before."""
-    if not isinstance(made, tuple) or hasattr(made, "_fields") or len(made) != 2:
-        raise FedraxError(f"a direction returns a {type(made).__name__}: return the pair direction, memory")
-    if not like(made[0], x):
-        raise FedraxError("a direction returns other keys or shapes than the parameters': it is what x moves along")
-    if not like(made[1], memory):
+def _direction_of(
+    direction: Direction | DirectionWithMemory | None, gradient: Tree, x: Tree, step: Step, memory: Any
+) -> tuple[Tree, Any]:
+    """The direction of the method and the memory after it, both checked."""
+    if direction is None:
+        return gradient, memory
+    if memory is None:
+        d, after = cast(Direction, direction)(gradient, x, step), None
+    else:
+        pair: Any = cast(DirectionWithMemory, direction)(gradient, x, step, memory)
+        if not isinstance(pair, tuple) or hasattr(pair, "_fields") or len(pair) != 2:
+            raise FedraxError(f"a direction with a memory returns a {type(pair).__name__}, not the pair d, memory")
+        d, after = pair
+    if not same_structure(d, x):
+        raise FedraxError("a direction must have the tree structure and shapes of the parameters")
+    if not same_structure(after, memory):
         raise FedraxError(
-            "a direction returns a memory of another form than it was given: hand local.run(..., memory=...) one to"
-            " begin with, of the same keys and shapes"
+            "a direction must return a memory with the tree structure and shapes of the one that"
+            " local.run(..., memory=...) started with"
         )
-    return made
+    return d, after
 
 
-def _repeated(body: Callable, times: Array | int, carry: tuple, unroll: bool) -> tuple:
-    """``body(index, carry)`` over and over: in a loop, or laid out one after another where asked for and possible."""
+def _repeat(body: Callable, times: Array | int, carry: tuple, unroll: bool) -> tuple:
+    """Run ``body(index, carry)`` for each index below ``times``: in a loop, unrolled if asked for and possible."""
     if not (unroll and isinstance(times, int)):
         return jax.lax.fori_loop(0, times, body, carry)
     for index in range(times):
@@ -425,25 +441,26 @@ class LocalSGD:
         self,
         data: ClientData,
         params: Tree,
-        direction: Direction = plain,
-        memory: Any = (),
+        direction: Direction | DirectionWithMemory | None = None,
+        memory: Any = None,
         mean_gradient: bool = False,
-        term: Term | None = None,
     ) -> LocalResult:
         """Run the local steps of one round from ``params``.
 
         Args:
             data: the client's data in this round.
             params: the parameters to start from.
-            direction: see `Direction`; it receives the gradient after weight decay and momentum.
-            memory: a pytree that the direction carries from step to step.
+            direction: (gradient, x, step) -> direction d of a local step; None: d is the gradient. The gradient has
+                passed weight decay, the terms of `ClientData.with_term` and momentum.
+            memory: a pytree that is passed from step to step, from its value here on. With it ``direction`` is
+                (gradient, x, step, memory) -> (d, memory).
             mean_gradient: whether to return the mean of the raw gradients.
-            term: adds the gradient of a term of the local loss, before momentum; see `Term`.
 
         Returns:
             The local parameters after the last step, and metrics.
         """
-        data = _client_data(data)._begun()
+        _check_client_data(data)
+        data = data._start_training()
         data.check_counted(self)
         lr, steps, carried = self.step_size(data.round), self.num_steps(data), data.carried
 
@@ -452,18 +469,16 @@ class LocalSGD:
             step = Step(self, data.with_carried(TrainState(statistics)), index)
             step_loss, gradient, statistics = step.gradient_and_statistics(x)
             total = tree.add(total, gradient) if mean_gradient else None
-            gradient = self.decayed(gradient, x)
-            if term is not None:
-                gradient = term(gradient, x)
+            gradient = data.add_terms(self.decayed(gradient, x), x)
             if self.momentum is not None:
                 gradient = velocity = tree.add_scaled(gradient, self.momentum, velocity)
-            d, memory = _checked(direction(gradient, x, memory, step), x, memory)
-            d, said = data.directed(d, x, step), {}
+            d, memory = _direction_of(direction, gradient, x, step, memory)
+            d, metrics = data.change_direction(d, x, step), {}
             if self.optimizer is None:
-                x, said = self.move(x, d, lr, data.round)
+                x, metrics = self.move(x, d, lr, data.round)
             else:
-                x, rule = self._optimized(x, rule, d, lr, data.round, step_loss if data.tells_losses else None)
-            return x, memory, velocity, total, tree.add(sums, {"loss": step_loss, **said}), statistics, rule
+                x, rule = self._optimized(x, rule, d, lr, data.round, step_loss if data.exposes_losses else None)
+            return x, memory, velocity, total, tree.add(sums, {"loss": step_loss, **metrics}), statistics, rule
 
         zeros = tree.zeros_like(params)
         carry = (
@@ -471,14 +486,13 @@ class LocalSGD:
             memory,
             zeros if self.momentum is not None else None,
             zeros if mean_gradient else None,
-            self._nothing_told(params),
+            self._zero_metrics(params),
             carried.statistics,
-            self._start_of_optimizer(params, data),
+            self._init_optimizer(params, data),
         )
-        x, memory, _, total, sums, carried.statistics, rule = _repeated(body, steps, carry, data.unroll)
+        x, memory, _, total, sums, carried.statistics, rule = _repeat(body, steps, carry, data.unroll)
         carried.params, carried.optimizer = x, rule if self.carry else carried.optimizer
-        for change in data.result_rules:
-            x = change(x)
+        x = data.change_result(x)
         count = jnp.asarray(steps, float)
         shared = 1 / jnp.maximum(count, 1)  # of no step at all the loss is 0
         return LocalResult(
@@ -502,12 +516,12 @@ class LocalSGD:
         loss, gradient, data.carried.statistics = Step(self, data, 0).gradient_and_statistics(params)
         return loss, gradient
 
-    def _nothing_told(self, params: Tree) -> dict[str, Array]:
-        """Sums over no steps of what each tells."""
+    def _zero_metrics(self, params: Tree) -> dict[str, Array]:
+        """The sums of the steps' metrics before the first step."""
         loss = {"loss": jnp.zeros((), jax.tree.leaves(params)[0].dtype)}
         return loss if self.clip is None else loss | {"clipped": jnp.zeros((), float)}
 
-    def _start_of_optimizer(self, params: Tree, data: ClientData) -> Tree:
+    def _init_optimizer(self, params: Tree, data: ClientData) -> Tree:
         if self.optimizer is None:
             return ()
         begun = data.carried.optimizer if self.carry else self.optimizer.init(params)

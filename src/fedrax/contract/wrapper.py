@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from fedrax.config.hyperparameters import hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase, keeps
 from fedrax.contract.checks import kind
 from fedrax.contract.client_data import ClientData
+from fedrax.contract.hooks import same_structure
 from fedrax.contract.local_training import LocalSGD
 from fedrax.contract.traits import Traits
 from fedrax.errors import FedraxError, unknown
@@ -36,13 +36,12 @@ class Wrapped(NamedTuple):
     """The wrapper's own state."""
 
 
-def model_in(sent: Any, like: Tree) -> Tree | None:
-    """What is ``sent``, or its field ``params``: the one in the structure and shapes of ``like``; None if neither is.
+def model_in(message: Any, like: Tree) -> Tree | None:
+    """The model in a message: ``message`` or its field ``params``, whichever has the structure and shapes of ``like``.
 
-    The whole comes first, for a model may have a field of that name itself.
+    ``message`` itself is tried first, because a model may have a field ``params``. None if neither matches.
     """
-    form = lambda t: (jax.tree.structure(t), [jnp.shape(leaf) for leaf in jax.tree.leaves(t)])  # noqa: E731
-    return next((part for part in (sent, getattr(sent, "params", None)) if form(part) == form(like)), None)
+    return next((part for part in (message, getattr(message, "params", None)) if same_structure(part, like)), None)
 
 
 @hyperparameters
@@ -52,7 +51,7 @@ class Wrapper(Algorithm):
     Override the methods ``around_...`` to change a phase, ``init_own`` and ``init_client_own`` to add a state of the
     wrapper at the server or at the clients. Without such a state, states are those of ``inner``; with one, they are
     :class:`Wrapped`. To change the local loss, gradients or steps, pass ``inner`` a modified ``data``: see
-    ``with_loss``, ``with_gradients`` and ``with_directions`` of :class:`fedrax.ClientData`.
+    ``with_loss``, ``with_gradient``, ``with_term`` and ``with_direction`` of :class:`fedrax.ClientData`.
 
     Example:
         >>> class Halved(fedrax.Wrapper):

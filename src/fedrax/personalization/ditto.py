@@ -10,7 +10,7 @@ from fedrax.algorithms.fedavg import FedAvg
 from fedrax.config.hyperparameters import NonNegative, hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput
 from fedrax.contract.client_data import ClientData, TrainState
-from fedrax.contract.local_training import LocalSGD, pull
+from fedrax.contract.local_training import LocalSGD, proximal_term
 from fedrax.contract.traits import Traits
 from fedrax.contract.wrapper import Wrapped, Wrapper, model_in
 from fedrax.errors import FedraxError, warn
@@ -69,7 +69,7 @@ class Ditto(Wrapper):
         assert self._steps is not None
         steps = dataclasses.replace(self._steps, carry=False)
         apart = data.with_carried(TrainState(data.carried.statistics))
-        result = steps.run(apart, own, term=pull(self.lam, x))
+        result = steps.run(apart.with_term(proximal_term(self.lam, x)), own)
         output = client(message, state, data)
         if self.own_steps is None and len(self.inner.phases) > 1 and data.carried.params is None:
             raise FedraxError(

@@ -18,7 +18,7 @@ from fedrax.algorithms.fedavg import FedAvg
 from fedrax.config.hyperparameters import hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData, TrainState
-from fedrax.contract.hooks import like
+from fedrax.contract.hooks import same_structure
 from fedrax.contract.local_training import LocalResult, LocalSGD
 from fedrax.contract.traits import Traits
 from fedrax.contract.wrapper import Wrapped, Wrapper
@@ -109,7 +109,7 @@ class Personalized(Wrapper):
     def around_broadcast(self, broadcast: Callable, state: Any, own: Tree) -> Tree:
         """Without what stays."""
         message = broadcast(state)
-        if not like(message, self.inner.params(state)):
+        if not same_structure(message, self.inner.params(state)):
             raise FedraxError(_SENDS.format(type(self.inner).__name__, "down"))
         return _without(message, self._names(message))
 
@@ -120,7 +120,7 @@ class Personalized(Wrapper):
         first = None if self.alternate is None else self._alternated(message, own, data)
         if first is not None:
             own = {name: _named(first.params)[name] for name in own}
-            data = data.with_loss(partial(_holding, own)).with_directions(partial(_resting, own))
+            data = data.with_loss(partial(_holding, own)).with_direction(partial(_resting, own))
         output = client(_filled(message, own), state, data)
         if data.carried.params is None:
             raise FedraxError(
@@ -142,7 +142,7 @@ class Personalized(Wrapper):
         start = _filled(message, own)
         rest = {name: leaf for name, leaf in _named(start).items() if name not in own}
         apart = data.with_carried(TrainState(data.carried.statistics)).with_loss(partial(_holding, rest))
-        apart = apart.with_directions(partial(_resting, rest))
+        apart = apart.with_direction(partial(_resting, rest))
         return dataclasses.replace(self.alternate, carry=False).run(apart, start)
 
     def around_receive(self, receive: Callable, upload: Tree) -> Tree:

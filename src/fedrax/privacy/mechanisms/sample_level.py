@@ -118,10 +118,10 @@ class SampleDP(Wrapper):
         local = self.inner.local_steps
         assert local is not None and isinstance(local.batch_size, int) and local.steps is not None
         if self.rate is None:
-            private = data.with_gradients(self._of_batch(data, local.batch_size), frozen_statistics=True)
+            private = data.with_gradient(self._of_batch(data, local.batch_size), frozen_statistics=True)
         else:
-            private = data.with_batches(_drawn(data, self.rate))
-            private = private.with_gradients(self._of_rows(data, local.batch_size), frozen_statistics=True)
+            private = data.with_batch(_drawn(data, self.rate))
+            private = private.with_gradient(self._of_rows(data, local.batch_size), frozen_statistics=True)
         return private.with_counted_gradients(type(self).__name__, local)
 
     def _of_rows(self, data: ClientData, batch_size: int) -> Callable:

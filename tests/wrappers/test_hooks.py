@@ -1,4 +1,4 @@
-"""What wrappers change of the local work, several of them at once, and mistakes in what they give and return."""
+"""Hooks into local training, also several at once, and wrong outputs of hooks."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from tests.simulation.problems import FEDERATION, SIZES, TASK, run
 
 LOCAL = fedrax.LocalSGD(lr=0.1, steps=2, batch_size=5)
 AVERAGE = fedrax.FedAvg(local=LOCAL)
+SCAFFOLD = fedrax.Scaffold(local=LOCAL)
 
 
 def around(change: Callable[[Any], Any], inner: Algorithm = AVERAGE) -> Wrapper:
@@ -38,7 +39,7 @@ def around(change: Callable[[Any], Any], inner: Algorithm = AVERAGE) -> Wrapper:
 
 
 def summed(losses: Any, params: Any, batch: Any, weights: Any, key: Any) -> Any:
-    """The plain gradient, written as a rule."""
+    """The plain gradient, written as a hook."""
 
     def total(params: Any) -> Any:
         found = losses(params, batch, key)
@@ -47,16 +48,34 @@ def summed(losses: Any, params: Any, batch: Any, weights: Any, key: Any) -> Any:
     return jax.value_and_grad(total)(params)
 
 
-def with_gradients(rule: Callable, inner: Algorithm = AVERAGE) -> Wrapper:
-    return around(lambda data: data.with_gradients(rule), inner)
+def with_gradient(hook: Callable, inner: Algorithm = AVERAGE) -> Wrapper:
+    return around(lambda data: data.with_gradient(hook), inner)
 
 
-def with_directions(rule: Callable, inner: Algorithm = AVERAGE) -> Wrapper:
-    return around(lambda data: data.with_directions(rule), inner)
+def with_direction(hook: Callable, inner: Algorithm = AVERAGE) -> Wrapper:
+    return around(lambda data: data.with_direction(hook), inner)
 
 
-def test_a_gradient_rule_is_the_gradient():
-    one, two = run(AVERAGE, rounds=2), run(with_gradients(summed), rounds=2)
+def test_a_term_by_a_wrapper_is_fedprox():
+    start = TASK.init(jax.random.key(0))
+    ours = around(lambda data: data.with_term(fedrax.contract.proximal_term(0.3, start)))
+    one = run(ours, rounds=1, params=start).params
+    two = run(fedrax.FedProx(local=LOCAL, mu=0.3), rounds=1, params=start).params
+    assert_close_trees(one, two)
+
+
+def test_scaffold_measures_gradients_where_a_wrapper_adds_a_term():
+    """(x - x_i) / (T eta) would include the term; c_i must be the mean gradient of the local loss alone."""
+    start = TASK.init(jax.random.key(0))
+    term = around(lambda data: data.with_term(fedrax.contract.proximal_term(5.0, tree.scale(2, start))), SCAFFOLD)
+    client = run(term, rounds=1, params=start)
+    state = tree.sub(client.client_state(0).control, run(SCAFFOLD, rounds=1, params=start).client_state(0).control)
+    far = tree.scale(5.0, start)  # what the term adds to each gradient
+    assert float(tree.norm(state)) < 0.5 * float(tree.norm(far))
+
+
+def test_a_gradient_hook_is_the_gradient():
+    one, two = run(AVERAGE, rounds=2), run(with_gradient(summed), rounds=2)
     for a, b in zip(jax.tree.leaves(one.params), jax.tree.leaves(two.params), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
@@ -64,27 +83,27 @@ def test_a_gradient_rule_is_the_gradient():
 @pytest.mark.parametrize(
     "method",
     [
-        with_gradients(summed, with_gradients(summed)),
-        fedrax.privacy.SampleDP(inner=with_gradients(summed)),
-        with_gradients(summed, fedrax.privacy.SampleDP(inner=AVERAGE)),
+        with_gradient(summed, with_gradient(summed)),
+        fedrax.privacy.SampleDP(inner=with_gradient(summed)),
+        with_gradient(summed, fedrax.privacy.SampleDP(inner=AVERAGE)),
     ],
     ids=["twice", "inside noise", "around noise"],
 )
-def test_one_gradient_rule_never_takes_the_place_of_another(method: Algorithm):
+def test_one_gradient_hook_never_takes_the_place_of_another(method: Algorithm):
     """Inside SampleDP it would take that of the noise."""
-    with pytest.raises(FedraxError, match="two wrappers, one inside the other, say how a batch's gradient is taken"):
+    with pytest.raises(FedraxError, match=r"two wrappers, .* both change how the gradient of a batch is computed"):
         run(method, rounds=1, weights="uniform")
 
 
-def test_scaffolds_control_is_a_mean_of_gradients_whatever_a_rule_makes_of_directions():
-    """(x - x_i) / (T eta) is none where steps are shortened: a clip as a rule leaves the same c_i as ``local.clip``."""
+def test_scaffolds_control_is_a_mean_of_gradients_whatever_a_hook_makes_of_directions():
+    """(x - x_i) / (T eta) is none where steps are shortened: a clip as a hook leaves the same c_i as ``local.clip``."""
     gamma = 0.01
 
     def shortened(direction: Any, x: Any, step: Any) -> Any:
         return tree.scale(jnp.minimum(1, gamma / (LOCAL.lr * tree.norm(direction))), direction)
 
     clipped = fedrax.Scaffold(local=dataclasses.replace(LOCAL, clip=gamma))
-    one, other = (run(m, rounds=2) for m in (with_directions(shortened, fedrax.Scaffold(local=LOCAL)), clipped))
+    one, other = (run(m, rounds=2) for m in (with_direction(shortened, fedrax.Scaffold(local=LOCAL)), clipped))
     assert_close_trees(one.params, other.params)
     for i in range(len(SIZES)):
         assert_close_trees(one.client_state(i).control, other.client_state(i).control)
@@ -94,7 +113,7 @@ def assert_close_trees(one: Any, other: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), one, other)
 
 
-def test_the_outermost_direction_rule_has_the_last_word():
+def test_the_outermost_direction_hook_has_the_last_word():
     """A clip around decay clips; a decay around a clip may go beyond it."""
 
     def shortened(direction: Any, x: Any, step: Any) -> Any:
@@ -107,9 +126,9 @@ def test_the_outermost_direction_rule_has_the_last_word():
     far = {
         name: float(tree.norm(tree.sub(run(method, rounds=1, params=start).params, start)))
         for name, method in {
-            "clipped": with_directions(shortened, with_directions(decayed)),
-            "decayed": with_directions(decayed, with_directions(shortened)),
-            "both in one": around(lambda data: data.with_directions(decayed).with_directions(shortened)),
+            "clipped": with_direction(shortened, with_direction(decayed)),
+            "decayed": with_direction(decayed, with_direction(shortened)),
+            "both in one": around(lambda data: data.with_direction(decayed).with_direction(shortened)),
         }.items()
     }
     assert far["clipped"] < 2.1e-4 and far["both in one"] < 2.1e-4 and far["decayed"] > 0.1, far
@@ -124,17 +143,17 @@ def test_noise_upon_noise_is_refused():
     ("change", "what"),
     [
         (lambda data: data.batch(0, 5, "stored") and data, "a batch beside them"),
-        (lambda data: data.with_batches(lambda step: data.batch(0, 5, "stored")), "other batches"),
+        (lambda data: data.with_batch(lambda step: data.batch(0, 5, "stored")), "other batches"),
         (lambda data: data.with_steps(jnp.int32(50)), "another number of local steps"),
     ],
     ids=["a batch", "batches", "steps"],
 )
 def test_noise_is_for_methods_that_see_samples_as_it_is_counted(change: Callable, what: str):
-    with pytest.raises(FedraxError, match=f"SampleDP goes around methods .* asks for {what}"):
+    with pytest.raises(FedraxError, match=f"SampleDP supports methods .* asks for {what}"):
         run(fedrax.privacy.SampleDP(inner=around(change)), rounds=1, weights="uniform")
 
 
-def test_gradients_by_a_rule_are_refused_where_they_would_leave_statistics_behind():
+def test_gradients_by_a_hook_are_refused_where_they_would_leave_statistics_behind():
     class Network(nn.Module):
         @nn.compact
         def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
@@ -142,26 +161,28 @@ def test_gradients_by_a_rule_are_refused_where_they_would_leave_statistics_behin
 
     task = fedrax.classification(from_linen(Network(), FEDERATION.train[0][:1]))
     for local in (LOCAL, fedrax.LocalSGD(lr=0.1, steps=2, batch_size=4)):
-        with pytest.raises(FedraxError, match="take no care of running statistics"):
-            run(with_gradients(summed, fedrax.FedAvg(local=local)), task=task, rounds=1)
+        with pytest.raises(FedraxError, match="cannot update running statistics"):
+            run(with_gradient(summed, fedrax.FedAvg(local=local)), task=task, rounds=1)
 
 
-RULES = {
+HOOKS = {
     "gives losses of shape () for a batch of": around(
         lambda data: data.with_loss(lambda losses: lambda *inputs: losses(*inputs).mean())
     ),
-    "with_gradients returns something else than the pair": with_gradients(lambda *inputs: summed(*inputs)[1]),
-    "summed loss, summed gradient: one number, and a tree": with_gradients(lambda *inputs: summed(*inputs)[::-1]),
-    "with_directions returns other keys or shapes": with_directions(lambda d, x, step: jax.tree.map(jnp.mean, d)),
-    "it returns what x moves along": with_directions(lambda d, x, step: None),
+    "with_gradient must return the pair": with_gradient(lambda *inputs: summed(*inputs)[1]),
+    "summed loss, summed gradient: a scalar, and a tree": with_gradient(lambda *inputs: summed(*inputs)[::-1]),
+    "with_direction must return a direction with the tree structure": with_direction(
+        lambda d, x, step: jax.tree.map(jnp.mean, d)
+    ),
+    "structure and shapes of the parameters": with_direction(lambda d, x, step: None),
 }
 
 
-@pytest.mark.parametrize("sentence", RULES)
-def test_what_a_rule_gives_is_looked_at(sentence: str):
+@pytest.mark.parametrize("sentence", HOOKS)
+def test_what_a_hook_gives_is_looked_at(sentence: str):
     for use in (lambda method: run(method, rounds=1, devices=1), check_algorithm):
         with pytest.raises(FedraxError) as caught:
-            use(RULES[sentence])
+            use(HOOKS[sentence])
         assert sentence in str(caught.value)
 
 
