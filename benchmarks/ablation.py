@@ -1,7 +1,8 @@
 """Ablation of the compiler passes: the speedup of each pass on workloads and networks.
 
 ``python -m benchmarks.ablation`` runs fedrax on the workloads W1 to W10 and on the networks of `benchmarks.networks`,
-with all passes and with each pass of `fedrax.xla.PASSES` switched off by ``FEDRAX_DISABLED_PASSES``. The clocks are
+with all passes and without each pass that changes the program of the case (`fedrax.xla.applied_passes`), switched off
+by ``FEDRAX_DISABLED_PASSES``. The clocks are
 those of `benchmarks.peers` and `benchmarks.networks`: a fresh process for each run, on a quiet machine, with nothing
 compiled before. It appends the runs to ``results/ablation.jsonl`` and writes the table ``results/ablation.md``. An
 interrupted command is resumed with ``--resume``. ``--quick`` measures one small workload and one network.
@@ -73,8 +74,9 @@ def measure(session: Session, arguments: argparse.Namespace) -> None:
     """Run what the session does not contain yet."""
     arrays = {name: ensure_arrays(name, arguments.cache / "arrays") for name in arguments.workloads}
     done = {identity(run) for run in session.runs if "failed" not in run}
+    applied = {run["case"]: set(run["applied"]) for run in session.runs if run["disabled"] == ALL and "applied" in run}
     for repeat, case, disabled in schedule(arguments):
-        if (case, disabled, repeat) in done:
+        if (case, disabled, repeat) in done or (disabled != ALL and disabled not in applied.get(case, ())):
             continue
         variables = {"FEDRAX_DISABLED_PASSES": "" if disabled == ALL else disabled}
         if case in arrays:
@@ -84,6 +86,8 @@ def measure(session: Session, arguments: argparse.Namespace) -> None:
                 "benchmarks.networks", {"name": case}, arguments.max_wait, arguments.timeout, **variables
             )
         session.add({"case": case, "disabled": disabled, "repeat": repeat} | result)
+        if disabled == ALL and "applied" in result:
+            applied[case] = set(result["applied"])
         print(case, disabled, result.get("failed", seconds(result)), flush=True)
 
 
@@ -145,8 +149,11 @@ def sections(session: Session) -> list[str]:
     text = (
         f"Written by `python -m benchmarks.ablation` on {header['date']} from session `{header['id']}` of "
         "`ablation.jsonl`. The gain of a pass is the time of a round without it, divided by the time with all passes; "
-        f"medians over repeats. A pass below {WORTH:.2f} everywhere does not pay for its code, unless it serves "
-        f"correctness or memory.\n\n{session.machine_text()} No accelerator is used."
+        "medians over repeats. A pass is measured in the cases whose program it changes. A pass below "
+        f"{WORTH:.2f} everywhere does not pay for its code, unless it serves correctness or memory.
+
+"
+        f"{session.machine_text()} No accelerator is used."
     )
     head = ("pass", "what it matches", "what it becomes", "largest gain", f"cases above {WORTH:.2f}", "smallest gain")
     return ["# Ablation of the compiler passes", text, markdown_table(head, rows), *failed]

@@ -11,6 +11,7 @@ import os
 import statistics
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from benchmarks.workloads import WARMUP_ROUNDS, WORKLOADS, Arrays, Workload
 
@@ -69,9 +70,14 @@ def runner_arguments(
 
 
 def report(
-    clock: RoundClock, versions: dict[str, str], loss: float, accuracy: float, device_peak_mb: float | None = None
+    clock: RoundClock,
+    versions: dict[str, str],
+    loss: float,
+    accuracy: float,
+    device_peak_mb: float | None = None,
+    **more: Any,
 ) -> None:
-    """Prints the runner's one line of results; ``device_peak_mb``: an accelerator's memory."""
-    result = clock.summary() | {"test_loss": loss, "test_accuracy": accuracy, "versions": versions}
+    """Prints the runner's one line of results, with ``device_peak_mb`` of an accelerator and ``more`` fields."""
+    result = clock.summary() | {"test_loss": loss, "test_accuracy": accuracy, "versions": versions} | more
     result |= {"device_peak_mb": device_peak_mb} if device_peak_mb is not None else {}
     print(RESULT_PREFIX + json.dumps(result), flush=True)

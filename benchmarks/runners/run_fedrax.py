@@ -37,7 +37,14 @@ def main() -> None:
     )
     last = result.events[-1]
     versions = {"fedrax": fedrax.__version__, "jax": jax.__version__}
-    report(clock, versions, last["test_loss"], last["test_accuracy"], device_peak_mb())
+    report(
+        clock,
+        versions,
+        last["test_loss"],
+        last["test_accuracy"],
+        device_peak_mb(),
+        applied=sorted(fedrax.xla.applied_passes()),
+    )
 
 
 if __name__ == "__main__":

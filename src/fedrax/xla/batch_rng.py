@@ -22,7 +22,7 @@ from jax import Array, lax
 from jax.extend import core
 
 from fedrax.xla.flops import ELEMENTWISE
-from fedrax.xla.options import is_enabled
+from fedrax.xla.options import is_enabled, note_applied
 from fedrax.xla.rewriting import dependency_slice, evaluate_equation, evaluate_jaxpr, evaluate_subgraph, trace_inlined
 from fedrax.xla.threefry import counter_bits, is_threefry
 
@@ -61,7 +61,10 @@ def evaluate_with_batched_draws(closed: core.ClosedJaxpr, arguments: list) -> li
     ):  # such as printing, in an order
         return evaluate_jaxpr(closed, arguments, {})
     known = dict(zip(closed.jaxpr.invars, arguments, strict=True))
-    known |= _batched_values(closed, known)
+    batched = _batched_values(closed, known)
+    if batched:
+        note_applied("batch_rng")
+    known |= batched
     return evaluate_subgraph(closed, known, closed.jaxpr.outvars)
 
 

@@ -33,7 +33,7 @@ from fedrax.xla.conv.window import (
     taps,
 )
 from fedrax.xla.linear_algebra import lower_linear_algebra
-from fedrax.xla.options import is_enabled, limits
+from fedrax.xla.options import is_enabled, limits, note_applied
 from fedrax.xla.rewriting import rewrite
 
 _MAX_DEPTHWISE_CHANNELS = 4
@@ -74,6 +74,7 @@ def lower_grouped_conv(inputs: list[Array], equation: core.JaxprEqn) -> Array | 
     cut = _is_partition(x.shape[1:-1], entries, window, places)
     if 0 in places or (not cut and min(math.prod(places), math.prod(entries)) > MOST_TAPS):
         return None
+    note_applied("grouped_conv")
     of_batch = x.reshape(groups, -1, *x.shape[1:]) if by_batch > 1 else jnp.moveaxis(_split(x, groups), -2, 0)
     of_kernel = jnp.moveaxis(_split(kernel, groups), -2, 0)
     y = _group_dots(of_batch, of_kernel, window, places, params)  # [G, N, space, D]

@@ -22,7 +22,7 @@ from jax.extend import core
 
 from fedrax.xla.equivalence import equivalence_key
 from fedrax.xla.flops import ELEMENTWISE
-from fedrax.xla.options import is_enabled, limits
+from fedrax.xla.options import is_enabled, limits, note_applied
 from fedrax.xla.rewriting import (
     CALL_PRIMITIVES,
     CUSTOM_DERIVATIVE_PRIMITIVES,
@@ -250,6 +250,7 @@ def _find_scans_between(flow: _Graph, start: int, stop: int) -> Iterator[_LayerS
         runs = (_Run(first + int(cut), period, length // period) for cut in cuts)
         found = next((loop for run in runs if (loop := _make_scan(flow, run)) is not None), None)
         if found is not None:
+            note_applied("layer_scan")
             yield from _find_scans_between(flow, start, found.run.start)
             yield found
             yield from _find_scans_between(flow, found.run.start + period * found.run.turns, stop)

@@ -27,7 +27,7 @@ from fedrax.tree import Tree
 from fedrax.xla.batch_invariance import is_batch_size_invariant
 from fedrax.xla.fingerprint import CodeFingerprint
 from fedrax.xla.hoist_rng import HoistedDraws, hoist_random_draws
-from fedrax.xla.options import is_enabled, limits
+from fedrax.xla.options import is_enabled, limits, note_applied
 from fedrax.xla.per_example import PerExampleCost, analyze_per_example
 from fedrax.xla.rewriting import jaxpr_as_function
 from fedrax.xla.scopes import GRADIENT, scope
@@ -106,7 +106,12 @@ def plan_microbatches(
     trace = jax.make_jaxpr(losses) if traced is None else partial(cached_trace, losses)
     fits = drawn is None or all(drawn.fits(params, of_rows(n), key) for n in (rows, least))
     same = fits and _is_invariant(lambda n: trace(params, of_rows(n), key), traced or rows, (rows, least))
-    return found if same else None
+    if not same:
+        return None
+    note_applied("microbatch")
+    if drawn is not None:
+        note_applied("hoist_rng")
+    return found
 
 
 def _is_invariant(trace: Callable[[int], core.ClosedJaxpr], looked: int, sizes: tuple[int, int]) -> bool:

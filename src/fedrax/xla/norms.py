@@ -15,7 +15,7 @@ from jax.extend import core
 
 from fedrax import tree
 from fedrax.tree import Tree
-from fedrax.xla.options import is_enabled
+from fedrax.xla.options import is_enabled, note_applied
 
 
 def norm(vector: Tree) -> Array:
@@ -34,6 +34,7 @@ def fuse_norms_of_differences(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
         maker = makers.get(equation.invars[0]) if _is_marked_square(equation) else None  # type: ignore[arg-type]
         if maker is None or not _is_difference(maker):
             return equation
+        note_applied("norms")
         two = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in maker.invars]
         (call,) = jax.make_jaxpr(fedrax_square_of_difference)(*two).jaxpr.eqns
         return call.replace(invars=list(maker.invars), outvars=list(equation.outvars))

@@ -126,6 +126,28 @@ def _from_environment() -> Options:
 _current = _from_environment()
 
 
+_applied: set[PassName] = set()
+
+
+def note_applied(name: PassName) -> None:
+    """Record that a pass has changed a program."""
+    _applied.add(name)
+
+
+def applied_passes() -> frozenset[PassName]:
+    """The passes that have changed a program since this process started.
+
+    Returns:
+        Names of `fedrax.xla.PASSES`.
+
+    Example:
+        >>> _ = fedrax.xla.optimize(lambda x: jnp.sin(x))(jnp.zeros(1 << 12))
+        >>> jax.default_backend() != "cpu" or "trigonometric" in fedrax.xla.applied_passes()
+        True
+    """
+    return frozenset(_applied)
+
+
 def current_options() -> Options:
     """The options that are in force in this process."""
     return _current

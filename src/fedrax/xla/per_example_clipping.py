@@ -19,7 +19,7 @@ from jax import Array, lax
 from jax.extend import core
 
 from fedrax.tree import Tree
-from fedrax.xla.options import is_enabled
+from fedrax.xla.options import is_enabled, note_applied
 from fedrax.xla.pipeline import optimize
 from fedrax.xla.rewriting import evaluate_subgraph, trace_inlined
 
@@ -66,11 +66,12 @@ def _trace_gradients(
     batched = optimize(jax.vmap(gradient, (None, *(0 for _ in samples))), per_example=True)
     closed, structure = trace_inlined(batched, params, *samples)
     makers = {v: equation for equation in closed.jaxpr.eqns for v in equation.outvars}
-    return (
-        closed,
-        structure,
-        [_match_outer_product(v, makers) if is_enabled("ghost_norm") else None for v in closed.jaxpr.outvars],
-    )
+    if not is_enabled("ghost_norm"):
+        return closed, structure, [None] * len(closed.jaxpr.outvars)
+    products = [_match_outer_product(v, makers) for v in closed.jaxpr.outvars]
+    if any(product is not None for product in products):
+        note_applied("ghost_norm")
+    return closed, structure, products
 
 
 # -- leaves -----------------------------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ from jax import Array
 from jax.extend import core
 
 from fedrax.xla.layer_scan import evaluate_with_layer_scans
-from fedrax.xla.options import Options, current_options, use_options
-from fedrax.xla.passes import Stage, enabled_passes
+from fedrax.xla.options import Options, PassName, current_options, note_applied, use_options
+from fedrax.xla.passes import Pass, Stage, enabled_passes
 from fedrax.xla.precision import OperandFormat, with_operand_format
 from fedrax.xla.recurrent import hoist_dots_from_scan
 from fedrax.xla.rewriting import Rule, Rules, inline_calls, jaxpr_as_function, rewrite
@@ -104,8 +104,8 @@ def _evaluate_forward(closed: core.ClosedJaxpr, leaves: list) -> list:
         return jaxpr_as_function(closed)(*leaves)
     flat, rules = inline_calls(closed), dict[str, Rule]()
     for one in found:
-        flat = one.transform(flat) if one.transform else flat
-        rules |= one.rules(False) if one.rules else {}
+        flat = _transformed(one, flat)
+        rules |= {name: _noted(one.name, rule) for name, rule in (one.rules(False) if one.rules else {}).items()}
     return evaluate_with_layer_scans(flat, rules, *leaves)
 
 
@@ -129,8 +129,29 @@ def value_and_grad(objective: Callable, precision: OperandFormat = "highest", ha
 
 def _transform_program(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     for one in enabled_passes("lowering"):
-        closed = one.transform(closed) if one.transform else closed
+        closed = _transformed(one, closed)
     return closed
+
+
+def _transformed(one: Pass, closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    if one.transform is None:
+        return closed
+    changed = one.transform(closed)
+    if changed is not closed:
+        note_applied(one.name)
+    return changed
+
+
+def _noted(name: PassName, rule: Rule) -> Rule:
+    """``rule``, recorded where it gives an output."""
+
+    def noted(inputs: list[Array], equation: core.JaxprEqn) -> Any:
+        output = rule(inputs, equation)
+        if output is not None:
+            note_applied(name)
+        return output
+
+    return noted
 
 
 @lru_cache
@@ -140,7 +161,7 @@ def _lowering_rules(per_example: bool, options: Options) -> Rules:
     found: dict[str, list[Rule]] = {}
     for one in enabled_passes(stage, options):
         for primitive, rule in (one.rules(per_example) if one.rules else {}).items():
-            found.setdefault(primitive, []).append(rule)
+            found.setdefault(primitive, []).append(_noted(one.name, rule))
     rules: dict[str, Rule] = {
         name: each[0] if len(each) == 1 else partial(_first, each) for name, each in found.items()
     }

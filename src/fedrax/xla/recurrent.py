@@ -27,7 +27,7 @@ from jax import Array, lax
 from jax.extend import core
 
 from fedrax.xla.cse import eliminate_common_subexpressions
-from fedrax.xla.options import limits
+from fedrax.xla.options import limits, note_applied
 from fedrax.xla.rewriting import Rules, dependency_slice, evaluate_subgraph, inline_calls
 from fedrax.xla.threefry import is_unbatchable
 from fedrax.xla.tracing import scan_counts
@@ -86,6 +86,7 @@ def hoist_dots_from_scan(rules: Rules, inputs: list, equation: core.JaxprEqn) ->
     turned = _weights_to_transpose(body)
     if not (before or added or after or turned):
         return None
+    note_applied("recurrent")
     fixed, carried = len(body.fixed), len(body.carried)
     known: dict[Any, Any] = dict(zip(body.fixed, inputs[:fixed], strict=True))
     stacked: dict[Any, Array] = dict(zip(body.cut, inputs[fixed + carried :], strict=True))
