@@ -33,7 +33,7 @@ def test_running_statistics_are_those_of_the_round(method: Any):
 
 
 def test_a_whole_gradient_makes_no_running_statistics():
-    with pytest.raises(FedraxError, match="FedSGD takes no care of running statistics"):
+    with pytest.raises(FedraxError, match="FedSGD does not support running statistics"):
         run(FedSGD(), task=NORM, rounds=1)
     with pytest.raises(FedraxError, match=r"takes steps on batches: set local.batch_size"):
         run(SignSGD(LocalSGD(batch_size="full")), task=NORM, rounds=1)

@@ -80,7 +80,7 @@ class Halved:
 CASES = {
     "Mine.client returns a dict instead of a ClientOutput": client(lambda m, s, d: m),
     "Mine.client uploads nothing": client(lambda m, s, d: ClientOutput(upload=None)),
-    "Mine.client returns in its upload something else than arrays": client(lambda m, s, d: ClientOutput(upload="x")),
+    "Mine.client returns in its upload something other than arrays": client(lambda m, s, d: ClientOutput(upload="x")),
     "Mine.client returns in its total something else": client(lambda m, s, d: ClientOutput(upload=m, total="x")),
     "Mine.client gives the info nothing": client(lambda m, s, d: ClientOutput(upload=m, info=None)),  # type: ignore[arg-type]
     r"info 'loss' of shape \(2,\): one": client(lambda m, s, d: ClientOutput(upload=m, info={"loss": jnp.ones(2)})),

@@ -9,7 +9,7 @@ import pytest
 
 from fedrax import Task, classification
 from fedrax.contract import initialization
-from fedrax.contract.initialization import starting_parameters
+from fedrax.contract.initialization import initial_parameters
 from fedrax.models import MLP
 
 
@@ -21,7 +21,7 @@ def test_what_draws_them_is_compiled_once_for_all_seeds_and_for_tasks_made_anew(
     before = initialization._known.cache_info().misses
     for task in [classification(MLP(hidden=(7, 5)).build((6,), 3)) for _ in range(2)]:
         for seed in (0, 1):
-            drawn, direct = starting_parameters(task, jax.random.key(seed), None), task.init(jax.random.key(seed))
+            drawn, direct = initial_parameters(task, jax.random.key(seed), None), task.init(jax.random.key(seed))
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), drawn, direct)
     assert initialization._known.cache_info().misses == before + 1
 
@@ -29,7 +29,7 @@ def test_what_draws_them_is_compiled_once_for_all_seeds_and_for_tasks_made_anew(
 def test_another_scale_is_another_program():
     for scale in (1.0, 2.0):
         task = own_task(lambda key, scale=scale: {"w": scale * jax.random.normal(key, (4,))})
-        drawn = starting_parameters(task, jax.random.key(3), None)["w"]
+        drawn = initial_parameters(task, jax.random.key(3), None)["w"]
         np.testing.assert_allclose(drawn, scale * jax.random.normal(jax.random.key(3), (4,)), rtol=1e-6)
 
 
@@ -40,8 +40,8 @@ def test_a_compilation_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as patch:
         patch.setattr(initialization, "_in_background", lambda *_: failed)
         with pytest.raises(MemoryError):
-            starting_parameters(task, jax.random.key(0), None)
-    assert starting_parameters(task, jax.random.key(0), None)["w"].shape == (5,)
+            initial_parameters(task, jax.random.key(0), None)
+    assert initial_parameters(task, jax.random.key(0), None)["w"].shape == (5,)
 
 
 def test_numbers_that_come_from_elsewhere_are_those_of_each_task():
@@ -51,5 +51,5 @@ def test_numbers_that_come_from_elsewhere_are_those_of_each_task():
         lambda: own_task(lambda key: {"w": jnp.asarray(numbers.normal(size=4))}),
         lambda: own_task(lambda key: {"w": jax.pure_callback(numbers.normal, jnp.zeros(()), 0.0) * jnp.ones(4)}),
     ):
-        one, other = (np.asarray(starting_parameters(make(), jax.random.key(0), None)["w"]) for _ in range(2))
+        one, other = (np.asarray(initial_parameters(make(), jax.random.key(0), None)["w"]) for _ in range(2))
         assert not np.array_equal(one, other)

@@ -45,12 +45,12 @@ def carrying(params: Any, batch: Any, key: Any) -> jax.Array:
 SAYS: dict[str, tuple[Callable[[], Task], str]] = {
     "loss of whole numbers": (
         lambda: Task(init=zeros, loss=lambda p, batch, key: ((batch.x @ p).argmax(-1) != batch.y).astype(int)),
-        "loss must be floating numbers, not int32: others have no gradient",
+        "loss must be floating-point numbers, not int32, which have no gradient",
     ),
     "no function": (lambda: Task(init=jnp.zeros(3), loss=errors), "init must be a function \\(key\\), not ArrayImpl"),  # type: ignore[arg-type]
     "no key": (lambda: Task(zeros, lambda p, b: errors(p, b)), "called with \\(parameters, batch, key\\)"),  # type: ignore[arg-type]
     "metric": (lambda: Task(zeros, errors, {"far": lambda p: p}), "metric 'far' is a function \\(p\\)"),  # type: ignore[arg-type,dict-item]
-    "a mean": (lambda: Task(zeros, lambda *a: errors(*a).mean()), "the task's loss must be .* leave the mean out"),
+    "a mean": (lambda: Task(zeros, lambda *a: errors(*a).mean()), "the task's loss must be one number for each sample, .* not their mean"),
     "a mean metric": (
         lambda: Task(zeros, errors, {"m": lambda p, b: b.x.mean()}),
         "metric 'm' must be one number a",
@@ -59,7 +59,7 @@ SAYS: dict[str, tuple[Callable[[], Task], str]] = {
     "no array": (lambda: Task(zeros, lambda p, b, k: (errors(p, b), 1)), "not a tuple"),  # type: ignore[arg-type,return-value]
     "other samples": (
         lambda: classification(Linear().build((5,), 3)),
-        "of 13 samples, as of any other number, with x float32 \\[4\\], y int32 \\[\\]: TypeError: dot_general",
+        "for a batch of 13 samples with x float32 \\[4\\], y int32 \\[\\]: TypeError: dot_general",
     ),
     "own place": (
         lambda: Task(zeros, lambda p, b, k: b.x @ p[:2]),
@@ -75,7 +75,7 @@ SAYS: dict[str, tuple[Callable[[], Task], str]] = {
     "complex numbers": (lambda: Task(lambda key: jnp.zeros((4, 3), complex), errors), "complex64, .* its real and its"),
     "a key": (
         lambda: Task(lambda key: {"key": key}, errors),
-        "key holds key<fry>, and only floating-point numbers are",
+        "key holds key<fry>, and only floating-point parameters are",
     ),
     "few outputs": (lambda: classification(Linear().build((4,), 2)), "the model has 2 outputs .* 3 classes"),
 }

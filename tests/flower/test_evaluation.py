@@ -257,7 +257,7 @@ def test_a_task_that_does_not_fit_is_the_servers_to_say():
     """Not round after round the clients'."""
     task = dataclasses.replace(TASK, loss=lambda params, batch, key: TASK.loss(params, batch, key).sum())
     method = FedAvg(local=LOCAL)
-    with pytest.raises(FedraxError, match="one number a sample"):
+    with pytest.raises(FedraxError, match="one number for each sample"):
         deployed(method, grid_of(method, task=task), task)
     wide = classification(MLP(hidden=(5,)).build((7,), 3))
     with pytest.raises(FedraxError, match="x float32"):

@@ -49,7 +49,7 @@ def test_collections_that_training_never_changes_are_constants():
 def test_collections_initialized_at_random_are_statistics():
     model = from_linen(Constants(drawn=True), X)
     assert list(model.init(KEY).statistics) == ["constants"]
-    with pytest.raises(FedraxError, match=r"takes no care of running statistics, .* keeps constants/places: use"):
+    with pytest.raises(FedraxError, match=r"does not support running statistics, .* has constants/places: use"):
         simulate(FedSGD(), classification(model), FEDERATION, rounds=1, cohort_size=2)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedrax.contract.initialization import starting_parameters
+from fedrax.contract.initialization import initial_parameters
 from fedrax.contract.task import Batch, Task, Variables, classification
 from fedrax.errors import FedraxError
 from fedrax.models import Model, from_equinox, from_linen, from_nnx
@@ -224,11 +224,11 @@ def test_tasks_train_in_one_mode_and_judge_in_the_other(model: Model):
 
 def test_variables_are_starting_parameters(model: Model):
     task = classification(model)
-    assert_same(starting_parameters(task, KEY, None), task.init(KEY))
+    assert_same(initial_parameters(task, KEY, None), task.init(KEY))
     given = moved(model)
-    assert_same(starting_parameters(task, KEY, given), given)
+    assert_same(initial_parameters(task, KEY, given), given)
     with pytest.raises(FedraxError, match="do not fit the model"):
-        starting_parameters(task, KEY, given.params)
+        initial_parameters(task, KEY, given.params)
 
 
 @pytest.mark.slow(keep=2)

@@ -192,9 +192,9 @@ def test_several_targets_a_sample_are_averaged():
         (classification, (4, 3), np.zeros((4, 2), np.int32), r"\[B, ..., classes\] for integer labels"),
         (classification, (4, 2, 3), np.zeros(4, np.int32), r"not outputs of shape \(4, 2, 3\) for int32 labels"),
         (classification, (4, 3), np.zeros(4, np.float32), "float32 labels"),
-        (regression, (4, 3), np.zeros((4, 2), np.float32), r"one output a target, \(2,\) a sample"),
-        (regression, (4,), np.zeros((4, 4), np.float32), r"one output a target, \(4,\) a sample"),
-        (binary_classification, (4, 3), np.zeros((4, 1), np.int32), "one output a target"),
+        (regression, (4, 3), np.zeros((4, 2), np.float32), r"outputs of shape \(2,\) per sample"),
+        (regression, (4,), np.zeros((4, 4), np.float32), r"outputs of shape \(4,\) per sample"),
+        (binary_classification, (4, 3), np.zeros((4, 1), np.int32), "outputs of shape .* per sample"),
     ],
 )
 def test_outputs_and_labels_that_do_not_fit_end_in_a_sentence(kind, outputs, labels, words):

@@ -137,13 +137,13 @@ def test_models_that_read_amounts_take_no_words(tmp_path: Path) -> None:
     table = {"data": {"name": "leaf", "path": str(tmp_path / "t.json")}, "partition": {"name": "natural"}}
     for model in ({}, {"model": {"name": "logistic"}}, {"model": {"name": "tinynn"}}):
         with pytest.raises(
-            FedraxError, match=r"numbers of words, which the model \w+ would take for amounts: .*tweets"
+            FedraxError, match=r"token indices, which the model \w+ would read as amounts: .*tweets"
         ):
             experiment.build(experiment.from_table(table | model, "made"))
     tweets = {"name": "tweets", "hidden": 2, "layers": 1, "embedding": 2}
     algorithm, _, federation = experiment.build(experiment.from_table(table | {"model": tweets}, "made"))
     linear = classification(Linear().build(federation.train.x.shape[1:], 2))
-    with pytest.raises(FedraxError, match="'t' are numbers of words"):
+    with pytest.raises(FedraxError, match="'t' are token indices"):
         simulate(algorithm, linear, federation, rounds=1, cohort_size=2)
     train, test = (Samples(part.x.astype(np.float32), part.y) for part in (federation.train, federation.test))
     for counts in (replace(federation, vocabulary=()), replace(federation, train=train, test=test)):
@@ -158,5 +158,5 @@ def test_numbers_of_no_word_are_refused(number: int) -> None:
     for part in ("train", "test"):
         samples = {"train": x, "test": x} | {part: np.where(x == 0, number, x)}
         federation = Federation.from_arrays(samples["train"], [0, 1, 0], [0, 0, 1], test=(samples["test"], [0, 1, 0]))
-        with pytest.raises(FedraxError, match=rf"from .*{number}.*, and the model tweets has words for 0, .*, to 4"):
+        with pytest.raises(FedraxError, match=rf"from .*{number}.*, and the model tweets has embeddings for 0 .*to 4"):
             simulate(FedAvg(), task, federation, rounds=1, cohort_size=1)

@@ -183,8 +183,8 @@ def test_float64_from_end_to_end(tmp_path):
     ("start", "message"),
     [
         ({"output": {"weight": np.ones((4, 3)), "bias": np.zeros(3)}}, r"weight is of shape \(4, 3\), .* \(3, 4\)"),
-        ({"output": {"weight": np.ones((3, 4))}}, r"output/bias is not there, should be of shape \(3,\)"),
-        ({"output": {"weight": np.ones((3, 4)), "bias": np.zeros(3)}, "b": 1.0}, r"b is of shape \(\), .* not there"),
+        ({"output": {"weight": np.ones((3, 4))}}, r"output/bias is missing, should be of shape \(3,\)"),
+        ({"output": {"weight": np.ones((3, 4)), "bias": np.zeros(3)}, "b": 1.0}, r"b is of shape \(\), .* missing"),
     ],
 )
 def test_initial_parameters_that_do_not_fit_are_refused(start, message):

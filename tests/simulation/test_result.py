@@ -192,7 +192,7 @@ def test_names_that_there_are_not():
 
 def test_a_model_with_too_few_outputs_for_the_classes_is_refused():
     few = classification(Linear().build((4,), 2))
-    with pytest.raises(FedraxError, match="the model has 2 outputs a sample for 3 classes"):
+    with pytest.raises(FedraxError, match="the model has 2 outputs per sample for 3 classes"):
         simulate(method, few, federation, rounds=1, cohort_size=2)
     simulate(method, classification(Linear().build((4,), 5)), federation, rounds=1, cohort_size=2)  # more do no harm
 

@@ -239,7 +239,7 @@ def test_a_server_broadcasts_what_it_makes_of_its_vectors():
     ]
     for other in others:
         assert_close(other, one)
-    with pytest.raises(fedrax.FedraxError, match="Telling broadcasts ServerVectors: send what it makes of them"):
+    with pytest.raises(fedrax.FedraxError, match="Telling broadcasts ServerVectors: send arrays computed from them"):
         run(Telling(local=LOCAL, wrongly=True))
 
 

@@ -217,7 +217,7 @@ MISTAKES: dict[str, tuple[str, Callable]] = {
         lambda self, server, state, own, cohort, last: (server(state, cohort), own, {}),
     ),
     "Mine.around_broadcast returns nothing": ("around_broadcast", lambda self, broadcast, state, own: None),
-    "Mine returns a state of its own, and keeps none: define init_own": (
+    "Mine returns a state of its own without an initial one: define init_own": (
         "around_server",
         lambda self, server, state, own, cohort, last: (server(state, cohort)[0], {"n": cohort.round}, {}),
     ),

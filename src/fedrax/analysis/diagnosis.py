@@ -15,7 +15,7 @@ from scipy.optimize import linprog, nnls
 from fedrax.algorithms.fedavg import FedAvg
 from fedrax.analysis.dissimilarity import ClientProbe
 from fedrax.analysis.smoothness import curvature
-from fedrax.contract.initialization import starting_parameters
+from fedrax.contract.initialization import initial_parameters
 from fedrax.contract.local_training import LocalSGD
 from fedrax.contract.task import Task
 from fedrax.data import Federation
@@ -237,7 +237,7 @@ def _diagnosed(
     sizes = measured.sizes.astype(float)
     weights = sizes / sizes.mean() if settings.weights == "samples" else np.ones(len(sizes))
     probe = ClientProbe(task, measured, settings.seed, weights, local.reduction)
-    start = starting_parameters(task, purpose_key(settings.seed, INITIALIZATION), None)
+    start = initial_parameters(task, purpose_key(settings.seed, INITIALIZATION), None)
     start = jax.tree.map(lambda a: jnp.asarray(a, settings.dtype), start)  # the dtype of the run
     shares = weights / len(sizes) * (sizes if local.reduction == "sum" else 1)
     hessian_norm = curvature(task, measured, MOST_SAMPLES, settings.seed, shares)

@@ -13,7 +13,7 @@ from jax import Array
 
 from fedrax import tree
 from fedrax.contract.client_data import ClientAssignment, ClientData, Layout, Reduction
-from fedrax.contract.initialization import starting_parameters
+from fedrax.contract.initialization import initial_parameters
 from fedrax.contract.local_training import LocalSGD
 from fedrax.contract.task import Batch, Task
 from fedrax.data import Federation
@@ -257,7 +257,7 @@ def gradient_dissimilarity(task: Task, federation: Federation, params: Tree | No
         >>> round(fedrax.analysis.gradient_dissimilarity(task, same), 3)  # one client
         1.0
     """
-    start = starting_parameters(task, purpose_key(seed, INITIALIZATION), params)
+    start = initial_parameters(task, purpose_key(seed, INITIALIZATION), params)
 
     def at_least_float32(a: Any) -> Array:
         return jnp.asarray(a, jnp.promote_types(jnp.asarray(a).dtype, jnp.float32))

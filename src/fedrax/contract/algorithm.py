@@ -1,19 +1,20 @@
-"""The contract between an algorithm and whatever runs it.
+"""The contract of an algorithm: what every executor calls.
 
-An algorithm is a frozen dataclass: its fields are hyper-parameters, its methods pure functions on pytrees.
-It never sees loops over clients, devices, files or networks. One round is one or several **phases**; in each
+An algorithm is a frozen dataclass: its fields are hyperparameters, its methods pure functions on pytrees.
+It never sees loops over clients, devices, files or networks. One round has one or several **phases**; in each
 
-1. ``broadcast(server) -> message`` goes to every client of the cohort,
+1. ``broadcast(server) -> message`` is sent to every client of the cohort,
 2. ``client(message, state, data) -> ClientOutput`` runs on each of them,
-3. ``receive(upload)`` makes of each upload what is averaged: it decodes, dequantizes, unmasks,
-4. ``server(server, cohort) -> server, info`` takes the cohort's mean in, or where the phase is ``stacked`` the uploads.
+3. ``receive(upload)`` decodes each upload (dequantizes, unmasks) before averaging,
+4. ``server(server, cohort) -> server, info`` updates the server state from the mean of the cohort, or where the phase
+   is ``stacked`` from the single uploads.
 
-A client's **state** is what its next phase receives: a phase's returned state goes to the same client's next
-phase in this round, the last phase's to its next round. Only the latter outlives the round, so something
-needed between two phases costs nothing per client of the federation.
+The **client state** that a phase returns goes to the next phase of the same client in this round, that of the last
+phase to its next round. Only the latter is stored between rounds, so that values which are needed between two phases
+use no memory per client of the federation.
 
-Writing an algorithm takes a subclass with ``init``, ``client`` and ``server`` (and ``init_client`` where a
-client remembers something); the other methods have defaults. CONTRIBUTING.md shows one whole.
+An algorithm is a subclass with ``init``, ``client`` and ``server``, and ``init_client`` where clients have a state; the
+other methods have defaults. CONTRIBUTING.md shows a complete one.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ class Cohort(NamedTuple):
     """
 
     mean: Tree
-    """sum_i p_i receive(upload_i), with weights p_i that sum to one over the cohort; float32 at least. In a round that
-    nobody joins, as of `Poisson` cohorts, it is zero."""
+    """sum_i p_i receive(upload_i), with weights p_i that sum to one over the cohort; float32 at least. In a round
+    without clients, which `Poisson` sampling allows, it is zero."""
     each: Tree
     """The ``each`` of the clients, stacked on a leading axis of ``clients.shape``."""
     total: Tree
@@ -84,7 +85,7 @@ class Cohort(NamedTuple):
     weights: Array
     """p_i, in the order of ``clients``; zero beyond the cohort."""
     size: Array
-    """S, as a float of the run's type."""
+    """S, as a float."""
     num_clients: int
     """N, all clients of the federation."""
     round: Array
@@ -95,8 +96,8 @@ class Cohort(NamedTuple):
     """Where the phase is ``stacked``: every receive(upload_i), on a leading axis of ``clients.shape``; zero beyond the
     cohort, float32 at least. An empty tuple elsewhere."""
     expected: Any = None
-    """The S that was asked for where a round may have fewer clients or more, as of `Poisson` cohorts, of an
-    availability trace or in turns; else ``size``; a float."""
+    """The expected S where the size of the cohort varies, as with `Poisson` sampling or an availability trace;
+    otherwise ``size``; a float."""
 
     @property
     def real(self) -> Array:
@@ -116,7 +117,7 @@ class Cohort(NamedTuple):
 
 
 def unchanged(upload: Tree) -> Tree:
-    """An upload that travels as it is summed."""
+    """The default of ``receive``: uploads are averaged as they are."""
     return upload
 
 
@@ -155,7 +156,7 @@ class Algorithm(ABC):
     traits: ClassVar[Traits] = Traits()
     """What the method requires and declares. Where it depends on fields, define it as a property."""
 
-    # -- what a round is ---------------------------------------------------------------------------------------
+    # -- a round ---------------------------------------------------------------------------------------
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -232,7 +233,7 @@ class Algorithm(ABC):
         """
         raise FedraxError(f"{type(self).__name__} must define server")
 
-    # -- what others may ask -----------------------------------------------------------------------------------
+    # -- queries of the simulator and of wrappers --------------------------------------------------------------
 
     @property
     def local_steps(self) -> LocalSGD | None:
@@ -315,20 +316,20 @@ class Algorithm(ABC):
 
 
 def keeps(init: Callable[[Tree], Tree]) -> bool:
-    """Whether a state is anything but an empty tuple; also true of one that depends on the model's names or shapes."""
+    """Whether ``init`` makes a state that is not empty; true also if it needs certain names or shapes of the model."""
     try:
         return jax.eval_shape(init, {"any": jax.ShapeDtypeStruct((1,), "float32")}) != ()
-    except Exception:  # a user's own may look for a layer
+    except Exception:  # user code may look up a layer
         return True
 
 
 def is_algorithm(value: Any) -> bool:
-    """Whether ``value`` is an algorithm class that can be made an object of."""
+    """Whether ``value`` is a concrete algorithm class."""
     concrete = isinstance(value, type) and issubclass(value, Algorithm) and not inspect.isabstract(value)
     return concrete and value is not Algorithm
 
 
 def summed_dtype(dtype: Any) -> Any:
-    """The type in which numbers of ``dtype`` are averaged: float32 at least, complex numbers as such."""
+    """The dtype in which values of ``dtype`` are averaged: float32 at least, or complex."""
     inexact = jax.numpy.issubdtype(dtype, jax.numpy.inexact)  # JAX promotes no integers of four bits
     return jax.numpy.promote_types(dtype, jax.numpy.float32) if inexact else jax.numpy.dtype("float32")

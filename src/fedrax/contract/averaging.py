@@ -1,4 +1,4 @@
-"""What FedAvg and its kin share: local work from the global parameters, and a server optimizer on its mean."""
+"""Base of FedAvg and its relatives: local training from the global parameters and a server optimizer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Averaging(Algorithm):
 
     @abstractmethod
     def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
-        """Local work from the global parameters ``message``; Delta_i goes up."""
+        """Local training from the global parameters ``message``; uploads Delta_i."""
 
     def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
         """One step of the server optimizer on the mean update."""

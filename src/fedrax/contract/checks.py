@@ -1,4 +1,4 @@
-"""What a method may return, and a sentence for each way of getting it wrong."""
+"""Checks of what the functions of a method return, with one error message for each mistake."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from fedrax.contract.vectors import holds_vectors, is_vectors
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
 
-_OF_NUMPY = (np.ndarray, np.generic)
-_SMALL = 1 << 20
-"""Entries of an array in which a mark of one's own is looked for."""
-_OF_EVENTS = (
+_NUMPY_TYPES = (np.ndarray, np.generic)
+_MAX_FINITE_CHECK = 1 << 20
+"""Most entries of an array of the server state that is checked to be finite before the first round."""
+_EVENT_FIELDS = (
     "round", "clients", "bytes_down", "bytes_up", "clock", "epsilon", "epsilon_paper", "diverged", "sound", "bad",
     "noted", "local_loss",
 )  # fmt: skip
-_BEGINNINGS = ("train_", "test_", "seconds")
-"""Names, and how names begin, that the simulator gives to numbers of its own."""
+_EVENT_PREFIXES = ("train_", "test_", "seconds")
+"""Fields of events, and prefixes of fields, that the simulator sets."""
 
 
 def check_method(algorithm: Any) -> None:
-    """Refuse properties that hold something else than the contract's, and functions of other arguments."""
+    """Raise FedraxError if a property of the method has a wrong type, or a function takes wrong arguments."""
     from fedrax.contract.algorithm import Phase
     from fedrax.contract.local_training import LocalSGD
     from fedrax.contract.traits import Traits
@@ -50,12 +50,12 @@ def check_method(algorithm: Any) -> None:
         raise FedraxError(f"{name}.releases gives {kind(releases)}: a tuple of Release is needed, () for none")
     called = [(algorithm, what) for what in ("init", "init_client", "params", "with_params", "personal")]
     called += [(phase, what) for phase in phases for what in ("broadcast", "client", "receive", "server")]
-    sentences = (_arguments(name, what, getattr(where, what)) for where, what in called)
-    refuse([FedraxError(sentence) for sentence in sentences if sentence])
+    messages = (_signature_error(name, what, getattr(where, what)) for where, what in called)
+    refuse([FedraxError(message) for message in messages if message])
 
 
-def _arguments(name: str, what: str, function: Callable) -> str | None:
-    """What is wrong with the arguments of a function of the contract."""
+def _signature_error(name: str, what: str, function: Callable) -> str | None:
+    """The error message if a function of the contract takes wrong arguments."""
     from fedrax.contract.algorithm import Algorithm
 
     wanted = list(inspect.signature(getattr(Algorithm, what)).parameters)
@@ -66,7 +66,7 @@ def _arguments(name: str, what: str, function: Callable) -> str | None:
         return f"{name}.{what} is {kind(function)}: {write}"
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # one of another language's
+    except (TypeError, ValueError):  # a function that is not written in Python
         return None
     try:
         signature.bind(*wanted[1:])
@@ -76,14 +76,14 @@ def _arguments(name: str, what: str, function: Callable) -> str | None:
 
 
 def checked_client(algorithm: Any, state: Tree) -> Tree:
-    """A client's state from ``init_client``, if it is made of arrays."""
+    """The client state that ``init_client`` returned, as arrays."""
     if state is None:
         raise FedraxError(f"{type(algorithm).__name__}.init_client returns nothing: return the state, or () for none")
-    return _kept(f"{type(algorithm).__name__}.init_client", state)
+    return _state_arrays(f"{type(algorithm).__name__}.init_client", state)
 
 
 def checked_personal(algorithm: Any, model: Tree | None, params: Tree) -> Tree | None:
-    """The parameters of a client's own model, if they fit the model."""
+    """The personal parameters that ``personal`` returned, checked to have the shapes of the model's."""
     from fedrax.contract.task import Variables
 
     if model is not None:
@@ -94,7 +94,7 @@ def checked_personal(algorithm: Any, model: Tree | None, params: Tree) -> Tree |
 
 
 def checked_received(algorithm: Any, received: Tree) -> Tree:
-    """What ``receive`` makes of an upload, if it can be summed."""
+    """The output of ``receive``, as arrays."""
     name = f"{type(algorithm).__name__}.receive"
     if received is None:
         raise FedraxError(f"{name} returns nothing: return what is averaged of the upload")
@@ -102,9 +102,9 @@ def checked_received(algorithm: Any, received: Tree) -> Tree:
 
 
 def checked_init(algorithm: Any, params: Tree, server: Any) -> Any:
-    """A server state from ``init``, if its parameters can be read and are those it was made of."""
+    """The server state that ``init`` returned, with parameters that can be read and replaced."""
     name = type(algorithm).__name__
-    server = _kept(f"{name}.init", server)
+    server = _state_arrays(f"{name}.init", server)
     try:
         found = algorithm.params(server)
         replaced = algorithm.with_params(server, found)
@@ -119,26 +119,26 @@ def checked_init(algorithm: Any, params: Tree, server: Any) -> Any:
 
 
 def require_finite_start(algorithm: Any, server: Any) -> None:
-    """Refuse a server state that begins with what a run takes for a sign that it diverged, its parameters apart."""
+    """Raise FedraxError if the initial server state, the parameters excepted, has entries that are not finite."""
     apart = set(map(id, jax.tree.leaves(algorithm.params(server))))
     for name, leaf in zip(tree.leaf_names(server), jax.tree.leaves(server), strict=True):
-        looked_at = leaf.size <= _SMALL and jnp.issubdtype(leaf.dtype, jnp.inexact) and id(leaf) not in apart
+        looked_at = leaf.size <= _MAX_FINITE_CHECK and jnp.issubdtype(leaf.dtype, jnp.inexact) and id(leaf) not in apart
         if looked_at and not np.isfinite(np.asarray(leaf)).all():
             raise FedraxError(
-                f"{type(algorithm).__name__}.init returns a state whose {name or 'array'} is not finite, by which a run"
-                " that diverges is known: begin with jnp.finfo(x.dtype).max, or count what is known in another field"
+                f"{type(algorithm).__name__}.init returns a state whose {name or 'array'} is not finite, but non-finite"
+                " entries mean divergence: start with jnp.finfo(x.dtype).max, or mark unknown entries in another field"
             )
 
 
 def checked_message(algorithm: Any, message: Tree) -> Tree:
-    """What is sent to clients, if it can travel."""
+    """The broadcast message as arrays."""
     if holds_vectors(message):
-        raise FedraxError(f"{type(algorithm).__name__} broadcasts ServerVectors: send what it makes of them")
+        raise FedraxError(f"{type(algorithm).__name__} broadcasts ServerVectors: send arrays computed from them")
     return _arrays(f"{type(algorithm).__name__}.broadcast", "message", message)
 
 
 def checked_output(algorithm: Any, output: Any) -> Any:
-    """``output`` of a client, if it is a ClientOutput that can travel."""
+    """The output of a client, checked to be a ClientOutput of arrays."""
     from fedrax.contract.algorithm import ClientOutput
 
     name = type(algorithm).__name__
@@ -155,8 +155,8 @@ def checked_output(algorithm: Any, output: Any) -> Any:
     return ClientOutput(*(_arrays(f"{name}.client", field, part) for field, part in output._asdict().items()))
 
 
-def _kept(where: str, state: Tree) -> Tree:
-    """A state, if it is made of arrays that can be written to disk."""
+def _state_arrays(where: str, state: Tree) -> Tree:
+    """A state as arrays, without random keys, which cannot be written to disk."""
     state = _arrays(where, "state", state)
     if any(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in jax.tree.leaves(state)):
         raise FedraxError(
@@ -167,11 +167,11 @@ def _kept(where: str, state: Tree) -> Tree:
 
 
 def _arrays(where: str, what: str, values: Tree) -> Tree:
-    fits = lambda leaf: is_vectors(leaf) or (hasattr(leaf, "dtype") and not isinstance(leaf, _OF_NUMPY))  # noqa: E731
+    fits = lambda leaf: is_vectors(leaf) or (hasattr(leaf, "dtype") and not isinstance(leaf, _NUMPY_TYPES))  # noqa: E731
     try:
         return jax.tree.map(lambda leaf: leaf if fits(leaf) else jnp.asarray(leaf), values, is_leaf=is_vectors)
     except (TypeError, ValueError) as error:
-        raise FedraxError(f"{where} returns in its {what} something else than arrays: {error}") from error
+        raise FedraxError(f"{where} returns in its {what} something other than arrays: {error}") from error
 
 
 def _numbers(where: str, info: Any) -> dict:
@@ -179,8 +179,8 @@ def _numbers(where: str, info: Any) -> dict:
         raise FedraxError(f"{where} gives the info {kind(info)}: a dictionary of numbers is needed")
     info = {name: _arrays(where, "info", value) for name, value in info.items()}
     for name, value in info.items():
-        if not isinstance(name, str) or name in _OF_EVENTS or name.startswith(_BEGINNINGS):
-            raise FedraxError(f"{where} gives the info {name!r}, a name that events do not leave free: choose another")
+        if not isinstance(name, str) or name in _EVENT_FIELDS or name.startswith(_EVENT_PREFIXES):
+            raise FedraxError(f"{where} gives the info {name!r}, a name that is reserved for events: choose another")
         if not hasattr(value, "dtype") or jnp.ndim(value):
             shape = f"of shape {jnp.shape(value)}" if hasattr(value, "dtype") else kind(value)
             raise FedraxError(f"{where} gives the info {name!r} {shape}: one number is needed")
@@ -188,7 +188,7 @@ def _numbers(where: str, info: Any) -> dict:
 
 
 def checked_server(algorithm: Any, returned: Any) -> tuple[Any, dict]:
-    """What the server's step returned, if it is (state, info)."""
+    """The output of ``server``, checked to be (state, info)."""
     name = type(algorithm).__name__
     pair = isinstance(returned, tuple) and not hasattr(returned, "_fields") and len(returned) == 2
     if not pair or not isinstance(returned[1], dict):
@@ -198,7 +198,7 @@ def checked_server(algorithm: Any, returned: Any) -> tuple[Any, dict]:
 
 
 def checked_state(algorithm: Any, before: Tree, after: Tree) -> None:
-    """Refuse a client state unlike the one that ``init_client`` makes (leaves: anything with a shape)."""
+    """Raise FedraxError if a client state has other shapes or dtypes than that of ``init_client``."""
     from fedrax.contract.algorithm import Algorithm
 
     name = type(algorithm).__name__
@@ -215,14 +215,14 @@ def checked_state(algorithm: Any, before: Tree, after: Tree) -> None:
 
 
 def checked_round(algorithm: Any, before: Any, after: Any) -> None:
-    """Refuse a server state after a round that is unlike the one before it, in shapes or types."""
+    """Raise FedraxError if a round changes shapes or dtypes of the server state."""
     what = f"the state that {type(algorithm).__name__}.server returns"
     _same(what, after, before, "before the round it was")
     _same_types(what, after, before, "before the round it was")
 
 
 def _same_types(what: str, have: Tree, need: Tree, verb: str) -> None:
-    """Refuse ``have`` if a number of it is of another type than in ``need``: it would be rounded, or compile anew."""
+    """Raise FedraxError if a dtype differs: values would be rounded, or the round recompiled."""
     types = lambda t: dict(zip(tree.leaf_names(t), [x.dtype for x in jax.tree.leaves(t)], strict=True))  # noqa: E731
     old, new = types(need), types(have)
     for leaf in old:
@@ -234,7 +234,7 @@ def _same_types(what: str, have: Tree, need: Tree, verb: str) -> None:
 
 
 def _same(what: str, have: Tree, need: Tree, verb: str) -> None:
-    """Refuse ``have`` unless it has the names and shapes of ``need``; tables may have changed places."""
+    """Raise FedraxError unless ``have`` has the names and shapes of ``need``; tables may be exchanged."""
     shapes = lambda t: dict(zip(tree.leaf_names(t), map(jnp.shape, jax.tree.leaves(t)), strict=True))  # noqa: E731
     wanted, found = shapes(need), shapes(have)
     for leaf in [*wanted, *found]:
@@ -242,9 +242,9 @@ def _same(what: str, have: Tree, need: Tree, verb: str) -> None:
             theirs, ours = (f"of shape {s[leaf]}" if leaf in s else "not there" for s in (wanted, found))
             raise FedraxError(f"{what}: {leaf or 'its array'} is {ours}, but {verb} {theirs}")
     if jax.tree.structure(need, is_leaf=is_table) != jax.tree.structure(have, is_leaf=is_table):
-        raise FedraxError(f"{what} is built of other containers than it must be: use the same NamedTuple")
+        raise FedraxError(f"{what} has another tree structure: use the same NamedTuple")
 
 
 def kind(value: Any) -> str:
-    """What somebody returned, in words: "nothing", or its type."""
+    """A description of a returned value for messages: "nothing", or its type."""
     return "nothing" if value is None else f"a {type(value).__name__}"

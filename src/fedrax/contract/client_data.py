@@ -1,9 +1,8 @@
-"""What a client sees of its own data, inside compiled code: minibatches, blocks and full gradients.
+"""The data of one client inside compiled code: mini-batches, blocks and full gradients.
 
-All clients' samples lie back to back in arrays on the device; a client owns the rows ``offset`` to
-``offset + size``. Shapes must be known when the program is compiled, sizes are not: so batches carry weights
-that blank the rows beyond a client's data, wherever the federation's sizes do not make that unnecessary, and
-loops over a client's data run as often as its size asks for.
+The samples of all clients are concatenated in arrays on the device; a client has the rows ``offset`` to
+``offset + size``. Shapes are static and sizes are not: batches have weights that mask padding rows (unless the sizes of
+the federation make padding impossible), and loops over a client's data have dynamic trip counts.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ Order = Literal["shuffle", "stored", "replacement"]
 Reduction = Literal["mean", "sum"]
 
 _CHUNK = 128
-"""Rows of one pass of a full gradient where clients differ in size: enough for efficient products."""
+"""Rows of one pass of a full gradient where clients differ in size: enough for efficient matrix products."""
 _LARGEST_SLICE = 4096
-"""Rows of one pass where all clients have the same size."""
+"""Most rows of one pass where all clients have the same size."""
 _WIDE = 1024
-"""Bytes of a sample from which consecutive rows are better sliced than gathered."""
+"""Bytes of a sample from which consecutive rows are sliced, which is faster than a gather there."""
 
 
 def is_wide(samples: Tree) -> bool:
-    """Whether consecutive samples [n, ...] are read as slices, not gathered."""
+    """Whether consecutive samples [n, ...] are sliced, not gathered."""
     return sum(a.nbytes // len(a) for a in jax.tree.leaves(samples)) >= _WIDE
 
 
@@ -87,7 +86,7 @@ class ClientData(TrainingHooks):
         unroll: bool = False,
         precision: xla.OperandFormat = "highest",
     ):
-        """Made in one place for all executors, :func:`fedrax.simulation.round.client_data`, and by :meth:`alone`."""
+        """Called by :func:`fedrax.simulation.round.client_data` for all executors, and by :meth:`alone`."""
         self.task, self.layout, self.samples, self.place = task, layout, samples, place
         self.size, self.work = place.size, place.work
         self.round, self.num_clients, self.cohort_size = round, num_clients, cohort_size
@@ -160,7 +159,7 @@ class ClientData(TrainingHooks):
         keys = self._keys.resampled()
         return self._with(_keys=keys, _words=jax.random.key_data(keys.base), _resampled=True)
 
-    # -- what a wrapper may change -----------------------------------------------------------------------------
+    # -- changes by methods and wrappers -----------------------------------------------------------------------------
 
     def _start_training(self) -> Self:
         """The data inside the loop of :meth:`LocalSGD.run`, which may run once where a mechanism counts gradients.
@@ -213,11 +212,11 @@ class ClientData(TrainingHooks):
             The changed data.
         """
         self.refuse_uncounted("other samples")
-        unknown = Layout(self.layout.largest, 0, 1)  # no client's size is known any more
+        unknown = Layout(self.layout.largest, 0, 1)  # sizes are no longer known statically
         return self._in_terms_of(samples, size)._with(layout=unknown)
 
     def _in_terms_of(self, samples: Tree, size: Array) -> Self:
-        """The same client as a function of its samples and of how many there are: to trace what depends on them."""
+        """The same client as a function of its samples and its size, to trace what depends on them."""
         place = self.place._replace(size=size)
         return self._with(samples=samples, size=size, place=place, _counted=None)  # tracing is not training
 
@@ -279,9 +278,9 @@ class ClientData(TrainingHooks):
             return self._slice(start, size), None
         positions = start + lanes
         inside = positions < self.size
-        if not whole:  # not one sample over and over, nor those of the next client
-            once_more = positions - self.size if size <= self.layout.smallest else jax.lax.rem(positions, self.size)
-            positions = jnp.where(inside, positions, once_more)
+        if not whole:  # pad with other samples of this client
+            wrapped = positions - self.size if size <= self.layout.smallest else jax.lax.rem(positions, self.size)
+            positions = jnp.where(inside, positions, wrapped)
         if order == "shuffle":
             positions = shuffled_index(self._words, epoch, positions, self.size)
         return self.gather(positions), None if whole else inside
@@ -388,7 +387,7 @@ class ClientData(TrainingHooks):
         count = len(jax.tree.leaves(samples)[0]) if weights is None else weights.sum()
         if self.carried.statistics:  # of the whole batch
             return self._with_statistics(params, samples, weights, key, scale, count)
-        return *self._in_pieces(params, samples, weights, key, scale, count), ()
+        return *self._microbatched(params, samples, weights, key, scale, count), ()
 
     def _hooked_gradient(
         self, hook: GradientHook, params: Tree, samples: Tree, weights: Array | None, key: Array
@@ -403,7 +402,7 @@ class ClientData(TrainingHooks):
     def _with_statistics(
         self, params: Tree, samples: Tree, weights: Array | None, key: Array, scale: Any, count: Any
     ) -> tuple[Array, Tree, Tree]:
-        """A batch's loss, its gradient, and the running statistics after it."""
+        """Loss, gradient and the new running statistics of a batch."""
 
         def objective(params: Tree) -> tuple[Array, Tree]:
             recorded: list[Tree] = []
@@ -413,15 +412,15 @@ class ClientData(TrainingHooks):
         (loss, statistics), gradient = xla.value_and_grad(objective, self.precision, has_aux=True)(params)
         return loss, gradient, statistics
 
-    def _of_batch(self, losses: Callable | None = None) -> Callable:
-        """As :func:`batch_gradient`, of ``losses`` or the local loss and with the run's precision."""
-        if self._loss_hooks or self.carried.statistics:  # which hold arrays of this place in the program
+    def _batch_gradient(self, losses: Callable | None = None) -> Callable:
+        """:func:`batch_gradient` of ``losses``, by default the local loss, with the precision of the run."""
+        if self._loss_hooks or self.carried.statistics:  # closures over tracers of the program
             return partial(xla.untraced(batch_gradient), losses or self.losses(), self.precision)
         return partial(batch_gradient, losses or self.task.loss, self.precision)
 
-    def _in_pieces(self, params: Tree, samples: Tree, counts: Array | None, key: Array, *scaled: Any) -> Tree:
-        """As :func:`batch_gradient`, of the batch cut as is best for this machine; ``scaled``: its last arguments."""
-        # a rule may hold arrays of as many rows
+    def _microbatched(self, params: Tree, samples: Tree, counts: Array | None, key: Array, *scaled: Any) -> Tree:
+        """As :func:`batch_gradient`, over microbatches where that is faster; ``scaled``: its last arguments."""
+        # a hook may close over arrays with a row for each example
         losses, traced = (self.losses(), None) if self._loss_hooks else (self.task.loss, xla.TRACE_BATCH)
         joined = self.place.joined
         pieces = xla.plan_microbatches(
@@ -433,7 +432,7 @@ class ClientData(TrainingHooks):
             losses, samples = pieces.drawn.losses, (samples, arrays)
         elif pieces is not None and traced is not None:
             losses = xla.replay_trace(losses)
-        of_batch = self._of_batch(losses)
+        of_batch = self._batch_gradient(losses)
         gradient = lambda *batch: of_batch(*batch, drawn, *scaled)  # noqa: E731
         return xla.accumulate_gradients(gradient, pieces, params, samples, counts, joined)
 
@@ -452,14 +451,14 @@ class ClientData(TrainingHooks):
             The summed loss and the summed gradient.
         """
         self.refuse_uncounted("gradients of all of a client's data, or of a block")
-        losses, of_batch = self.losses(), self._of_batch()
+        losses, of_batch = self.losses(), self._batch_gradient()
 
         def gradient(params: Tree, samples: Tree, inside: Array | None, key: Array) -> tuple[Array, Tree]:
             if self._gradient_hook is not None:
                 return self._hooked_gradient(self._gradient_hook, params, samples, inside, key)
             if self.carried.statistics:
                 return of_batch(params, samples, inside, key)
-            return self._in_pieces(params, samples, inside, key)
+            return self._microbatched(params, samples, inside, key)
 
         if isinstance(rows, int) and rows <= _LARGEST_SLICE:
             return gradient(params, self._slice(start, rows), None, key)
@@ -469,7 +468,7 @@ class ClientData(TrainingHooks):
         def one_pass(i: Array, total: Tree) -> Tree:
             positions = i * chunk + lanes
             inside = positions < rows
-            samples = self.gather(start + jax.lax.rem(positions, jnp.int32(rows)))  # after the last the first again
+            samples = self.gather(start + jax.lax.rem(positions, jnp.int32(rows)))  # wraps around at the end
             return tree.add(total, gradient(params, samples, inside, jax.random.fold_in(key, i)))
 
         dtype = jax.eval_shape(lambda p: losses(p, self._slice(0, 1), key), params).dtype
@@ -511,12 +510,12 @@ class ClientData(TrainingHooks):
         return estimate if reduction == "sum" else self._mean(estimate)
 
     def _mean(self, total: Tree) -> Tree:
-        """total / n_i. (Times 1 / n_i would round to float32 even where the losses are float64.)."""
+        """total / n_i; 1 / n_i as a factor would round float64 losses to float32."""
         return jax.tree.map(lambda t: (t / self.size).astype(t.dtype), total)
 
     @xla.scope(xla.GATHER)
     def _slice(self, start: Array | int, rows: int) -> Tree:
-        """Consecutive rows. XLA computes a slice anew in every operation that reads it, a gather once."""
+        """Consecutive rows; narrow ones by a gather, because XLA recomputes slices wherever they are read."""
         if not is_wide(self.samples):
             return self.gather(start + jnp.arange(rows, dtype=jnp.int32))
         take: Callable[[Array], Array] = lambda a: jax.lax.dynamic_slice_in_dim(a, self.place.offset + start, rows)  # noqa: E731

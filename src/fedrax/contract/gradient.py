@@ -1,4 +1,4 @@
-"""The gradient of a batch's loss, traced once for all programs of a run that hold it."""
+"""The gradient of the loss of a batch, traced once for all programs of a run."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fedrax.tree import Tree
 
 
 def scaled_sum(losses: Array, counts: Array | None, scale: Any = None, count: Any = None) -> Array:
-    """scale times the sum of the losses [B] that count, over ``count``; without ``scale`` the sum.
+    """scale / count times the sum of the losses [B]; without ``scale`` the sum.
 
-    counts: bool [B], or None where all do.
+    counts: bool [B], False for padding; None without padding.
     """
     total = losses.sum() if counts is None else jnp.where(counts, losses, 0).sum()
     return total if scale is None else scale * (total / count)
@@ -34,8 +34,8 @@ def batch_gradient(
 ) -> tuple[Array, Tree]:
     """:func:`scaled_sum` of ``losses(params, samples, key)`` [B] and its gradient at ``params``.
 
-    samples: pytree of arrays [B, ...]; the others as there. ``losses`` holds no arrays of a program that is being
-    traced; one that does is for ``untraced(batch_gradient)``.
+    samples: pytree of arrays [B, ...]; the others as there. ``losses`` must not close over tracers; for one that
+    does, use ``untraced(batch_gradient)``.
     """
     objective = lambda params, samples, counts: scaled_sum(losses(params, samples, key), counts, scale, count)  # noqa: E731
     return xla.value_and_grad(objective, precision)(params, samples, counts)

@@ -1,7 +1,7 @@
-"""Local work: the steps a client takes between two messages.
+"""Local training: the steps of a client between receiving the broadcast message and its upload.
 
-Every method here is a *direction* inside one loop: at each of T steps (or of E epochs) a gradient g is taken,
-the method turns it into a direction d, and x_i <- prox_{eta Psi}(x_i - eta d).
+All methods share one loop. At each of T steps (or of E epochs) a gradient g is computed, the method turns it into a
+direction d, and x_i <- prox_{eta Psi}(x_i - eta d).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Step:
         self.index = jnp.asarray(index, jnp.int32)
         """t, from 0: int32."""
         self._key = data.dropout_key(index)
-        self._local, self._data, self._asked = local, data, False
+        self._local, self._data, self._evaluated = local, data, False
         self.block: Array | None = None
         """The block this step works on (M fixed blocks only)."""
         if local.blocks is not None:
@@ -73,9 +73,9 @@ class Step:
             The loss, the raw gradient and the running statistics.
         """
         local, data = self._local, self._data
-        if self._asked:
+        if self._evaluated:
             data.refuse_uncounted("a second gradient in a step")
-        self._asked = True
+        self._evaluated = True
         if local.blocks is not None and self.block is not None:
             found = data.block_gradient(params, self.block, local.blocks, self._key, local.reduction)
         elif local.batch_size == "full":
@@ -148,7 +148,7 @@ class LocalResult(NamedTuple):
     memory: Any
     """The memory of the direction after the last step; None without one."""
     mean_gradient: Tree
-    """The mean of the gradients along the way; None unless asked for."""
+    """The mean of the raw gradients of all steps; None unless requested."""
     info: dict[str, Array]
     """loss: mean over the steps, each before its update; gradients: evaluations of one sample's gradient; with
     ``local.clip`` also clipped: the share of the steps that it shortened."""
@@ -236,33 +236,31 @@ class LocalSGD:
     """Keep the optimizer's state from round to round on each client, instead of starting anew."""
 
     _instead = {"steps": "epochs", "epochs": "steps"}  # noqa: RUF012 - never mutated
-    """Where a file gives one of them, the default of the other does not count."""
+    """If a file sets one of them, the default of the other is dropped."""
 
     def check(self) -> None:
-        """Refuse combinations that contradict each other."""
+        """Raise FedraxError for options that exclude each other."""
         if self.steps is not None and self.epochs is not None:
             raise FedraxError("give local steps or local epochs, not both")
         if self.blocks is not None and self.steps is None:
             raise FedraxError(
-                f"of M fixed blocks (local.blocks = {self.blocks}; LoSAC and FedSaga have some by default) every step"
-                " draws one at random: give local steps, not epochs"
+                f"with fixed blocks (local.blocks = {self.blocks}; a default of LoSAC and FedSaga) every step draws one"
+                " block at random: give local steps, not epochs"
             )
         if self.blocks is not None and self.batch_size != LocalSGD.batch_size:
             warn(
-                f"a step sees one of local.blocks = {self.blocks}, and local.batch_size is ignored",
+                f"local.batch_size is ignored: a step uses one of local.blocks = {self.blocks}",
             )
         if self.optimizer is not None and (self.momentum is not None or self.clip is not None):
             raise FedraxError(
-                "a local optimizer has its own momentum and clipping: leave local.momentum and local.clip out"
+                "local.momentum and local.clip have no effect on a local optimizer: configure the optimizer instead"
             )
         if self.carry and self.optimizer is None:
-            raise FedraxError(
-                "there is no local optimizer whose state could be carried over rounds: set local.optimizer"
-            )
+            raise FedraxError("local.carry needs a local optimizer: set local.optimizer")
         if self.prox is not None and not self.lr_is_step_size:
             raise FedraxError(
-                "local.prox is that of the step size, and a finished local optimizer has its own: make it of local.lr,"
-                " Optax.of(...) without a learning rate"
+                "local.prox needs the step size local.lr, which a finished local optimizer does not use: create the"
+                " optimizer by Optax.of(...) without a learning rate"
             )
 
     def check_sizes(self, sizes: np.ndarray) -> None:
@@ -273,17 +271,13 @@ class LocalSGD:
         """
         largest = int(sizes.max())
         if self.blocks is not None and (self.blocks > largest or self.blocks * largest > np.iinfo(np.int32).max):
-            raise FedraxError(
-                f"local.blocks = {self.blocks} cuts clients' data into too many blocks: the largest client has"
-                f" {largest} samples"
-            )
+            raise FedraxError(f"local.blocks = {self.blocks} is too many: the largest client has {largest} samples")
         if self.order == "stored" and self.blocks is None and self.batch_size != "full" and self.steps is not None:
             seen = self.steps * self.batch_size
             if seen < largest:
-                come = "one step comes" if self.steps == 1 else f"{self.steps} steps come"
                 warn(
-                    f"in stored order every round begins with a client's first sample: {come} to {seen}, and of the"
-                    f" largest client's {largest} samples the others are never seen"
+                    f"in stored order every round starts at a client's first sample: local.steps = {self.steps} use"
+                    f" {seen} samples, and the others of the {largest} samples of the largest client are never used"
                 )
 
     def step_size(self, round: Array) -> Array | float:
@@ -310,9 +304,7 @@ class LocalSGD:
             return data.place.steps
         if data.work is not None and (self.steps or self.epochs or 1) == 1:
             what = "epochs" if self.steps is None else "steps"
-            warn(
-                f"stragglers do whole {what}, one at least, and here everybody does one: stragglers count for nothing",
-            )
+            warn(f"stragglers are ignored: they do at least one of the {what}, and local.{what} = 1")
         if self.steps is not None:
             return self.steps if data.work is None else jnp.ceil(data.work * self.steps).astype(jnp.int32)
         epochs: Array | int = self.epochs or 1
@@ -352,7 +344,7 @@ class LocalSGD:
         if self.blocks is not None:
             return jnp.asarray(steps, float) * data.size / self.blocks
         if self.batch_size == "full":
-            return jnp.asarray(steps, float) * data.size  # as whole numbers they may go beyond 32 bits
+            return jnp.asarray(steps, float) * data.size  # int32 may overflow
         batch = min(self.batch_size, data.layout.largest)
         if self.order == "replacement":
             return jnp.asarray(steps, float) * batch
@@ -494,7 +486,7 @@ class LocalSGD:
         carried.params, carried.optimizer = x, rule if self.carry else carried.optimizer
         x = data.change_result(x)
         count = jnp.asarray(steps, float)
-        shared = 1 / jnp.maximum(count, 1)  # of no step at all the loss is 0
+        shared = 1 / jnp.maximum(count, 1)  # without any step the loss is 0
         return LocalResult(
             params=x,
             steps=count,
@@ -530,7 +522,7 @@ class LocalSGD:
     def _optimized(
         self, x: Tree, state: Tree, d: Tree, lr: Array | float, round: Array, loss: Array | None
     ) -> tuple[Tree, Tree]:
-        """A step of the optimizer; the schedule acts through its learning rate, or on a finished one's updates."""
+        """One step of the optimizer; the schedule scales the learning rate, or the updates of a finished optimizer."""
         assert self.optimizer is not None
         factor = 1.0 if self.optimizer.wants_lr else self.schedule(round)
         x, state = self.optimizer.move(x, state, d, lr, factor, loss)

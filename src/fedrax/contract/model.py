@@ -53,17 +53,17 @@ class Model:
     train: Callable[..., tuple[Any, Any]] | None = None
     """(Variables, x [B, ...], key) -> (outputs, new statistics), in training mode; None without statistics."""
     measures: Callable[[Params, Any], dict[str, Any]] | None = None
-    """(parameters, truth) -> numbers by name that say something of the parameters without any data. truth: what made
-    the data, None where nobody knows."""
+    """(parameters, truth) -> metrics of the parameters that need no samples, by name. truth: the
+    model that generated synthetic data, or None."""
     loss: Literal["hinge", "value"] | None = None
     """What an experiment trains it with, where that is neither cross entropy (of classes) nor squared error (of a
     regression): the multiclass hinge loss, or its own output as the loss."""
     reads_amounts: bool = False
-    """Whether integers are to it the amounts that they are, so that numbers of words, which are names, mean nothing."""
+    """Whether the model reads integers as amounts, so that token indices are meaningless to it."""
     words: int | None = None
-    """Of a model of words, how many numbers it has vectors for: from 0, padding, on."""
+    """The size of the vocabulary of a text model, with index 0 for padding."""
 
     def __repr__(self) -> str:
-        """What it is called, and what it offers."""
+        """Its name and its optional parts."""
         offered = [part for part in ("features", "blocks", "train", "measures") if getattr(self, part) is not None]
         return f"{type(self).__name__} {self.name!r}" + (f" with {', '.join(offered)}" if offered else "")

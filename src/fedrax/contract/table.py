@@ -1,4 +1,4 @@
-"""Tables in client states: many vectors, of which a local step reads and writes one."""
+"""Tables in client states: M vectors, of which a local step reads and writes one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class VectorTable:
         return self._rows if self._client is None else tree.row(self._rows, self._client)
 
     def __getitem__(self, j: Any) -> Tree:
-        """Row ``j``; of an index out of range the nearest one."""
+        """Row ``j``, clipped to the nearest row."""
         if self._client is None:
             return tree.row(self._rows, j)
 
@@ -99,20 +99,20 @@ class VectorTable:
 
 
 def is_table(value: Any) -> bool:
-    """Whether ``value`` is a table; where a pytree is to be cut off above its arrays."""
+    """Whether ``value`` is a table, for ``is_leaf``."""
     return isinstance(value, VectorTable)
 
 
 def holds_tables(state: Tree) -> bool:
-    """Whether a client state has any."""
+    """Whether a client state has a table."""
     return any(map(is_table, jax.tree.leaves(state, is_leaf=is_table)))
 
 
 def state_in(store: Tree, slot: Array) -> Tree:
-    """The client state in row ``slot`` of a store of states, its tables left where they are.
+    """The client state in row ``slot`` of a store of states, with its tables left in the store.
 
-    Such a table holds those of all clients [clients, M, ...], this client's place among them, and its number among
-    the tables of the state.
+    Such a table refers to the vectors of all clients [clients, M, ...], with the row of this client and its number
+    among the tables of the state.
     """
     parts, structure = jax.tree.flatten(store, is_leaf=is_table)
     state = [VectorTable(a._rows, slot, k) if is_table(a) else tree.row(a, slot) for k, a in enumerate(parts)]
@@ -120,7 +120,7 @@ def state_in(store: Tree, slot: Array) -> Tree:
 
 
 def set_state(store: Tree, slot: Array, state: Tree) -> Tree:
-    """The store with row ``slot`` replaced by a state, made of what :func:`state_in` gave for that row."""
+    """The store with row ``slot`` replaced by a state that was computed from :func:`state_in` of that row."""
     parts, structure = jax.tree.flatten(store, is_leaf=is_table)
     news = structure.flatten_up_to(state)
 
@@ -129,7 +129,7 @@ def set_state(store: Tree, slot: Array, state: Tree) -> Tree:
             return tree.set_row(old, slot, new)
         if new._client is not None and new._number == k:
             return VectorTable(new._rows)
-        return VectorTable(tree.set_row(old._rows, slot, new.rows))  # another table took this one's place
+        return VectorTable(tree.set_row(old._rows, slot, new.rows))  # tables were exchanged
 
     return jax.tree.unflatten(
         structure, [put(k, old, new) for k, (old, new) in enumerate(zip(parts, news, strict=True))]

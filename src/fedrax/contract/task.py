@@ -1,4 +1,4 @@
-"""What the clients optimize: a loss on a batch, the metrics to watch, and where the parameters start.
+"""Tasks: the loss of a batch, the metrics, and the initial parameters.
 
 task = classification(MLP(hidden=(200, 200)).build((28, 28), 10), preprocess=rescale(0.1307, 0.3081))
 params = task.init(jax.random.key(0))
@@ -39,7 +39,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class OfOutputs:
-    """A metric that looks at a model's outputs alone, so that all such metrics of a task can share them."""
+    """A metric of the model's outputs, so that all such metrics of a task share one forward pass."""
 
     outputs: Callable[..., Array]
     """As of `Task`."""
@@ -64,7 +64,7 @@ class OfModel:
 
 @dataclass(frozen=True)
 class LossesAlone:
-    """What a `Task.loss_and_statistics` gives, without the statistics."""
+    """A `Task.loss` that is computed by `Task.loss_and_statistics`."""
 
     function: Callable[[Variables, Batch, Array], tuple[Array, Any]]
 
@@ -93,8 +93,8 @@ class Task:
     init: Callable[[Array], Params]
     """key -> parameters."""
     loss: Callable[[Params, Batch, Array], Array]
-    """(parameters, batch, key) -> losses [B], one for each sample, in training mode; the key feeds dropout. Statistics
-    that it would move stay as they are."""
+    """(parameters, batch, key) -> losses [B], one for each sample, in training mode; the key feeds dropout. Running
+    statistics are not updated."""
     metrics: Mapping[str, Callable[[Params, Batch], Array]] = field(default_factory=dict)
     """name -> function (parameters, batch) -> values [B] in evaluation mode; the simulator averages them."""
     features: Callable[..., Array] | None = None
@@ -111,7 +111,7 @@ class Task:
     loss_of_outputs: Callable[..., Array] | None = None
     """(outputs, y) -> losses [B]."""
     measures: Callable[[Params], dict[str, Array]] | None = None
-    """parameters -> numbers by name that say something of them without any data; reported with every evaluation."""
+    """parameters -> metrics that need no samples, by name; reported with every evaluation."""
     lower_is_better: tuple[str, ...] = ()
     """The metrics of which a smaller value is better, as of a loss; of all others a larger one is."""
     whole_set: Mapping[str, WholeSetMetric] = field(default_factory=dict)
@@ -122,11 +122,11 @@ class Task:
     labels_within: tuple[float, float] | None = None
     """The least and the largest label that the loss is meant for."""
     reads_amounts: bool = False
-    """Whether the integers of samples reach a model to which they are amounts, see `Model`."""
+    """Whether a model that reads integers as amounts receives the stored samples, see `Model`."""
     words: int | None = None
-    """How many numbers of words the model that samples reach has vectors for, see `Model`."""
+    """The size of the model's vocabulary, see `Model`."""
     notes: tuple[str, ...] = ()
-    """Sentences about what its numbers are, which commands print."""
+    """Notes on the metrics, which commands print."""
 
     def __post_init__(self) -> None:
         both = self.loss_and_statistics
@@ -145,7 +145,7 @@ class Task:
             check_function(f"metric {name!r} of a whole set", metric, "outputs, y")
 
     def __repr__(self) -> str:
-        """What it is called, and what it measures."""
+        """Its name and its metrics."""
         named = ", ".join(["loss", *self.metrics, *self.whole_set])
         return f"Task {self.name!r}: {named}"
 
@@ -290,11 +290,11 @@ def binary_classification(model: Model, preprocess: Preprocess | None = None) ->
     """
 
     def loss(logit: Array, labels: Array) -> Array:
-        logit = _one_a_label(logit, labels)
+        logit = _match_targets(logit, labels)
         return _over_positions(jax.nn.softplus(logit) - logit * labels.astype(logit.dtype))
 
     def accuracy(logit: Array, labels: Array) -> Array:
-        logit = _one_a_label(logit, labels)
+        logit = _match_targets(logit, labels)
         return _over_positions(((logit > 0) == (labels > 0)).astype(logit.dtype))
 
     made = supervised(model, loss, {"accuracy": accuracy}, preprocess=preprocess, name="binary")
@@ -319,7 +319,7 @@ def regression(model: Model, preprocess: Preprocess | None = None, truth: Any = 
     """
 
     def squared_error(output: Array, y: Array) -> Array:
-        output = _one_a_label(output, y)
+        output = _match_targets(output, y)
         return _over_positions((output - y.astype(output.dtype)) ** 2)
 
     falling = ("mse", "frobenius_error")
@@ -350,7 +350,9 @@ def objective(model: Model, preprocess: Preprocess | None = None, truth: Any = N
 
     def value(output: Array, y: Array) -> Array:
         if output.shape not in ((len(y),), (len(y), 1)):
-            raise FedraxError(f"an objective needs a model with one output a sample, not outputs of {output.shape}.")
+            raise FedraxError(
+                f"an objective needs a model with one output per sample, not outputs of shape {output.shape}."
+            )
         return output.reshape(len(y))
 
     return supervised(model, value, preprocess=preprocess, name="objective", truth=truth)
@@ -402,10 +404,10 @@ def supervised(
         return lambda params, x, key=None: function(params, inputs(params, x), key)
 
     def apply(params: Params, x: Array | np.ndarray, *key: Array) -> Array:
-        return _wide(model.apply(params, inputs(params, x), *key))
+        return _at_least_float32(model.apply(params, inputs(params, x), *key))
 
     def loss_of_outputs(outputs: Array, y: Any) -> Array:
-        return loss(_wide(outputs), y)
+        return loss(_at_least_float32(outputs), y)
 
     def training_loss(params: Params, batch: Batch, key: Array) -> Array:
         return loss(apply(params, batch.x, key), batch.y)
@@ -434,8 +436,8 @@ def supervised(
     )
 
 
-def _wide(outputs: Any) -> Array:
-    """A model's outputs, floating numbers in 32 bits at least: losses and metrics add up many."""
+def _at_least_float32(outputs: Any) -> Array:
+    """The outputs of a model in float32 at least, because losses and metrics are sums."""
     if not hasattr(outputs, "shape"):
         raise FedraxError(f"a model's outputs are an array, not {type(outputs).__name__}.")
     short = jnp.issubdtype(outputs.dtype, jnp.floating) and jnp.finfo(outputs.dtype).bits < 32
@@ -453,7 +455,7 @@ def _over_positions(values: Array) -> Array:
 
 
 def _labels_of(logits: Array, labels: Array | np.ndarray) -> Array:
-    """The labels, signed, if there is one for each vector of logits."""
+    """The labels as signed integers, one for each vector of logits."""
     if logits.shape[:-1] != labels.shape or not jnp.issubdtype(labels.dtype, jnp.integer):
         hint = ""
         if not jnp.issubdtype(labels.dtype, jnp.integer):
@@ -470,9 +472,9 @@ def _labels_of(logits: Array, labels: Array | np.ndarray) -> Array:
     return labels if jnp.issubdtype(labels.dtype, jnp.signedinteger) else labels.astype(int)
 
 
-def _one_a_label(output: Array, y: Array | np.ndarray) -> Array:
-    """The outputs in the shape of y; an axis of length one more or less is none."""
+def _match_targets(output: Array, y: Array | np.ndarray) -> Array:
+    """The outputs in the shape of ``y``, up to a unit axis."""
     if output.shape != y.shape and {output.shape, y.shape} != {(len(y),), (len(y), 1)}:
-        wanted = "one output a sample" if y.ndim == 1 else f"one output a target, {y.shape[1:]} a sample"
+        wanted = "one output per sample" if y.ndim == 1 else f"outputs of shape {y.shape[1:]} per sample"
         raise FedraxError(f"this task needs a model with {wanted}, not outputs of shape {output.shape}.")
     return output.reshape(y.shape)

@@ -1,4 +1,4 @@
-"""Whether a task's functions take what they are given and give what they must, and a sentence where they do not."""
+"""Checks of the functions of a task on the samples of a federation, by tracing."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from fedrax.config.user_errors import in_words, own_frame
 from fedrax.errors import FedraxError
 
 MANY = 16 * xla.TRACE_BATCH
-"""Samples for models that take them in groups of two, four, eight or sixteen only."""
+"""Batch size of the second attempt, for models that need a multiple of two, four, eight or sixteen samples."""
 
 
 def check_function(what: str, function: Any, arguments: str) -> None:
-    """Refuse what is no function of so many arguments; ``arguments`` names them, "parameters, batch, key"."""
+    """Raise FedraxError unless ``function`` can be called with ``arguments``, such as "parameters, batch, key"."""
     if not callable(function):
         raise FedraxError(f"the task's {what} must be a function ({arguments}), not {type(function).__name__}")
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # one of another language's
+    except (TypeError, ValueError):  # a function that is not written in Python
         return
     try:
         signature.bind(*arguments.split(", "))
@@ -35,10 +35,11 @@ def check_function(what: str, function: Any, arguments: str) -> None:
 
 
 def check_task(task: Any, variables: Any, samples: Any, federation: Any) -> None:
-    """Trace loss and metrics with batches such as ``samples`` (x [n, ...], y [n, ...]); nothing is computed.
+    """Trace loss and metrics with a batch like ``samples`` (x [n, ...], y [n, ...]) without computing anything.
 
-    FedraxError where the model does not take such samples, for labels that the loss is not meant for, and for other
-    results than one number a sample.
+    Raises:
+        FedraxError: if the model does not accept the samples, labels are outside the range of the loss, or a result is
+            not one number for each sample.
     """
     check_words(task, federation)
     _within(task, samples.y)
@@ -54,46 +55,46 @@ def check_task(task: Any, variables: Any, samples: Any, federation: Any) -> None
 
 
 def _check_of(rows: int, task: Any, variables: Any, samples: Any, federation: Any) -> None:
-    """Of so many samples."""
+    """:func:`check_task` with ``rows`` samples."""
     shapes = [jax.ShapeDtypeStruct((rows, *a.shape[1:]), jax.dtypes.canonicalize_dtype(a.dtype)) for a in samples]
     batch = type(samples)(*shapes)
     about = ", ".join(f"{name} {a.dtype} {list(a.shape[1:])}" for name, a in zip("xy", shapes, strict=True))
     real = {a.dtype for a in jax.tree.leaves((variables, shapes[0])) if jnp.issubdtype(a.dtype, jnp.floating)}
     about += f", and parameters {min(map(str, real - {shapes[0].dtype}))}" if len(real) > 1 else ""
     losses = traced("loss", about, task.loss, variables, batch, jax.random.key(0))
-    _one_a_sample("loss", losses, rows)
+    _check_per_sample("loss", losses, rows)
     if not jnp.issubdtype(losses.dtype, jnp.floating):
-        raise FedraxError(f"the task's loss must be floating numbers, not {losses.dtype}: others have no gradient")
-    if task.one_output_a_class and task.outputs is not None:  # the metric is ours
+        raise FedraxError(f"the task's loss must be floating-point numbers, not {losses.dtype}, which have no gradient")
+    if task.one_output_a_class and task.outputs is not None:  # the metric is built in
         _enough_outputs(traced("model", about, task.outputs, variables, batch.x).shape[-1:], federation.num_classes)
         return
     for name, metric in task.metrics.items():
-        _one_a_sample(f"metric {name!r}", traced(f"metric {name!r}", about, metric, variables, batch), rows)
+        _check_per_sample(f"metric {name!r}", traced(f"metric {name!r}", about, metric, variables, batch), rows)
 
 
 def check_words(task: Any, federation: Any) -> None:
-    """Refuse samples that are numbers of words where the task's model takes them for amounts, or has no such words."""
+    """Raise FedraxError for token indices that the model would read as amounts, or that its vocabulary lacks."""
     x = federation.train.x
-    if federation.vocabulary and task.reads_amounts and x.dtype.kind in "iu":  # floats are counts, or shares
+    if federation.vocabulary and task.reads_amounts and x.dtype.kind in "iu":  # floats are counts or frequencies
         fitting = "sentence_pairs" if x.ndim > 2 else "tweets"
         raise FedraxError(
-            f"the samples of {federation.name!r} are numbers of words, which the model {task.name.rpartition('/')[2]}"
-            f" would take for amounts: choose a model that learns a vector for each word, such as {fitting}"
+            f"the samples of {federation.name!r} are token indices, which the model {task.name.rpartition('/')[2]}"
+            f" would read as amounts: choose a model with an embedding, such as {fitting}"
         )
     if task.words is None:
         return
     for part in filter(None, (federation.train, federation.test)):
         if part.x.dtype.kind in "iu" and part.x.size:
             least, largest = int(part.x.min()), int(part.x.max())
-            if least < 0 or largest >= task.words:  # of which the last vector would be taken
+            if least < 0 or largest >= task.words:  # indexing would clip to the last embedding
                 raise FedraxError(
-                    f"the samples of {federation.name!r} are numbers from {least} to {largest}, and the model"
-                    f" {task.name.rpartition('/')[2]} has words for 0, which is padding, to {task.words - 1}"
+                    f"the samples of {federation.name!r} are token indices from {least} to {largest}, and the model"
+                    f" {task.name.rpartition('/')[2]} has embeddings for 0 (padding) to {task.words - 1}"
                 )
 
 
 def _within(task: Any, labels: Any) -> None:
-    """Refuse labels of which the loss makes numbers, and wrong ones."""
+    """Raise FedraxError for labels outside the range of the loss, which would give wrong losses."""
     if task.labels_within is None or not np.size(labels):
         return
     low, high = task.labels_within
@@ -105,49 +106,51 @@ def _within(task: Any, labels: Any) -> None:
 
 
 def _enough_outputs(found: tuple[int, ...], num_classes: int | None) -> None:
-    """Refuse a model that has no output for some of the classes: their losses would be numbers, and wrong."""
+    """Raise FedraxError if the model has fewer outputs than classes, which would give wrong losses."""
     if num_classes is not None and found < (num_classes,):
         had = found[0] if found else "no"
-        raise FedraxError(f"the model has {had} outputs a sample for {num_classes} classes: it needs one for each")
+        raise FedraxError(
+            f"the model has {had} outputs per sample for {num_classes} classes: it needs one for each class"
+        )
 
 
 def traced(what: str, about: str, function: Callable, *arguments: Any) -> Any:
-    """What the task's ``what`` gives, in shapes; FedraxError, with ``about``, where it cannot be computed."""
+    """The shapes of what ``function`` returns; FedraxError that mentions ``about`` if it cannot be traced."""
     try:
-        with use_abstract_mesh(xla.NO_MESH):  # so that the trace is found again when gradients are laid out
+        with use_abstract_mesh(xla.NO_MESH):  # the trace is cached and reused for the gradients
             return jax.eval_shape(function, *arguments)
     except FedraxError:
         raise
-    except (TypeError, ValueError) as error:  # what shapes and types that do not fit are to JAX
+    except (TypeError, ValueError) as error:  # what JAX raises for shapes and dtypes that do not match
         words = in_words(error)
         if words is not None:
             raise FedraxError(f"the task's {what}{_place(error)} {words}") from error
         notes = [note.removeprefix("fedrax: ") for note in getattr(error, "__notes__", ()) if note.startswith("fedrax")]
         said = "; ".join([f"{type(error).__name__}: {_said(error)}".rstrip(" :"), *notes])
         raise FedraxError(
-            f"the task's {what} cannot be computed{_place(error)} of {xla.TRACE_BATCH} samples, as of any other number,"
-            f" with {about}: {said}"
+            f"the task's {what} cannot be computed{_place(error)} for a batch of {xla.TRACE_BATCH} samples with"
+            f" {about}: {said}"
         ) from error
 
 
 def _said(error: BaseException) -> str:
-    """An error's first line, with the next where that is what it announces."""
+    """The first line of an error, with the second one if the first ends in a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     announced = lines[1].removeprefix("* ") if lines[0].endswith(":") and len(lines) > 1 else ""
     return f"{lines[0]} {announced}".strip().rstrip(".")
 
 
 def _place(error: BaseException) -> str:
-    """' (in apply, file.py, line 12)', of the last frame in a user's own code, or nothing."""
+    """' (in apply, file.py, line 12)' for the last frame in user code, or an empty string."""
     frame = own_frame(error)
     return "" if frame is None else f" (in {frame.name}, {Path(frame.filename).name}, line {frame.lineno})"
 
 
-def _one_a_sample(what: str, found: Any, rows: int) -> None:
+def _check_per_sample(what: str, found: Any, rows: int) -> None:
     if getattr(found, "shape", None) == (rows,):
         return
     if getattr(found, "shape", None) == ():
-        raise FedraxError(f"the task's {what} must be one number a sample, [B], not one for all: leave the mean out")
+        raise FedraxError(f"the task's {what} must be one number for each sample, [B], not their mean")
     shape = [("B" if n == rows else str(n)) for n in found.shape] if hasattr(found, "shape") else None
     had = f"[{', '.join(shape)}]" if shape is not None else f"a {type(found).__name__}"
-    raise FedraxError(f"the task's {what} must be one number a sample, [B], not {had}")
+    raise FedraxError(f"the task's {what} must be one number for each sample, [B], not {had}")

@@ -85,8 +85,10 @@ class Traits:
         if self.fixed_cohort and varying_cohort:
             raise FedraxError(f"{name} converges to a wrong point when the cohort's size varies between rounds")
         if self.largest_cohort is not None and cohort_size > self.largest_cohort:
-            limit = f"a memory of {self.largest_cohort} clients is smaller than a cohort of {cohort_size}"
-            raise FedraxError(f"{name} remembers every client of the cohort: {limit}")
+            raise FedraxError(
+                f"{name} stores a vector for every client of the cohort: a memory of {self.largest_cohort} clients is"
+                f" smaller than a cohort of {cohort_size}"
+            )
 
     def check_task(self, name: str, task: Any, statistics: tree.Tree) -> None:
         """Check that a task provides what the method requires.
@@ -103,12 +105,12 @@ class Traits:
             raise FedraxError(f"{name} needs a model with features: give Model(..., features=...)")
         if self.blocks and not getattr(task, "blocks", None):
             raise FedraxError(f"{name} needs a model made of blocks: give Model(..., blocks=...)")
-        kept = tree.leaf_names(statistics)
-        if self.no_statistics and kept:
-            what = kept[0] if len(kept) == 1 else f"{kept[0]} and {len(kept) - 1} more"
+        names = tree.leaf_names(statistics)
+        if self.no_statistics and names:
+            what = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
             raise FedraxError(
-                f"{name} takes no care of running statistics, and the model keeps {what}: use group norm instead of"
-                " batch norm, and plain arrays for what never moves"
+                f"{name} does not support running statistics, and the model has {what}: use group norm instead of batch"
+                " norm, and plain arrays for constants"
             )
 
     def check_parts(self, task: Any, variables: tree.Tree, x: Any) -> None:
@@ -129,12 +131,12 @@ class Traits:
             traced("features", about, task.features, variables, some, key)
             if not xla.dependent_leaves(task.features, variables, some):
                 warn(
-                    "the method compares features, and the model's are made of the samples alone, whatever its"
-                    " parameters are: there is nothing to compare"
+                    "the method compares features, but those of the model do not depend on its parameters: the"
+                    " method has no effect"
                 )
         if self.blocks:
             given = some
             for number, block in enumerate(task.blocks, 1):
                 given = traced(f"block {number}", about, block, variables, given, key)
             if len(task.blocks) == 1:
-                warn("the method puts networks together, and the model has one block: there is nothing to put together")
+                warn("the method combines blocks of networks, but the model has one block: the method has no effect")

@@ -1,4 +1,4 @@
-"""Many vectors of the parameters' kind on the server, their entries spread over the simulator's devices."""
+"""Vectors like the parameters in the server state, one per client, sharded over the devices."""
 
 from __future__ import annotations
 
@@ -15,26 +15,25 @@ from jax import Array, lax
 from fedrax.tree import Tree, leaf_names, sum_over_blocks
 
 _FEW_DEVICES = 4
-"""So many exchange their pieces of vectors one by one; with more there would be too many exchanges."""
+"""Most devices that exchange their parts pairwise; with more the number of exchanges grows too large."""
 
 
 class Form(NamedTuple):
-    """What the vectors are vectors of: a pytree's structure and the shapes of its leaves."""
+    """The tree structure of a vector and the shapes of its leaves."""
 
     structure: Any
     shapes: tuple[tuple[int, ...], ...]
 
 
 class Changes(NamedTuple):
-    """What :meth:`ServerVectors.accumulate` has replaced since :func:`watched`, for undoing it in place."""
+    """The rows that :meth:`ServerVectors.accumulate` has replaced since :func:`watched`, to undo it in place."""
 
     of: object
-    """Stands for the vectors as they were."""
+    """Identity of the vectors before the changes."""
     rows: tuple[tuple[Array, tuple[Array, ...]], ...] = ()
-    """For each call the numbers [R] and what they stood for before, [R, n] of each leaf."""
+    """For each call the row numbers [R] and the rows before it, [R, n] of each leaf."""
     zeros: tuple[tuple[Array, ...], ...] = ()
-    """For each call the sum of zero times each vector that was put there, [n] of each leaf: not zero where a number
-    was not finite."""
+    """For each call the sum of zero times each new vector, [n] of each leaf: not zero where an entry is not finite."""
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -168,13 +167,13 @@ class ServerVectors:
 
     @property
     def rows(self) -> Tree:
-        """All vectors, NumPy leaves [K, ...]; for people, outside of compiled code."""
+        """All vectors, NumPy leaves [K, ...]; outside of compiled code only."""
         pairs = zip(self._parts, self._form.shapes, strict=True)
         leaves = [np.asarray(part).reshape(*part.shape[:-1], *shape) for part, shape in pairs]
         return jax.tree.unflatten(self._form.structure, leaves)
 
     def _whole(self, pieces: Sequence[Array]) -> Tree:
-        """The vector of which this device has ``pieces``, one of each leaf."""
+        """The vector of which this device has the parts ``pieces``, one of each leaf."""
         if self._axis is not None:
             everyones = lax.all_gather(jnp.concatenate(pieces), self._axis)  # one exchange, not one a leaf
             bounds = itertools.pairwise(itertools.accumulate([len(p) for p in pieces], initial=0))
@@ -183,7 +182,7 @@ class ServerVectors:
         return jax.tree.unflatten(self._form.structure, leaves)
 
     def _share(self, vector: Tree) -> list[Array]:
-        """This device's pieces of a whole vector."""
+        """The parts of a vector on this device."""
         flat = [x.reshape(-1) for x in jax.tree.leaves(vector)]
         if self._axis is None:
             return flat
@@ -224,12 +223,12 @@ class ServerVectors:
 
 
 def is_vectors(value: Any) -> bool:
-    """Whether ``value`` is a :class:`ServerVectors`; where a pytree is to be cut off above its arrays."""
+    """Whether ``value`` is a :class:`ServerVectors`, for ``is_leaf``."""
     return isinstance(value, ServerVectors)
 
 
 def holds_vectors(values: Tree) -> bool:
-    """Whether a pytree has any."""
+    """Whether a pytree has :class:`ServerVectors`."""
     return any(map(is_vectors, jax.tree.leaves(values, is_leaf=is_vectors)))
 
 
@@ -241,20 +240,25 @@ def map_vectors(
 
 
 def on_axis(values: Tree, axis: str | None) -> Tree:
-    """The same with vectors that are shares of the devices along a mesh's axis; None: that are whole."""
+    """``values`` with vectors marked as sharded along an axis of the mesh; None: not sharded."""
     return map_vectors(lambda v: ServerVectors(v._parts, v._form, axis, v._changes), values)
 
 
 def watched(values: Tree) -> Tree:
-    """The same with vectors that note what is accumulated in them, for :func:`settled`."""
+    """``values`` with vectors that record what is accumulated, for :func:`settled`."""
     return map_vectors(lambda v: ServerVectors(v._parts, v._form, v._axis, Changes(object())), values)
 
 
 def settled(old: Tree, new: Tree, sound: Callable[[Tree], Array]) -> tuple[Tree, Array]:
-    """(``new`` where it is sound, else ``old``; whether it is). old: :func:`watched`. sound: of what to look at.
+    """(``new`` if it is sound, otherwise ``old``; whether it is sound).
 
-    Where nothing of vectors has changed but what was accumulated, that alone is looked at, as it is put there, and
-    taken back in place: who holds both copies them in every round.
+    Accumulated vectors are checked by the accumulated rows alone and restored in place: keeping ``old`` and ``new``
+    would copy all vectors in every round.
+
+    Args:
+        old: the state before, from :func:`watched`.
+        new: the state after.
+        sound: pytree -> bool; whether its values are finite.
     """
     befores = jax.tree.leaves(old, is_leaf=is_vectors)
     afters, structure = jax.tree.flatten(new, is_leaf=is_vectors)
@@ -265,19 +269,19 @@ def settled(old: Tree, new: Tree, sound: Callable[[Tree], Array]) -> tuple[Tree,
     chosen = lax.cond(good, lambda: [afters[i] for i in others], lambda: [befores[i] for i in others])
     either = dict(zip(others, chosen, strict=True))
     made = [
-        either[i] if changes is None else _taken_back(afters[i], changes, good) for i, changes in enumerate(accumulated)
+        either[i] if changes is None else _restored(afters[i], changes, good) for i, changes in enumerate(accumulated)
     ]
     return jax.tree.unflatten(structure, made), good
 
 
 def _accumulated(before: Any, after: Any) -> Changes | None:
-    """What was accumulated in ``before`` where that has made ``after``."""
+    """The changes if ``after`` differs from ``before`` by accumulation only; otherwise None."""
     changes = after._changes if is_vectors(before) and is_vectors(after) else None
     return changes if changes is not None and changes.of is before._changes.of else None
 
 
-def _taken_back(vectors: ServerVectors, changes: Changes, keep: Array) -> ServerVectors:
-    """The vectors as they are, or without the changes, of which the last goes first."""
+def _restored(vectors: ServerVectors, changes: Changes, keep: Array) -> ServerVectors:
+    """The vectors, with the changes undone in reverse order unless ``keep``."""
     parts = vectors._parts
     for rows, before in reversed(changes.rows):
 
@@ -291,7 +295,7 @@ def _taken_back(vectors: ServerVectors, changes: Changes, keep: Array) -> Server
 
 
 def exchanged(vectors: ServerVectors, axis: str) -> ServerVectors:
-    """A device's share of the vectors of all devices along ``axis``, each of which brings whole ones."""
+    """The shard of this device of the vectors that all devices along ``axis`` contribute unsharded."""
     parts = _padded(vectors._parts, lax.axis_size(axis))
     exchange = _piece_by_piece if lax.axis_size(axis) <= _FEW_DEVICES else _all_to_all
     return ServerVectors([exchange(part, axis) for part in parts], vectors._form, axis)
@@ -302,7 +306,7 @@ def _all_to_all(part: Array, axis: str) -> Array:
 
 
 def _piece_by_piece(part: Array, axis: str) -> Array:
-    """The same as :func:`_all_to_all`, for which XLA:CPU cuts up, puts together and turns round everything first."""
+    """As :func:`_all_to_all` without the copies and transposes that XLA:CPU makes for it."""
     devices, mine = lax.axis_size(axis), lax.axis_index(axis)
     count, share = part.shape[0], part.shape[1] // devices
     gathered = jnp.zeros((devices * count, share), part.dtype)
@@ -315,12 +319,12 @@ def _piece_by_piece(part: Array, axis: str) -> Array:
 
 
 def padded(values: Tree, devices: int) -> Tree:
-    """The same with zeros at the end of every leaf of the vectors, so that ``devices`` can share it."""
+    """``values`` with every leaf of the vectors zero-padded to a multiple of ``devices``."""
     return map_vectors(lambda v: ServerVectors(_padded(v._parts, devices), v._form), values)
 
 
 def fetched(values: Tree) -> Tree:
-    """The same with the vectors on the host, without what :func:`padded` added."""
+    """``values`` with the vectors on the host, without the padding of :func:`padded`."""
 
     def fetch(v: ServerVectors) -> ServerVectors:
         sizes = [math.prod(shape) for shape in v._form.shapes]

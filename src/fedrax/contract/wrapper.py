@@ -1,4 +1,4 @@
-"""Methods around methods: a base that forwards the whole contract, so that wrappers nest."""
+"""Wrappers: methods around another method, which forward the whole contract and can be nested."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Wrapper(Algorithm):
     property."""
 
     def __init_subclass__(cls, **more: Any) -> None:
-        """Refuse what would never be called, or could not be."""
+        """Raise FedraxError for methods that would never be called, or take wrong arguments."""
         super().__init_subclass__(**more)
         for name, function in vars(cls).items():
             if name == "traits":
@@ -84,7 +84,7 @@ class Wrapper(Algorithm):
                     inspect.signature(function).bind(*needed)
                 except TypeError:
                     said = f"write def {name}({', '.join(needed)})"
-                    raise FedraxError(f"{cls.__name__}.{name} takes other arguments: {said}") from None
+                    raise FedraxError(f"{cls.__name__}.{name} has a wrong signature: {said}") from None
 
     # -- for wrappers to override ------------------------------------------------------------------------------
 
@@ -176,40 +176,40 @@ class Wrapper(Algorithm):
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """``inner``'s, with the wrapper around each."""
+        """The phases of ``inner`` with the wrapper around each."""
         inner = self.inner.phases
         if self.inner.traits.plain_sum and (self.own_traits.stacked_uploads or self._decodes):
             noisy = self.inner
             while isinstance(noisy, Wrapper) and noisy.inner.traits.plain_sum:
                 noisy = noisy.inner
             raise FedraxError(
-                f"the noise of {type(noisy).__name__} is measured by what clients add to a plain sum, which"
-                f" {type(self).__name__} changes: put it inside, or let the noise be added at the clients"
+                f"the noise of {type(noisy).__name__} is calibrated to a plain sum of uploads, which"
+                f" {type(self).__name__} changes: put {type(self).__name__} inside, or add the noise at the clients"
             )
         return tuple(self._phase(phase, last=phase is inner[-1]) for phase in inner)
 
     @property
     def _decodes(self) -> bool:
-        """Whether what is summed of an upload is not the upload."""
+        """Whether the wrapper decodes uploads before they are summed."""
         return type(self).around_receive is not Wrapper.around_receive
 
     @property
-    def _keeps(self) -> bool:
-        """Whether states are :class:`Wrapped`: those of the server and of the clients alike."""
+    def _has_state(self) -> bool:
+        """Whether the states of server and clients are :class:`Wrapped`."""
         mine = type(self)
         return mine.init_own is not Wrapper.init_own or mine.init_client_own is not Wrapper.init_client_own
 
-    def _parts(self, state: Any) -> tuple[Any, Tree]:
-        return (state.inner, state.own) if self._keeps else (state, ())
+    def _split_state(self, state: Any) -> tuple[Any, Tree]:
+        return (state.inner, state.own) if self._has_state else (state, ())
 
-    def _whole(self, inner: Any, own: Tree) -> Any:
-        if self._keeps:
+    def _join_state(self, inner: Any, own: Tree) -> Any:
+        if self._has_state:
             return Wrapped(inner, own)
         if jax.tree.leaves(own):
             name = type(self).__name__
             raise FedraxError(
-                f"{name} returns a state of its own, and keeps none: define init_own(params, num_clients) for the"
-                " server's, init_client_own(params) for a client's"
+                f"{name} returns a state of its own without an initial one: define init_own(params, num_clients) for"
+                " the server, init_client_own(params) for a client"
             )
         return inner
 
@@ -220,27 +220,27 @@ class Wrapper(Algorithm):
         name = type(self).__name__
 
         def broadcast(server: Any) -> Tree:
-            message = self.around_broadcast(phase.broadcast, *self._parts(server))
+            message = self.around_broadcast(phase.broadcast, *self._split_state(server))
             if message is None:
                 raise FedraxError(f"{name}.around_broadcast returns nothing: return what the server sends")
             return message
 
         def client(message: Any, state: Any, data: ClientData) -> ClientOutput:
-            mine, own = self._parts(state)
-            made = self.around_client(inside, message, mine, own, data, last)
-            output, own = _returned(f"{name}.around_client", made, 2, "the pair output, own")
+            mine, own = self._split_state(state)
+            returned = self.around_client(inside, message, mine, own, data, last)
+            output, own = _check_tuple(f"{name}.around_client", returned, 2, "the pair output, own")
             if not isinstance(output, ClientOutput):
                 raise FedraxError(
                     f"{name}.around_client returns {kind(output)} in place of the output: output._replace(upload=...)"
                     " changes a part of what client(message, state, data) returns"
                 )
-            return output._replace(state=self._whole(output.state, own))
+            return output._replace(state=self._join_state(output.state, own))
 
         def server(server: Any, cohort: Cohort) -> tuple[Any, Info]:
-            mine, own = self._parts(server)
+            mine, own = self._split_state(server)
             deeper = lambda state, cohort: phase.server(state, cohort._replace(keys=cohort.keys.inside()))  # noqa: E731
-            made = self.around_server(deeper, mine, own, cohort, last)
-            state, own, info = _returned(f"{name}.around_server", made, 3, "state, own, info")
+            returned = self.around_server(deeper, mine, own, cohort, last)
+            state, own, info = _check_tuple(f"{name}.around_server", returned, 3, "state, own, info")
             if type(state) is tuple and type(mine) is not tuple:
                 raise FedraxError(
                     f"{name}.around_server returns a pair in place of the state: what server(state, cohort) returns is"
@@ -250,18 +250,18 @@ class Wrapper(Algorithm):
                 raise FedraxError(
                     f"{name}.around_server returns {kind(info)} in place of the info: return a dictionary"
                 )
-            return self._whole(state, own), info
+            return self._join_state(state, own), info
 
         receive = lambda upload: self.around_receive(phase.receive, upload)  # noqa: E731
         return Phase(broadcast, client, server, receive, phase.stacked or self.own_traits.stacked_uploads)
 
     def init(self, params: Tree, num_clients: int) -> Any:
-        """``inner``'s, and the wrapper's own."""
-        return self._whole(self.inner.init(params, num_clients), self.init_own(params, num_clients))
+        """The state of ``inner`` with the wrapper's own."""
+        return self._join_state(self.inner.init(params, num_clients), self.init_own(params, num_clients))
 
     def init_client(self, params: Tree) -> Tree:
-        """``inner``'s, and the wrapper's own."""
-        return self._whole(self.inner.init_client(params), self.init_client_own(params))
+        """The state of ``inner`` with the wrapper's own."""
+        return self._join_state(self.inner.init_client(params), self.init_client_own(params))
 
     def init_local(self, params: Tree) -> Tree:
         """As ``inner``."""
@@ -278,38 +278,38 @@ class Wrapper(Algorithm):
         return self.inner.local_steps
 
     def releases(self) -> tuple[Release, ...]:
-        """As ``inner``. A wrapper that protects clients' data, or whose clients send more of it, says so itself."""
+        """As ``inner``. A wrapper that adds noise, or uploads more of the data, overrides this."""
         return self.inner.releases()
 
     def params(self, server: Any) -> Tree:
         """As ``inner``."""
-        return self.inner.params(self._parts(server)[0])
+        return self.inner.params(self._split_state(server)[0])
 
     def with_params(self, server: Any, params: Tree) -> Any:
         """As ``inner``."""
-        mine, own = self._parts(server)
-        return self._whole(self.inner.with_params(mine, params), own)
+        mine, own = self._split_state(server)
+        return self._join_state(self.inner.with_params(mine, params), own)
 
     def personal(self, params: Tree, state: Any) -> Tree | None:
         """As ``inner``."""
-        return self.inner.personal(params, self._parts(state)[0])
+        return self.inner.personal(params, self._split_state(state)[0])
 
     def map_control_variates(self, function: Callable[..., Tree], state: Any, *others: Any) -> Any:
         """As ``inner``."""
-        mine, own = self._parts(state)
-        return self._whole(
-            self.inner.map_control_variates(function, mine, *(self._parts(other)[0] for other in others)), own
+        mine, own = self._split_state(state)
+        return self._join_state(
+            self.inner.map_control_variates(function, mine, *(self._split_state(other)[0] for other in others)), own
         )
 
 
 _HOOKS = ("around_client", "around_server", "around_broadcast", "around_receive", "init_own", "init_client_own")
 
 
-def _returned(where: str, made: Any, parts: int, what: str) -> tuple:
-    """What a wrapper's method returned, if it is so many things."""
-    if type(made) is not tuple or len(made) != parts:
-        raise FedraxError(f"{where} returns {kind(made)}: return {what}")
-    return made
+def _check_tuple(where: str, returned: Any, length: int, what: str) -> tuple:
+    """The output of a wrapper's method, checked to be a tuple of ``length``."""
+    if type(returned) is not tuple or len(returned) != length:
+        raise FedraxError(f"{where} returns {kind(returned)}: return {what}")
+    return returned
 
 
 def wrapped_in(algorithm: Algorithm, kind: type[Wrapper]) -> Wrapper | None:
@@ -322,7 +322,7 @@ def wrapped_in(algorithm: Algorithm, kind: type[Wrapper]) -> Wrapper | None:
 
 
 def uploads_depend_on_state(algorithm: Algorithm) -> bool:
-    """Whether what clients upload may depend on what they keep between rounds: true where they keep anything sent."""
+    """Whether uploads may depend on client states; true if there are any, unless `Traits.unsent_state` excludes it."""
     if isinstance(algorithm, Wrapper):
         own, keeps_state = algorithm.own_traits, keeps(algorithm.init_client_own)
         if uploads_depend_on_state(algorithm.inner):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedrax.contract.algorithm import Algorithm
-from fedrax.contract.initialization import shapes_of, starting_parameters
+from fedrax.contract.initialization import initial_parameters, shapes_of
 from fedrax.contract.task import Batch, Task, Variables
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
@@ -151,7 +151,7 @@ def watch_a_client(
         raise FedraxError(f"the guarantee is for participations {apart} rounds apart: set rounds to 1")
     if not 0 <= client < federation.num_clients:
         raise FedraxError(f"there is no client {client}: there are {federation.num_clients}")
-    start = starting_parameters(task, purpose_key(settings.seed, INITIALIZATION), None)
+    start = initial_parameters(task, purpose_key(settings.seed, INITIALIZATION), None)
     _check_admitted(algorithm, task, settings, start)
     start = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), start)
     coins = all((r.unit, r.neighbors, r.batches) == ("sample", "presence", "poisson") for r in releases)

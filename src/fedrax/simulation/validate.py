@@ -21,7 +21,7 @@ from fedrax.config.hyperparameters import check
 from fedrax.config.user_errors import noted
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.checks import check_method
-from fedrax.contract.initialization import start_of
+from fedrax.contract.initialization import initial_parameters_in_background
 from fedrax.contract.local_training import LocalSGD
 from fedrax.contract.model import with_statistics
 from fedrax.contract.task import Task, Variables
@@ -179,7 +179,7 @@ def start_and_statistics(
     task: Task, key: Array, given: Tree | None, dtype: str
 ) -> tuple[Callable[[], tuple[Tree, Tree]], Tree, Tree, str]:
     """(function that computes the start, shapes of parameters and of statistics, note on changed types)."""
-    start = start_of(task, key, given)
+    start = initial_parameters_in_background(task, key, given)
     parted = partial(_parted, dtype=dtype)
     params, statistics = jax.eval_shape(parted, start.shapes)
     halves = sorted({str(x.dtype) for x in jax.tree.leaves(start.shapes) if x.dtype in (jnp.bfloat16, jnp.float16)})
