@@ -150,9 +150,7 @@ def sections(session: Session) -> list[str]:
         f"Written by `python -m benchmarks.ablation` on {header['date']} from session `{header['id']}` of "
         "`ablation.jsonl`. The gain of a pass is the time of a round without it, divided by the time with all passes; "
         "medians over repeats. A pass is measured in the cases whose program it changes. A pass below "
-        f"{WORTH:.2f} everywhere does not pay for its code, unless it serves correctness or memory.
-
-"
+        f"{WORTH:.2f} everywhere does not pay for its code, unless it serves correctness or memory.\n\n"
         f"{session.machine_text()} No accelerator is used."
     )
     head = ("pass", "what it matches", "what it becomes", "largest gain", f"cases above {WORTH:.2f}", "smallest gain")

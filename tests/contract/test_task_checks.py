@@ -50,7 +50,10 @@ SAYS: dict[str, tuple[Callable[[], Task], str]] = {
     "no function": (lambda: Task(init=jnp.zeros(3), loss=errors), "init must be a function \\(key\\), not ArrayImpl"),  # type: ignore[arg-type]
     "no key": (lambda: Task(zeros, lambda p, b: errors(p, b)), "called with \\(parameters, batch, key\\)"),  # type: ignore[arg-type]
     "metric": (lambda: Task(zeros, errors, {"far": lambda p: p}), "metric 'far' is a function \\(p\\)"),  # type: ignore[arg-type,dict-item]
-    "a mean": (lambda: Task(zeros, lambda *a: errors(*a).mean()), "the task's loss must be one number for each sample, .* not their mean"),
+    "a mean": (
+        lambda: Task(zeros, lambda *a: errors(*a).mean()),
+        "must be one number for each sample, .* not their mean",
+    ),
     "a mean metric": (
         lambda: Task(zeros, errors, {"m": lambda p, b: b.x.mean()}),
         "metric 'm' must be one number a",

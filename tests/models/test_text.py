@@ -136,9 +136,7 @@ def test_models_that_read_amounts_take_no_words(tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text(json.dumps({"users": list(data), "user_data": data}))
     table = {"data": {"name": "leaf", "path": str(tmp_path / "t.json")}, "partition": {"name": "natural"}}
     for model in ({}, {"model": {"name": "logistic"}}, {"model": {"name": "tinynn"}}):
-        with pytest.raises(
-            FedraxError, match=r"token indices, which the model \w+ would read as amounts: .*tweets"
-        ):
+        with pytest.raises(FedraxError, match=r"token indices, which the model \w+ would read as amounts: .*tweets"):
             experiment.build(experiment.from_table(table | model, "made"))
     tweets = {"name": "tweets", "hidden": 2, "layers": 1, "embedding": 2}
     algorithm, _, federation = experiment.build(experiment.from_table(table | {"model": tweets}, "made"))
