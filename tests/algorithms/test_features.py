@@ -236,7 +236,7 @@ def test_models_that_cannot_are_refused(kind: Any, lacks: str):
         ),
         (FedMLB, dataclasses.replace(TASK, blocks=(lambda params, x: x,)), "task's block 1 cannot be computed"),
         (FedMLB, dataclasses.replace(TASK, loss_of_outputs=None), r"give Task\(..., loss_of_outputs=...\)"),
-        (FedMLB, binary_classification(MLP(hidden=(3,)).build(SIZES[:1], 1)), "this model gives one number a sample"),
+        (FedMLB, binary_classification(MLP(hidden=(3,)).build(SIZES[:1], 1)), "this model has one output per sample"),
     ],
     ids=["features", "block", "loss", "one output"],
 )

@@ -23,8 +23,8 @@ FINISHED, OURS = Optax(optax.sgd(0.01)), Optax.of(optax.sgd)
     ("make", "sentence"),
     [
         (lambda: QFedAvg(local=LocalSGD(optimizer=FINISHED)), "QFedAvg takes 1 / local.lr for the Lipschitz constant"),
-        (lambda: Episode(local=LocalSGD(optimizer=FINISHED), gamma=0.1), "leave local.optimizer or gamma out"),
-        (lambda: Episode(local=LocalSGD(optimizer=OURS), gamma=0.1), "leave local.optimizer or gamma out"),
+        (lambda: Episode(local=LocalSGD(optimizer=FINISHED), gamma=0.1), "unset local.optimizer or gamma"),
+        (lambda: Episode(local=LocalSGD(optimizer=OURS), gamma=0.1), "unset local.optimizer or gamma"),
         (lambda: FedAvg(local=LocalSGD(optimizer=FINISHED, prox=L1(0.1))), "local.prox needs the step size local.lr"),
     ],
     ids=["q-FedAvg", "EPISODE", "EPISODE, lr", "prox"],

@@ -1,4 +1,4 @@
-"""Federated algorithms: one file a family, found by name in experiment files."""
+"""Federated algorithms, one module for each family; experiment files refer to them by class name."""
 
 from fedrax.lazy import attach_stub
 

@@ -38,14 +38,14 @@ class Episode(Algorithm):
     server_optimizer: ServerOptimizer = SGD()
     """Optimizer that the server applies to the mean update."""
     gamma: Positive | None = None
-    """Length of a clipped step; leave out for EPISODE without clipping."""
+    """Length of a clipped step; None: EPISODE without clipping."""
 
     def check(self) -> None:
-        """Clipping is decided by G, not step by step."""
+        """Raise FedraxError for options that conflict with clipping by G."""
         if self.local.clip is not None:
-            raise FedraxError("Episode clips by its gamma: leave local.clip out")
+            raise FedraxError("Episode clips by its gamma: unset local.clip")
         if self.local.optimizer is not None and self.gamma is not None:
-            raise FedraxError("Episode's gamma is the length of a plain step: leave local.optimizer or gamma out")
+            raise FedraxError("Episode's gamma is the length of a plain step: unset local.optimizer or gamma")
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -125,7 +125,7 @@ class ParallelServer(NamedTuple):
 
 @hyperparameters
 class NaiveParallelClip(Algorithm):
-    """One step a round on the cohort's mean minibatch gradient G: x <- x - min(eta, gamma / |G|) G.
+    """One step per round on the cohort's mean minibatch gradient G: x <- x - min(eta, gamma / |G|) G.
 
     eta is ``local.lr`` and gamma ``local.clip``; ``local`` also gives batches and schedule, and a prox.
 
@@ -139,7 +139,7 @@ class NaiveParallelClip(Algorithm):
     """Mini-batch size, learning rate, clipping threshold and proximal operator of the one step of a round."""
 
     def check(self) -> None:
-        """Refuse what belongs to local steps."""
+        """Raise FedraxError for options of several local steps."""
         self.local.takes_one_gradient("NaiveParallelClip", "momentum", "optimizer")
 
     def init(self, params: Tree, num_clients: int) -> ParallelServer:
@@ -154,7 +154,7 @@ class NaiveParallelClip(Algorithm):
         return ClientOutput(upload=self.local.decayed(gradient, message), info=info)
 
     def server(self, server: ParallelServer, cohort: Cohort) -> tuple[ParallelServer, Info]:
-        """The clipped step; none where nobody came."""
+        """The clipped step; no step without clients."""
         lr = self.local.step_size(cohort.round)
         moved, info = self.local.move(server.params, cohort.mean, lr, cohort.round)
         return ParallelServer(tree.where(cohort.size > 0, moved, server.params)), info

@@ -53,7 +53,7 @@ class FedADMM(Algorithm):
     local: LocalSGD = LocalSGD()
     """Local training of each client: learning rate, number of steps, mini-batch size."""
     rho: Positive = 5.0
-    """Strength of the pull of x_i and z towards each other, to be tuned with the step size.
+    """Penalty parameter: strength of the coupling of x_i and z, to be tuned with the step size.
 
     Where rho eta T is far above 1, a round is one step of gradient descent, 1 / rho long whatever eta and T are; where
     it is far below, it diverges."""
@@ -62,16 +62,16 @@ class FedADMM(Algorithm):
     server_steps: PositiveInt = 1
     """Proximal steps (Eq. 81) that the server takes on z in each round."""
     server_lr: Positive | None = None
-    """eta_g, their size; left out it is 1 / (N rho), with which one step gives the minimum (Eq. 82)."""
+    """eta_g, their size; None: 1 / (N rho), with which one step gives the minimum (Eq. 82)."""
 
     traits = Traits(uniform_weights=True, own_models=True)
-    """The server's problem weighs all clients alike, whose steps start from their own models."""
+    """The server's problem has uniform weights, and clients start from their own models."""
 
     def check(self) -> None:
-        """The local steps have a form of their own."""
+        """Raise FedraxError for options that Algorithm 3 does not have."""
         for name in ("momentum", "clip", "optimizer"):
             if getattr(self.local, name) is not None:
-                raise FedraxError(f"FedADMM has local steps of its own: leave local.{name} out")
+                raise FedraxError(f"FedADMM has its own local steps: unset local.{name}")
         if self.local.prox is not None:
             raise FedraxError("FedADMM applies its regularizer on the server: set prox instead of local.prox")
 
@@ -85,7 +85,7 @@ class FedADMM(Algorithm):
         return Client(params, tree.zeros_like(params))
 
     def client(self, message: Tree, state: Client, data: ClientData) -> ClientOutput:
-        """Local steps from the client's own x_i, with z fixed; the change of pi_i + rho x_i goes up."""
+        """Local steps from the client's own x_i, with z fixed; uploads the change of pi_i + rho x_i."""
         lr = self.local.step_size(data.round)
 
         def direction(gradient: Tree, x: Tree, step: Step, dual: Tree) -> tuple[Tree, Tree]:
@@ -101,7 +101,7 @@ class FedADMM(Algorithm):
         return ClientOutput(upload=change, state=Client(result.params, result.memory), info=result.info)
 
     def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
-        """The cohort's terms of the sum renewed, and the steps on z with which the next round begins."""
+        """Updates the cohort's terms of the sum, then takes the first steps on z of the next round."""
         total = tree.add_scaled(server.total, jnp.asarray(cohort.size, float), cohort.mean)
         return Server(self._minimized(server.params, total, cohort.num_clients), total), {}
 

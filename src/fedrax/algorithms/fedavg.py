@@ -23,7 +23,7 @@ from fedrax.tree import Tree
 
 @hyperparameters
 class FedAvg(Averaging):
-    """Local SGD, averaged: x <- x + eta_g sum_i p_i Delta_i with Delta_i = x_i - x.
+    """Average of local SGD: x <- x + eta_g sum_i p_i Delta_i with Delta_i = x_i - x.
 
     Example:
         >>> method = fedrax.algorithms.FedAvg(local=fedrax.LocalSGD(lr=0.1, steps=5))
@@ -50,7 +50,7 @@ class FedProx(Averaging):
     """
 
     mu: NonNegative = 0.1
-    """Strength of the pull towards the global parameters."""
+    """Strength of the proximal term."""
 
     def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
         """Local SGD on the loss with the proximal term."""
@@ -60,7 +60,7 @@ class FedProx(Averaging):
 
 @hyperparameters
 class FedSGD(Algorithm):
-    """One gradient a round over each client's whole data, averaged: x <- x - lr sum_i p_i grad f_i(x).
+    """Mean of the clients' full gradients: x <- x - lr sum_i p_i grad f_i(x).
 
     Also known as DSGD. The step is the server optimizer's; ``local`` gives reduction and weight decay.
 
@@ -76,23 +76,22 @@ class FedSGD(Algorithm):
     """Optimizer that the server applies to the mean gradient."""
 
     traits = Traits(no_statistics=True)
-    """Running statistics are computed on batches, of which it has none."""
+    """Running statistics need mini-batches."""
 
     def check(self) -> None:
-        """Refuse what belongs to local steps, and warn of what has no effect on a step along whole gradients."""
+        """Raise FedraxError for options of several local steps, and warn of options without effect."""
         hints = {"momentum": "set server_optimizer.momentum"}
         self.local.takes_one_gradient("FedSGD", "momentum", "clip", "prox", "optimizer", hints=hints)
         if self.local.lr not in (LocalSGD.lr, getattr(self.server_optimizer, "lr", None)):
             warn(
-                "the step size of FedSGD is the server's, and local.lr counts for nothing: set server_optimizer.lr",
+                "local.lr is ignored by FedSGD, whose step size is that of the server: set server_optimizer.lr",
             )
         if self.local.schedule != Constant():
             warn(
-                "the step size of FedSGD is the server's, and local.schedule counts for nothing: set"
-                " server_optimizer.schedule"
+                "the step size of FedSGD is the server's, and local.schedule is ignored: set server_optimizer.schedule"
             )
         if self.local.blocks is not None:
-            warn("FedSGD takes the gradient of all of a client's data, and local.blocks counts for nothing")
+            warn("local.blocks is ignored by FedSGD, which takes the gradient of all of a client's data")
 
     def init(self, params: Tree, num_clients: int) -> Server:
         """Server state before the first round."""

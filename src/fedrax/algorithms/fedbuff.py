@@ -19,7 +19,7 @@ from fedrax.tree import Tree
 
 
 class Server(NamedTuple):
-    """Global parameters, what is still to arrive, and the server optimizer's state.
+    """Global parameters, the uploads in transit, and the server optimizer's state.
 
     coming: leaves [max_delay + 1, ...]; row d is the sum that the server's step after d others will take.
     """
@@ -38,7 +38,7 @@ class Upload(NamedTuple):
 
 @hyperparameters
 class FedBuff(Algorithm):
-    """The server steps on the mean of the K uploads that arrived since its last step, old ones scaled down.
+    """Server steps on the mean of the K uploads that arrived since the last step, weighted by staleness.
 
     x <- x + eta_g / K sum_i (1 + tau_i)^-power Delta_i, where Delta_i comes of local steps from the x of tau_i steps
     before. Algorithms 1 and 2; power 1/2 is section 5's scaling. Delays come of the participation
@@ -58,23 +58,23 @@ class FedBuff(Algorithm):
     server_optimizer: ServerOptimizer = SGD()
     """Optimizer that the server applies to the mean update."""
     power: NonNegative = 0.5
-    """How fast an upload's weight falls with its delay; 0: not at all."""
+    """Exponent of the decay of an upload's weight with its delay; 0: no decay."""
     max_delay: NonNegativeInt = 10
-    """The longest delay: so many sums of the model's size are kept, and one more. Longer ones are refused, but of
-    uploads that no round of the run takes, such as those of clients that are never heard of again."""
+    """The largest delay in rounds; the server state has max_delay + 1 vectors of the model's size. Larger delays raise
+    FedraxError, except for uploads that arrive after the last round."""
 
     @property
     def traits(self) -> Traits:
-        """The buffer's mean is plain; uploads may arrive ``max_delay`` rounds late."""
+        """Uniform weights; uploads may arrive ``max_delay`` rounds late."""
         return Traits(uniform_weights=True, max_staleness=self.max_delay)
 
     def init(self, params: Tree, num_clients: int) -> Server:
-        """Server state before the first round; nobody is at work."""
+        """Server state before the first round, without uploads in transit."""
         coming = jax.tree.map(lambda p: jnp.zeros((self.max_delay + 1, *p.shape), p.dtype), params)
         return Server(params, coming, self.server_optimizer.init(params))
 
     def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
-        """Local SGD, and when it is done."""
+        """Local SGD, and the round in which the upload arrives."""
         result = self.local.run(data, message)
         delay = jnp.int32(0) if data.delay is None else data.delay
         told = jnp.minimum(delay, self.max_delay + 1)  # of what comes after the run, whatever was followed of it
@@ -82,7 +82,7 @@ class FedBuff(Algorithm):
         return ClientOutput(upload=Upload(tree.sub(result.params, message), delay), info=info)
 
     def receive(self, upload: Upload) -> Tree:
-        """(1 + tau)^-power Delta in row tau of all that is to come."""
+        """(1 + tau)^-power Delta in row tau of the uploads in transit."""
 
         def placed(delta: Array) -> Array:
             kind = summed_dtype(delta.dtype)
@@ -93,7 +93,7 @@ class FedBuff(Algorithm):
         return jax.tree.map(placed, upload.params)
 
     def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
-        """What has arrived moves x, and the rest comes nearer."""
+        """One step on the uploads that have arrived; the others advance by one round."""
         begun = jnp.asarray(cohort.size, float)
         count = begun if cohort.expected is None else jnp.asarray(cohort.expected, float)  # K; at first more begin
         coming = tree.add_scaled(server.coming, begun / count, cohort.mean)

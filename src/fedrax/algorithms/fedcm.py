@@ -1,4 +1,4 @@
-"""FedCM: local steps that keep the direction in which all clients moved last (Xu et al. 2021)."""
+"""FedCM: client-level momentum from the last global update (Xu et al. 2021)."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ class FedCM(Algorithm):
     server_optimizer: ServerOptimizer = SGD()
     """Optimizer that the server applies to the mean update."""
     alpha: Annotated[float, Bound(gt=0, le=1)] = 0.1
-    """What the client's own gradient weighs against the momentum."""
+    """Weight of the client's gradient against the momentum."""
 
     def check(self) -> None:
-        """The momentum is measured in steps of length eta."""
+        """Raise FedraxError for a local optimizer: the momentum is in units of eta."""
         if self.local.optimizer is not None:
-            raise FedraxError("FedCM divides updates by the length of plain local steps: leave local.optimizer out")
+            raise FedraxError("FedCM divides updates by the length of plain local steps: unset local.optimizer")
 
     def init(self, params: Tree, num_clients: int) -> Server:
         """Server state before the first round; no momentum yet."""
@@ -96,7 +96,7 @@ class FedCM(Algorithm):
         """One step of the server optimizer on the mean update, which in units of -eta is the next momentum."""
         lr = jnp.asarray(self.local.step_size(cohort.round))
         renewed = tree.scale(-1 / jnp.where(lr > 0, lr, 1), cohort.mean.step)
-        # A schedule may have brought the step size down to zero, or nobody may be there: no steps have no direction.
+        # without clients, or with a scheduled step size of zero, there is no new direction
         momentum = tree.where((lr > 0) & (cohort.size > 0), renewed, server.momentum)
         params, state = self.server_optimizer.step(server.params, server.optimizer, cohort.mean.params, cohort.round)
         return Server(params, momentum, state), {}

@@ -31,7 +31,7 @@ class Client(NamedTuple):
 
 @hyperparameters
 class FedDyn(Algorithm):
-    """Clients minimize f_i(x_i) - <lambda_i, x_i> + alpha/2 |x_i - x|^2, whose terms beside f_i local momentum sees.
+    """Clients minimize f_i(x_i) - <lambda_i, x_i> + alpha/2 |x_i - x|^2, with momentum on the gradient of the sum.
 
     Then lambda_i <- lambda_i - alpha (x_i - x), and over the S clients of the cohort, of N,
     h <- h - alpha/N sum (x_i - x) and x <- mean x_i - h / alpha. Algorithm 1, with one alpha for all clients: the
@@ -46,10 +46,10 @@ class FedDyn(Algorithm):
     local: LocalSGD = LocalSGD()
     """Local training of each client: learning rate, number of steps, mini-batch size."""
     alpha: Positive = 0.1
-    """Strength of the pull towards the global parameters; the server moves by h / alpha."""
+    """Strength of the proximal term; the server moves by h / alpha."""
 
     traits = Traits(uniform_weights=True, control_variates=("dual",))
-    """h is the plain mean of the lambda_i."""
+    """Uniform weights: h is the mean of the lambda_i."""
 
     def init(self, params: Tree, num_clients: int) -> Server:
         """Server state before the first round; h = 0."""
@@ -76,5 +76,5 @@ class FedDyn(Algorithm):
         share = jnp.asarray(cohort.size, float) / cohort.num_clients
         dual = tree.add_scaled(server.dual, -self.alpha * share, cohort.mean)
         params = tree.add_scaled(tree.add(server.params, cohort.mean), -1 / self.alpha, dual)
-        # Where nobody was there, there is no mean that h would be taken off again: x has its -h / alpha already.
+        # Where no client participated, there is no mean that h would be taken off again: x has its -h / alpha already.
         return Server(tree.where(cohort.size > 0, params, server.params), dual), {}

@@ -44,14 +44,14 @@ class FedExP(Algorithm):
     local: LocalSGD = LocalSGD()
     """Local training of each client: learning rate, number of steps, mini-batch size."""
     epsilon: Positive = 1e-3
-    """Keeps the step bounded where the updates cancel."""
+    """Bounds the step where the updates cancel."""
 
     def init(self, params: Tree, num_clients: int) -> Server:
         """Server state before the first round."""
         return Server(params)
 
     def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
-        """Local SGD from the global parameters; the update and its squared length go up."""
+        """Local SGD from the global parameters; the update and its squared norm are uploaded."""
         result = self.local.run(data, message)
         delta = tree.sub(result.params, message)
         return ClientOutput(upload=Upload(delta, tree.dot(delta, delta)), info=result.info)

@@ -1,4 +1,4 @@
-"""FedLion (Tang and Chang 2024): local steps of Lion, whose signs go up as short whole numbers."""
+"""FedLion (Tang and Chang 2024): local steps of Lion, uploaded as sums of signs in short integers."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Server(NamedTuple):
 
 
 class Upload(NamedTuple):
-    """(x - x_i) / eta, whole numbers between -T and T in the shortest type that holds them, and m_i."""
+    """(x - x_i) / eta, integers between -T and T in the shortest type that holds them, and m_i."""
 
     steps: Tree
     momentum: Tree
 
 
 class Local(NamedTuple):
-    """What the local steps carry: m_i, and the sum of the signs so far."""
+    """Memory of the local steps: m_i, and the sum of the signs."""
 
     momentum: Tree
     steps: Tree
@@ -54,15 +54,15 @@ class FedLion(Algorithm):
     local: LocalSGD = LocalSGD(lr=1e-3)
     """Local training of each client: learning rate, number of steps, mini-batch size."""
     beta1: Decay = 0.9
-    """What the momentum weighs against the gradient in a step's sign."""
+    """Weight of the momentum against the gradient in the sign of a step."""
     beta2: Decay = 0.99
-    """What the momentum keeps of itself."""
+    """Decay of the momentum."""
 
     def check(self) -> None:
-        """Every step is eta times a sign, or the sum of steps would be no whole number."""
+        """Raise FedraxError for options with which a step is not eta times a sign."""
         for name in ("momentum", "weight_decay", "clip", "prox", "optimizer"):
             if getattr(self.local, name) is not None:
-                hint = "set beta1 and beta2" if name == "momentum" else f"leave local.{name} out"
+                hint = "set beta1 and beta2" if name == "momentum" else f"unset local.{name}"
                 raise FedraxError(f"FedLion's steps are signs, which are counted: {hint}")
 
     def init(self, params: Tree, num_clients: int) -> Server:
@@ -74,7 +74,7 @@ class FedLion(Algorithm):
         return server
 
     def client(self, message: Server, state: Any, data: ClientData) -> ClientOutput:
-        """Steps of Lion that go on from the global momentum."""
+        """Steps of Lion, starting with the global momentum."""
 
         def direction(gradient: Tree, x: Tree, step: Step, own: Local) -> tuple[Tree, Local]:
             mixed = tree.add_scaled(tree.scale(self.beta1, own.momentum), 1 - self.beta1, gradient)
@@ -89,7 +89,7 @@ class FedLion(Algorithm):
         return ClientOutput(upload=Upload(steps, result.memory.momentum), info=result.info)
 
     def receive(self, upload: Upload) -> Upload:
-        """The whole numbers as floats."""
+        """The integers as floats."""
         floats = lambda n, m: n.astype(summed_dtype(m.dtype))  # noqa: E731
         return upload._replace(steps=jax.tree.map(floats, upload.steps, upload.momentum))
 
@@ -101,6 +101,6 @@ class FedLion(Algorithm):
 
 
 def shortest(largest: int | None) -> Any:
-    """The shortest type of whole numbers between -``largest`` and ``largest``; None: they may be any."""
+    """The shortest type of integers between -``largest`` and ``largest``; None: unknown."""
     kinds = (jnp.int4, jnp.int8, jnp.int16)
     return next((kind for kind in kinds if largest is not None and largest <= jnp.iinfo(kind).max), jnp.int32)

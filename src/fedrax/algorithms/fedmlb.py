@@ -61,12 +61,12 @@ class FedMLB(Averaging):
     def _branches(self, data: ClientData, own: Tree, start: Tree, batch: Batch, key: Array) -> Array:
         """The terms of the hybrids, [B]."""
         if data.task.loss_of_outputs is None:
-            raise FedraxError("FedMLB takes the loss of hybrid networks' outputs: give Task(..., loss_of_outputs=...)")
+            raise FedraxError("FedMLB needs the loss of a network's outputs: give Task(..., loss_of_outputs=...)")
         *hybrids, main = outputs(data.task.blocks, data.variables(own), data.variables(start), batch.x, key)
         if main.ndim < 2 or main.shape[-1] == 1:
             raise FedraxError(
-                "FedMLB compares networks by the softmax of their outputs, one a class, and this model gives one number"
-                " a sample: it is for classification"
+                "FedMLB compares networks by the softmax of their outputs, but this model has one output per sample:"
+                " it supports classification only"
             )
         if not hybrids:
             return jnp.zeros(len(batch.y), main.dtype)
@@ -76,7 +76,7 @@ class FedMLB(Averaging):
 
 
 def outputs(blocks: tuple[Callable, ...], own: Tree, frozen: Tree, x: Any, key: Array) -> list[Array]:
-    """What comes out where the first k blocks are ``own`` and the others ``frozen``, for k = 1..; all own at last."""
+    """Outputs with the first k blocks of ``own`` and the others of ``frozen``, for k = 1, 2, ..., all."""
     found = []
     for k, block in enumerate(blocks, start=1):
         branch = x = block(own, x, key)

@@ -57,9 +57,9 @@ class FedNova(Algorithm):
         between = ("clip", "weight_decay", "prox", "optimizer")
         used = next((name for name in between if getattr(self.local, name) is not None), None)
         if used is not None:
-            raise FedraxError(f"FedNova knows what plain local steps add up to: leave local.{used} out")
+            raise FedraxError(f"FedNova's normalization has no closed form with local.{used}: unset it")
         if self.mu is not None and self.local.momentum is not None:
-            raise FedraxError("FedNova takes local momentum or a proximal term: leave local.momentum or mu out")
+            raise FedraxError("FedNova supports local momentum or a proximal term: unset local.momentum or mu")
         if self.mu is not None and not self.local.lr * self.mu < 1:
             raise FedraxError("FedNova needs local.lr * mu below 1, or its local steps overshoot the proximal term")
 
@@ -68,7 +68,7 @@ class FedNova(Algorithm):
         return Server(params, self.server_optimizer.init(params))
 
     def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
-        """Local steps from the global parameters; the normalized update goes up."""
+        """Local steps from the global parameters; the normalized update is uploaded."""
         if self.mu is not None:
             data = data.with_term(proximal_term(self.mu, message))
         result = self.local.run(data, message)

@@ -29,7 +29,7 @@ Scope = Literal["vector", "leaf"]
 
 
 class Server(NamedTuple):
-    """Global parameters, m~, and the memory of the clients' updates (an empty tuple where it has no room)."""
+    """Global parameters, m~, and the memory of the clients' updates (an empty tuple without memory)."""
 
     params: Tree
     momentum: Tree
@@ -37,7 +37,7 @@ class Server(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """D in slots: D[i] = scale_i v_i, so that forgetting touches the scales alone and never underflows v."""
+    """D in slots: D[i] = scale_i v_i, so that decay changes only the scales and v never underflows."""
 
     vectors: ServerVectors
     """v."""
@@ -111,7 +111,7 @@ class GradMAW(Averaging):
 
 @hyperparameters
 class ServerMemory(Algorithm):
-    """GradMA's server (Algorithms 3, 4 and 8), whatever the workers do.
+    """Base of the methods with GradMA's server (Algorithms 3, 4 and 8).
 
     m = beta1 m~ + d with d = sum_i p_i d_i and d_i = x - x_i. D[i] sums client i's updates, forgotten by the
     factor beta2 a round. m~ is the nearest to m with no negative inner product with any D[i]; x <- x - lr m~.
@@ -125,7 +125,7 @@ class ServerMemory(Algorithm):
     beta1: Decay = 0.5
     """Momentum of the server's direction."""
     beta2: Decay = 0.5
-    """What remains of a remembered update after a round."""
+    """Decay of a stored update per round."""
     memory: NonNegativeInt = 100
     """Clients whose updates are remembered; none, or at least the cohort. More than there are clients is all of
     them. When full, of the clients outside the cohort the one that took part least since it entered is dropped
@@ -153,23 +153,23 @@ class ServerMemory(Algorithm):
 
     @abstractmethod
     def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
-        """Local steps; d_i goes up as :meth:`output` has it."""
+        """Local steps; d_i is uploaded as in :meth:`output`."""
 
     def output(self, update: Tree, info: Info, state: Tree = ()) -> ClientOutput:
-        """d_i for itself where the server remembers it, for the mean where not."""
+        """d_i by itself where the server stores it, otherwise averaged."""
         if self.memory:
             return ClientOutput(upload=(), each=ServerVectors.of(update), info=info, state=state)
         return ClientOutput(upload=update, info=info, state=state)
 
     def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
-        """Algorithm 3: the memory takes the cohort's updates in, then a step along m~."""
+        """Algorithm 3: store the cohort's updates in the memory, then step along m~."""
         if not self.memory:
             momentum = tree.add_scaled(cohort.mean, self.beta1, server.momentum)
             return self._step(server, momentum, ()), {}
         m = tree.add_scaled(cohort.each.combine(cohort.weights), self.beta1, server.momentum)
         slots, is_new = take_slots(server.memory, cohort.clients, cohort.num_clients)
         memory, inner = self._remember(server.memory, cohort, slots, is_new, m)
-        # Without any memory of the past the absent constrain nothing.
+        # without memory of the past, absent clients add no constraints
         live = (memory.owner < cohort.num_clients) & ((memory.scale > 0) | (self.beta2 > 0))
         z = jax.vmap(multipliers)(jnp.where(live[:, None] & live, memory.gram, 0), jnp.where(live, inner, 0))
         momentum = tree.add(m, memory.vectors.combine(z))
@@ -201,7 +201,7 @@ class ServerMemory(Algorithm):
         return memory, inner
 
     def remembered(self, server: Server) -> dict[int, Tree]:
-        """D[i] of every client in the memory, for people."""
+        """D[i] of every client in the memory, for inspection."""
         if not self.memory:
             return {}
         memory, vectors = jax.tree.map(np.asarray, server.memory), server.memory.vectors.rows
@@ -239,7 +239,7 @@ class GradMAS(ServerMemory):
     """
 
     def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
-        """Local SGD; d_i goes up."""
+        """Local SGD; d_i is uploaded."""
         result = self.local.run(data, message)
         return self.output(tree.sub(message, result.params), result.info)
 
@@ -262,6 +262,6 @@ class GradMA(ServerMemory):
         return params if self.previous == "local" else ()
 
     def client(self, message: Tree, state: Tree, data: ClientData) -> ClientOutput:
-        """Corrected local steps; d_i goes up."""
+        """Corrected local steps; d_i is uploaded."""
         result, state = corrected_steps(self, message, state, data)
         return self.output(tree.sub(message, result.params), result.info, state)

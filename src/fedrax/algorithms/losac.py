@@ -1,4 +1,4 @@
-"""LoSAC (Chen et al.) and FedSaga: SAGA's memory of gradients, of the global objective and of the local one.
+"""LoSAC (Chen et al.) and FedSaga: SAGA for the global objective and for the local objectives.
 
 Client i's data is cut once into M blocks. f_ij is block j's share of f_i = sum_j f_ij, so that
 g_ij = M grad f_ij estimates grad f_i. With ``local.reduction = "sum"`` (the paper's) f_i is the sum of the
@@ -58,7 +58,7 @@ class _Memory(NamedTuple):
 
 def _num_blocks(local: LocalSGD, name: str) -> int:
     if local.blocks is None:
-        raise FedraxError(f"{name} remembers a gradient for each of M fixed blocks: set local.blocks")
+        raise FedraxError(f"{name} stores a gradient for each of M fixed blocks: set local.blocks")
     return local.blocks
 
 
@@ -98,10 +98,10 @@ class LoSAC(Algorithm):
         return Traits(uniform_weights=True, fixed_cohort=not self.consistent, control_variates=("gradient_sum",))
 
     def check(self) -> None:
-        """Blocks are needed; momentum has no place in the printed steps."""
+        """Raise FedraxError without blocks, and for momentum, which the paper's steps do not have."""
         _num_blocks(self.local, "LoSAC")
         if self.local.momentum is not None:
-            raise FedraxError("LoSAC has no local momentum: leave local.momentum out")
+            raise FedraxError("LoSAC has no local momentum: unset local.momentum")
 
     def init(self, params: Tree, num_clients: int) -> Server:
         """Server state before the first round; phi = 0."""
@@ -116,7 +116,7 @@ class LoSAC(Algorithm):
         return Message(server.params, server.gradient_sum)
 
     def client(self, message: Message, state: Client, data: ClientData) -> ClientOutput:
-        """Eq. 11: x_i, phi_i and y_ij in this order, with one block gradient a step."""
+        """Eq. 11: x_i, phi_i and y_ij in this order, with one block gradient per step."""
         blocks = _num_blocks(self.local, "LoSAC")
         share = 1 / blocks if self.consistent else 1.0
 
@@ -175,10 +175,10 @@ class FedSaga(Algorithm):
     """Optimizer that the server applies to the mean update."""
 
     def check(self) -> None:
-        """Blocks are needed; a momentum buffer is no block's gradient."""
+        """Raise FedraxError without blocks, and for momentum."""
         _num_blocks(self.local, "FedSaga")
         if self.local.momentum is not None:
-            raise FedraxError("FedSaga has no local momentum: leave local.momentum out")
+            raise FedraxError("FedSaga has no local momentum: unset local.momentum")
 
     def init(self, params: Tree, num_clients: int) -> SagaServer:
         """Server state before the first round."""

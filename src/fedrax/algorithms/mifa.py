@@ -31,7 +31,7 @@ class Server(NamedTuple):
 
 @hyperparameters
 class MIFA(Algorithm):
-    """The server steps on the mean of all N clients' last updates, absent ones included (zero at first).
+    """Server steps on the mean of the last updates of all N clients, including absent ones (zero at first).
 
     What is remembered of a client is G_i = Delta_i / eta of the round that it took part in, and the server's step is
     eta of its own round (Algorithm 1): under a ``local.schedule`` no older update weighs more than a new one. Where
@@ -48,10 +48,10 @@ class MIFA(Algorithm):
     server_optimizer: ServerOptimizer = SGD()
     """Optimizer that the server applies to the mean of all clients' last updates."""
     memory: Literal["clients", "server"] = "clients"
-    """Who keeps G_i: each client its own, sending the change, or the server all N, clients sending G_i."""
+    """Where G_i is stored: at the clients, which upload the change, or at the server, to which clients upload G_i."""
 
     traits = Traits(uniform_weights=True)
-    """The memory's mean is plain."""
+    """Uniform weights."""
 
     def init(self, params: Tree, num_clients: int) -> Server:
         """Server state before the first round; the memory is zero."""
@@ -72,7 +72,7 @@ class MIFA(Algorithm):
         return ClientOutput(upload=tree.sub(delta, state), state=delta, info=result.info)
 
     def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
-        """Renew the cohort's entries of the memory and step on its mean."""
+        """Replace the cohort's entries of the memory and step on its mean."""
         memory = server.memory
         if isinstance(memory, ServerVectors):
             memory = memory.accumulate(cohort.clients, jnp.zeros(len(cohort.clients)), cohort.each)

@@ -1,4 +1,4 @@
-"""Mime, MimeLite and MimeSVRG (Karimireddy et al. 2021): clients imitate an optimizer on all data.
+"""Mime, MimeLite and MimeSVRG (Karimireddy et al. 2021): local steps that mimic a centralized optimizer.
 
 Its momentum s is the server's and stays fixed during the local steps; clients remember nothing.
 """
@@ -36,7 +36,7 @@ class Message(NamedTuple):
 
 @hyperparameters
 class CenteredGradients(Algorithm):
-    """Two phases: the cohort's mean full gradient c at x, then local steps that know it."""
+    """Two phases: the cohort's mean full gradient c at x, then local steps that use it."""
 
     local: LocalSGD = LocalSGD()
     """Local training of each client: learning rate, number of steps, mini-batch size."""
@@ -56,7 +56,7 @@ class CenteredGradients(Algorithm):
         return Server(params, tree.zeros_like(params), self.server_optimizer.init(params))
 
     def measure(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
-        """Phase 1: the client's full gradient at x, with weight decay as all gradients here."""
+        """Phase 1: the client's full gradient at x, with weight decay, as all gradients of Mime."""
         loss, gradient = data.full_gradient(message, self.local.reduction)
         gradient = self.local.decayed(gradient, message)
         return ClientOutput(upload=gradient, info={"loss": loss, "gradients": data.size.astype(float)})
@@ -71,7 +71,7 @@ class CenteredGradients(Algorithm):
 
     @abstractmethod
     def direction(self, message: Any, corrected: Tree) -> Tree:
-        """Phase 2: what a local step descends along; corrected: g_i(x_i; xi) - g_i(x; xi) + c."""
+        """Phase 2: the direction of a local step; corrected: g_i(x_i; xi) - g_i(x; xi) + c."""
 
     def client(self, message: Any, state: Any, data: ClientData) -> ClientOutput:
         """Phase 2: corrected local steps, two gradients each."""
@@ -129,7 +129,7 @@ def _mixed(beta: Any, gradient: Tree, momentum: Tree) -> Tree:
 
 
 def _renewed(beta: Any, gradient: Tree, momentum: Tree, cohort: Cohort) -> Tree:
-    """The next s; where nobody was there the last one, as there is no gradient."""
+    """The next s; where no client participated the last one, as there is no gradient."""
     return tree.where(cohort.size > 0, _mixed(beta, gradient, momentum), momentum)
 
 
@@ -146,7 +146,7 @@ class Mime(CenteredGradients):
     """
 
     beta: Decay = 0.9
-    """What the momentum weighs against the corrected gradient."""
+    """Weight of the momentum against the corrected gradient."""
 
     def init(self, params: Tree, num_clients: int) -> MimeServer:
         """Server state before the first round; s = 0."""
@@ -206,7 +206,7 @@ class MimeLite(Algorithm):
     server_optimizer: ServerOptimizer = SGD()
     """Optimizer that the server applies to the mean update."""
     beta: Decay = 0.9
-    """What the momentum weighs against the client's own gradient."""
+    """Weight of the momentum against the client's gradient."""
 
     def init(self, params: Tree, num_clients: int) -> LiteServer:
         """Server state before the first round; s = 0."""

@@ -20,7 +20,7 @@ from fedrax.tree import Tree
 
 
 class Client(NamedTuple):
-    """The local model in which the client's last part ended."""
+    """The local model after the client's last participation."""
 
     previous: Tree
 
@@ -45,10 +45,10 @@ class MOON(Averaging):
     """tau."""
 
     traits = Traits(features=True)
-    """It compares features."""
+    """Needs a model with features."""
 
     def init_client(self, params: Tree) -> Client:
-        """A client that has not taken part has the initial model."""
+        """The initial parameters."""
         return Client(params)
 
     def client(self, message: Tree, state: Client, data: ClientData) -> ClientOutput:

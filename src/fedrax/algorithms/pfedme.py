@@ -24,7 +24,7 @@ class Server(NamedTuple):
 
 
 class Client(NamedTuple):
-    """theta_i, the client's own model, after its last local step."""
+    """theta_i, the personal model, after the last local step."""
 
     personal: Tree
 
@@ -48,7 +48,7 @@ class PFedMe(Algorithm):
     server_optimizer: ServerOptimizer = SGD()
     """Optimizer that the server applies to the mean update."""
     lam: Positive = 15.0
-    """lambda: how near a client's own model stays to w."""
+    """lambda: strength of the proximal term between theta and w."""
     inner_steps: PositiveInt = 5
     """K, gradient steps of theta on each batch."""
     inner_lr: Positive = 0.05
@@ -57,9 +57,9 @@ class PFedMe(Algorithm):
     """Start theta at w on each batch; otherwise it starts at x in each round and is carried over between batches."""
 
     def check(self) -> None:
-        """Refuse momentum, and warn of steps that leave nothing of w."""
+        """Raise FedraxError for momentum, and warn of too large steps."""
         if self.local.momentum is not None:
-            raise FedraxError("pFedMe's local steps follow w - theta and no gradient: leave local.momentum out")
+            raise FedraxError("pFedMe's local steps follow w - theta and no gradient: unset local.momentum")
         if self.local.lr * self.lam >= 1:
             warn(
                 "pFedMe with local.lr * lam of 1 replaces w by the client's own model in every step, and with more"
@@ -71,7 +71,7 @@ class PFedMe(Algorithm):
         return Server(params, self.server_optimizer.init(params))
 
     def init_client(self, params: Tree) -> Client:
-        """A client that has not taken part has the initial model."""
+        """The initial parameters."""
         return Client(params)
 
     def personal(self, params: Tree, state: Client) -> Tree:

@@ -18,7 +18,7 @@ from fedrax.optim.server import SGD, ServerOptimizer
 from fedrax.tree import Tree
 
 _TINY = 1e-10
-"""Added to a client's loss, as the authors do: a loss of zero has no powers below zero."""
+"""Added to a client's loss, as in the authors' code: negative powers of zero are undefined."""
 
 
 class Server(NamedTuple):
@@ -29,7 +29,7 @@ class Server(NamedTuple):
 
 
 class Upload(NamedTuple):
-    """F_i^q Delta_i, and what the sums of these are divided by; both in units of L = 1 / eta."""
+    """F_i^q Delta_i and the normalization h_i, both in units of L = 1 / eta."""
 
     params: Tree
     scale: Array
@@ -37,7 +37,7 @@ class Upload(NamedTuple):
 
 @hyperparameters
 class QFedAvg(Algorithm):
-    """Minimizes sum_i p_i f_i^(q+1) / (q + 1): the greater q, the more the clients count that do badly. Algorithm 2.
+    """Minimizes sum_i p_i f_i^(q+1) / (q + 1): a greater q gives clients with large losses more weight. Algorithm 2.
 
     With F_i = f_i(x) over all of a client's data and L = 1 / eta for the unknown Lipschitz constant, client i sends
     F_i^q L Delta_i and h_i = q F_i^(q-1) |L Delta_i|^2 + L F_i^q, and x <- x + sum_i p_i F_i^q L Delta_i / sum_i p_i
@@ -54,7 +54,7 @@ class QFedAvg(Algorithm):
     server_optimizer: ServerOptimizer = SGD()
     """Optimizer that the server applies to the mean update."""
     q: NonNegative = 1.0
-    """How much fairness counts."""
+    """q: strength of fairness; 0 is FedAvg."""
 
     def check(self) -> None:
         """1 / L is the clients' step size."""
@@ -81,7 +81,7 @@ class QFedAvg(Algorithm):
         return ClientOutput(upload=Upload(upload, scale), info=result.info)
 
     def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
-        """One step of the server optimizer on the fair mean of the updates."""
+        """One step of the server optimizer on the reweighted mean of the updates."""
         update, scale = cohort.mean
         delta = tree.scale(1 / jnp.where(scale != 0, scale, 1), update)  # zero where nobody took part
         params, state = self.server_optimizer.step(server.params, server.optimizer, delta, cohort.round)

@@ -32,7 +32,7 @@ class Client(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """Between the two exchanges of a round: h_i, and where the local steps ended."""
+    """State between the two phases of a round: h_i, and the local parameters."""
 
     control: Tree
     params: Tree
@@ -40,7 +40,7 @@ class Moved(NamedTuple):
 
 @hyperparameters
 class Scaffnew(Algorithm):
-    """Local steps along g_i - h_i until a coin of chance p says to meet, then h_i <- h_i + p / eta (x - x_i).
+    """Local steps along g_i - h_i until communication, which follows each step with probability p, then h_i <- h_i + p / eta (x - x_i).
 
     The coin is tossed after each step, and all clients see the same one: a round has T local steps, T geometric with
     mean 1 / p and alike for the whole cohort (``local`` does not say how many). Then x is the mean of the x_i; the
@@ -60,25 +60,25 @@ class Scaffnew(Algorithm):
     local: LocalSGD = LocalSGD()
     """Local training of each client; the number of steps is random and must be unset."""
     p: Annotated[float, Bound(gt=0, le=1)] = 0.2
-    """The chance of meeting after a local step."""
+    """p: the probability of communication after a local step."""
 
     traits = Traits(uniform_weights=True, no_statistics=True)
-    """The h_i sum to zero in the plain mean; running statistics would have to follow x in the second exchange."""
+    """Uniform weights, since the h_i sum to zero; running statistics would be needed in the second phase."""
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """First the local steps, then x comes back."""
+        """First the local steps, then x is broadcast."""
         back = Phase(self.broadcast, self.renew, lambda server, cohort: (server, {}))
         return (Phase(self.broadcast, self.client, self.server), back)
 
     def check(self) -> None:
-        """Refuse a number of local steps, and steps that are not along gradients."""
+        """Raise FedraxError for a fixed number of local steps, and steps that are not along gradients."""
         if self.local.steps is not None or self.local.epochs is not None:
             raise FedraxError("Scaffnew draws the number of local steps: leave local.steps and local.epochs out, set p")
         between = ("momentum", "clip", "prox", "optimizer")
         used = next((name for name in between if getattr(self.local, name) is not None), None)
         if used is not None:
-            raise FedraxError(f"Scaffnew takes x - x_i for eta times gradients: leave local.{used} out")
+            raise FedraxError(f"Scaffnew takes x - x_i for eta times gradients: unset local.{used}")
 
     def init(self, params: Tree, num_clients: int) -> Server:
         """Server state before the first round."""
@@ -103,7 +103,7 @@ class Scaffnew(Algorithm):
         return Server(tree.add(server.params, cohort.mean)), {}
 
     def renew(self, message: Tree, state: Moved, data: ClientData) -> ClientOutput:
-        """h_i by the distance to the mean.
+        """Update h_i by the distance to the mean.
 
         Args:
             message: pytree x, the new global parameters.
@@ -121,7 +121,7 @@ class Scaffnew(Algorithm):
 
 
 def geometric(key: Array, p: Array | float) -> Array:
-    """Tosses of a coin of chance p up to the first success, int32: 1 + floor(log U / log(1 - p)), U uniform on (0, 1].
+    """A geometric random number of trials up to the first success, int32: 1 + floor(log U / log(1 - p)), U uniform on (0, 1].
 
     In float32 whatever the run's precision, so that both precisions toss alike.
     """

@@ -62,11 +62,11 @@ class Scaffold(Algorithm):
     server_optimizer: ServerOptimizer = SGD()
     """Optimizer that the server applies to the mean update."""
     option: Literal["I", "II"] = "II"
-    """How c_i is renewed: I, the full gradient at x; II, the mean gradient along the local steps, neither with weight
-    decay or momentum in it."""
+    """How c_i is computed: I, the full gradient at x; II, the mean gradient of the local steps; both without weight
+    decay and momentum."""
 
     traits = Traits(uniform_weights=True, control_variates=("control",))
-    """c is the plain mean of the c_i."""
+    """Uniform weights: c is the mean of the c_i."""
 
     def init(self, params: Tree, num_clients: int) -> Server:
         """Server state before the first round; c = 0."""

@@ -25,14 +25,14 @@ class Server(NamedTuple):
 
 
 class Client(NamedTuple):
-    """m_i, the client's mean of past gradients; an empty tuple without momentum."""
+    """m_i, the client's momentum; an empty tuple without one."""
 
     momentum: Tree
 
 
 @hyperparameters
 class SignSGD(Algorithm):
-    """One step a round: each client sends the signs of its gradient, a bit each, and x <- x - eta sign(sum of signs).
+    """One step per round: clients upload the signs of their gradients, one bit each; x <- x - eta sign(sum of signs).
 
     The gradient is that of one batch. With ``beta`` the signs are those of m_i <- beta m_i + (1 - beta) g_i, which a
     client keeps: SIGNUM. Weight decay is the server's, x <- x - eta (sign(...) + decay x). Where the votes are equal x
@@ -45,15 +45,15 @@ class SignSGD(Algorithm):
     """
 
     local: LocalSGD = LocalSGD(lr=1e-3, steps=1)
-    """Mini-batch size, learning rate and weight decay; one step a round."""
+    """Mini-batch size, learning rate and weight decay; one step per round."""
     beta: Decay | None = None
     """Momentum on the clients."""
 
     traits = Traits(uniform_weights=True)
-    """Each client has one vote."""
+    """Uniform weights: each client has one vote."""
 
     def check(self) -> None:
-        """Refuse what belongs to local steps."""
+        """Raise FedraxError for options of several local steps."""
         hints = {"momentum": "set beta"}
         self.local.takes_one_gradient("SignSGD", "momentum", "clip", "prox", "optimizer", hints=hints)
 
@@ -79,7 +79,7 @@ class SignSGD(Algorithm):
         return upload.values()
 
     def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
-        """One step along the signs that most clients have; none where nobody came."""
+        """One step along the majority of signs; no step without clients."""
         votes = majority(cohort.mean, jnp.asarray(cohort.size))
         direction = self.local.decayed(votes, server.params)
         step = jnp.where(cohort.size > 0, -self.local.step_size(cohort.round), 0)
@@ -87,7 +87,7 @@ class SignSGD(Algorithm):
 
 
 def majority(mean: Tree, voters: Array) -> Tree:
-    """The signs of the mean vote; 0 where votes are equal, whose mean is zero but for rounding errors.
+    """The signs of the mean vote; 0 for a tie, whose mean is zero up to rounding.
 
     Any other mean is at least one vote's share. How much a vote is does not matter, as a wrapper may have shortened all
     of them alike.

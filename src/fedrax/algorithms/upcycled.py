@@ -1,4 +1,4 @@
-"""Upcycled-FL (Yin et al. 2024, Algorithm 1): the server moves twice a round."""
+"""Upcycled-FL (Yin et al. 2024, Algorithm 1): the server moves twice per round."""
 
 from __future__ import annotations
 

@@ -372,7 +372,7 @@ class LocalSGD:
         """
         for option in refused:
             if getattr(self, option) is not None:
-                hint = (hints or {}).get(option, f"leave local.{option} out")
+                hint = (hints or {}).get(option, f"unset local.{option}")
                 raise FedraxError(f"{name} takes one step a round, the server's: {hint}")
         for option in ("steps", "epochs"):
             if getattr(self, option) not in (None, 1):
