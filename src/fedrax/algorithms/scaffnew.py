@@ -40,7 +40,7 @@ class Moved(NamedTuple):
 
 @hyperparameters
 class Scaffnew(Algorithm):
-    """Local steps along g_i - h_i until communication, which follows each step with probability p, then h_i <- h_i + p / eta (x - x_i).
+    """Local steps along g_i - h_i until communication (probability p per step), then h_i <- h_i + p / eta (x - x_i).
 
     The coin is tossed after each step, and all clients see the same one: a round has T local steps, T geometric with
     mean 1 / p and alike for the whole cohort (``local`` does not say how many). Then x is the mean of the x_i; the
@@ -121,7 +121,7 @@ class Scaffnew(Algorithm):
 
 
 def geometric(key: Array, p: Array | float) -> Array:
-    """A geometric random number of trials up to the first success, int32: 1 + floor(log U / log(1 - p)), U uniform on (0, 1].
+    """A geometric random number, int32: 1 + floor(log U / log(1 - p)) with U uniform on (0, 1].
 
     In float32 whatever the run's precision, so that both precisions toss alike.
     """
