@@ -68,7 +68,10 @@ def test_options_of_local_steps_are_refused(method: Algorithm, sentence: str):
             r"local.schedule is ignored: set server_optimizer.schedule",
         ),
         (FedSGD(local=LocalSGD(steps=1, blocks=2)), r"local.blocks is ignored by FedSGD"),
-        (LoSAC(local=LocalSGD(steps=2, blocks=2, batch_size="full")), "blocks = 2, and local.batch_size is ignored"),
+        (
+            LoSAC(local=LocalSGD(steps=2, blocks=2, batch_size="full")),
+            "local.batch_size is ignored: a step uses one of local.blocks = 2",
+        ),
         (Upcycled(FedAvg(), extrapolate="both"), "FedAvg has no control variates, and extrapolate = 'both' is ignored"),
         (Personalized(FedAvg()), "nothing stays at home, so that Personalized changes nothing: set at_home"),
         (Personalized(FedAvg(), ("a",), alternate=CARRIED), r"and alternate.carry counts for nothing"),

@@ -81,13 +81,13 @@ CASES = {
     "Mine.client returns a dict instead of a ClientOutput": client(lambda m, s, d: m),
     "Mine.client uploads nothing": client(lambda m, s, d: ClientOutput(upload=None)),
     "Mine.client returns in its upload something other than arrays": client(lambda m, s, d: ClientOutput(upload="x")),
-    "Mine.client returns in its total something else": client(lambda m, s, d: ClientOutput(upload=m, total="x")),
+    "Mine.client returns in its total something other": client(lambda m, s, d: ClientOutput(upload=m, total="x")),
     "Mine.client gives the info nothing": client(lambda m, s, d: ClientOutput(upload=m, info=None)),  # type: ignore[arg-type]
     r"info 'loss' of shape \(2,\): one": client(lambda m, s, d: ClientOutput(upload=m, info={"loss": jnp.ones(2)})),
-    "Mine.client gives the info 'test_accuracy', a name that events": client(
+    "Mine.client gives the info 'test_accuracy', a name that is reserved": client(
         lambda m, s, d: ClientOutput(upload=m, info={"test_accuracy": 1.0})
     ),
-    "Mine.server gives the info 'bytes_up', a name that events": counted({"bytes_up": 1.0}),
+    "Mine.server gives the info 'bytes_up', a name that is reserved": counted({"bytes_up": 1.0}),
     "hands a traced value to NumPy": client(lambda m, s, d: ClientOutput(upload=jax.tree.map(np.asarray, m))),
     "asks for the truth of a traced": client(lambda m, s, d: ClientOutput(upload=m if d.size > 3 else s)),
     "as a Python index or size": client(lambda m, s, d: ClientOutput(upload=[m for _ in range(d.size)])),

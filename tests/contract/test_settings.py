@@ -49,7 +49,7 @@ def test_samples_that_stored_order_never_comes_to_are_told():
     """Every round begins with the first one again."""
     twelve = np.full(3, 12)
     stored = partial(fedrax.LocalSGD, batch_size=4, order="stored")
-    with pytest.warns(fedrax.FedraxWarning, match="2 steps come to 8, and of the largest client's 12 samples"):
+    with pytest.warns(fedrax.FedraxWarning, match="local.steps = 2 use 8 samples, and the others of the 12"):
         stored(steps=2).check_sizes(twelve)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

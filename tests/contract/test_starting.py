@@ -18,12 +18,12 @@ def own_task(init: object) -> Task:
 
 
 def test_what_draws_them_is_compiled_once_for_all_seeds_and_for_tasks_made_anew():
-    before = initialization._known.cache_info().misses
+    before = initialization._cached_init.cache_info().misses
     for task in [classification(MLP(hidden=(7, 5)).build((6,), 3)) for _ in range(2)]:
         for seed in (0, 1):
             drawn, direct = initial_parameters(task, jax.random.key(seed), None), task.init(jax.random.key(seed))
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), drawn, direct)
-    assert initialization._known.cache_info().misses == before + 1
+    assert initialization._cached_init.cache_info().misses == before + 1
 
 
 def test_another_scale_is_another_program():
@@ -38,7 +38,7 @@ def test_a_compilation_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatc
     failed: Future = Future()
     failed.set_exception(MemoryError("none left"))
     with monkeypatch.context() as patch:
-        patch.setattr(initialization, "_in_background", lambda *_: failed)
+        patch.setattr(initialization, "_compile_in_background", lambda *_: failed)
         with pytest.raises(MemoryError):
             initial_parameters(task, jax.random.key(0), None)
     assert initial_parameters(task, jax.random.key(0), None)["w"].shape == (5,)

@@ -56,9 +56,9 @@ SAYS: dict[str, tuple[Callable[[], Task], str]] = {
     ),
     "a mean metric": (
         lambda: Task(zeros, errors, {"m": lambda p, b: b.x.mean()}),
-        "metric 'm' must be one number a",
+        "metric 'm' must be one number for each",
     ),
-    "two a sample": (lambda: Task(zeros, lambda p, b, k: b.x @ p), "a sample, \\[B\\], not \\[B, 3\\]"),
+    "two a sample": (lambda: Task(zeros, lambda p, b, k: b.x @ p), "each sample, \\[B\\], not \\[B, 3\\]"),
     "no array": (lambda: Task(zeros, lambda p, b, k: (errors(p, b), 1)), "not a tuple"),  # type: ignore[arg-type,return-value]
     "other samples": (
         lambda: classification(Linear().build((5,), 3)),
@@ -66,7 +66,7 @@ SAYS: dict[str, tuple[Callable[[], Task], str]] = {
     ),
     "own place": (
         lambda: Task(zeros, lambda p, b, k: b.x @ p[:2]),
-        "computed \\(in <lambda>, test_task_checks.py, line \\d+\\) of 13 samples",
+        "computed \\(in <lambda>, test_task_checks.py, line \\d+\\) for a batch of 13 samples",
     ),
     "traced": (lambda: Task(zeros, branching), "loss \\(in branching, .*\\) asks for the truth of a traced value"),
     "carry": (lambda: Task(zeros, carrying), r"but they differ: .* int32\[13\] .* float32\[13\], so the dtypes"),
@@ -75,7 +75,7 @@ SAYS: dict[str, tuple[Callable[[], Task], str]] = {
         lambda: Task(lambda key: {"w": jnp.zeros((4, 3)), "i": jnp.arange(3)}, errors),
         "er i holds int32",
     ),
-    "complex numbers": (lambda: Task(lambda key: jnp.zeros((4, 3), complex), errors), "complex64, .* its real and its"),
+    "complex numbers": (lambda: Task(lambda key: jnp.zeros((4, 3), complex), errors), "complex64, .* the real and the"),
     "a key": (
         lambda: Task(lambda key: {"key": key}, errors),
         "key holds key<fry>, and only floating-point parameters are",
@@ -106,7 +106,7 @@ def test_an_optimizer_of_optax_is_wrapped() -> None:
 
 def test_parameters_with_functions_among_them_are_told_how() -> None:
     start = lambda key: {"w": jnp.zeros(4), "activation": jax.nn.relu}  # noqa: E731
-    with pytest.raises(FedraxError, match=r"equinox\.filter\(module, equinox\.is_inexact_array\)"):
+    with pytest.raises(FedraxError, match=r"for an Equinox module use fedrax\.models\.from_equinox"):
         run(Task(start, errors))
 
 

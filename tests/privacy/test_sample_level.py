@@ -212,5 +212,5 @@ def test_a_loss_of_a_whole_batch_is_refused():
     whole = fedrax.Task(
         init=lambda key: {"w": jnp.zeros(3)}, loss=lambda params, batch, key: (params["w"] ** 2).sum() + batch.x.mean()
     )
-    with pytest.raises(FedraxError, match="one number a sample"):
+    with pytest.raises(FedraxError, match="one number for each sample"):
         moves(private(), whole, (4, 4), rounds=1)

@@ -201,7 +201,7 @@ def test_models_of_no_arrays_are_said_to_be():
     from fedrax.models import Model
 
     for model, says in (
-        (Model(lambda key: {"w": "text"}, lambda params, x, key=None: x), "parameters are arrays: .*'str'"),
+        (Model(lambda key: {"w": "text"}, lambda params, x, key=None: x), "parameters must be arrays: .*'str'"),
         (Model(lambda key: {"w": jnp.ones(3)}, lambda params, x, key=None: None), "outputs are an array, not NoneType"),
         (Model(lambda key: {}, lambda params, x, key=None: x), "has no parameters"),
     ):

@@ -92,7 +92,7 @@ class Scaffnew(Algorithm):
         """T local steps from the global parameters."""
         steps = geometric(data.key("steps", shared=True), self.p)
         result = self.local.run(
-            data.with_steps(steps), message, lambda g, x, memory, step: (tree.sub(g, state.control), memory)
+            data.with_steps(steps), message, lambda gradient, x, step: tree.sub(gradient, state.control)
         )
         delta = tree.sub(result.params, message)
         info = {**result.info, "local_steps": result.steps}
