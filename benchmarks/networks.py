@@ -79,10 +79,10 @@ def measure_here(name: str) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    import fedrax
     from benchmarks.runners.linen_networks import network
     from fedrax import FedAvg, Federation, LocalSGD, classification, simulate
     from fedrax.models import from_linen
+    from fedrax.xla import applied_passes
 
     case = CASES[name]
     x, y = case.arrays()
@@ -108,7 +108,7 @@ def measure_here(name: str) -> dict[str, Any]:
         "first": first.ended - started,
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(result.params)),
         "plan": result.plan,
-        "applied": sorted(fedrax.xla.applied_passes()),
+        "applied": sorted(applied_passes()),
     }
 
 

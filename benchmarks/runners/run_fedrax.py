@@ -18,6 +18,7 @@ def main() -> None:
     import fedrax
     from benchmarks.fedrax_clock import device_peak_mb, time_rounds
     from benchmarks.fedrax_problems import federation_of, plain_problem, problem
+    from fedrax.xla import applied_passes
 
     local = fedrax.LocalSGD(
         lr=workload.learning_rate, epochs=workload.epochs, batch_size=workload.batch, order="stored"
@@ -43,7 +44,7 @@ def main() -> None:
         last["test_loss"],
         last["test_accuracy"],
         device_peak_mb(),
-        applied=sorted(fedrax.xla.applied_passes()),
+        applied=sorted(applied_passes()),
     )
 
 

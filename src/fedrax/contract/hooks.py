@@ -27,8 +27,8 @@ TermHook = Callable[[Tree, Tree], Tree]
 """(gradient, x) -> gradient plus the gradient of a term of the local objective at x."""
 DirectionHook = Callable[[Tree, Tree, "Step"], Tree]
 """(direction, x, step) -> direction."""
-BatchHook = Callable[["Step"], tuple[Tree, Array | None]]
-"""step -> (samples, weights) of a local step's batch, as of :meth:`fedrax.ClientData.batch`."""
+BatchHook = Callable[[Any], tuple[Tree, Array | None]]
+"""number of the local step -> (samples, weights) of a local step's batch, as of :meth:`fedrax.ClientData.batch`."""
 ResultHook = Callable[[Tree], Tree]
 """Local parameters after the last step -> what the method receives in their place."""
 
@@ -132,7 +132,7 @@ class TrainingHooks:
         """Change the mini-batches of the local steps.
 
         Args:
-            hook: step -> (samples, weights) as of :meth:`batch`.
+            hook: number of the local step -> (samples, weights), as :meth:`batch` returns them.
 
         Returns:
             The changed data.
