@@ -340,7 +340,7 @@ def from_table(table: Mapping[str, Any], source: str, folder: Path = Path(), tru
     run = reader.fields(Settings, shared.get("run", {}), "run", Settings())
     for number, entry in enumerate(entries, 1):
         where = f"{source}, [[compare]] {number}" if "compare" in table else source
-        _refuse_seed(entry, where)
+        _check_seed(entry, where)
         own = with_tables({key: value for key, value in entry.items() if key not in ("label", "grid", "run")})
         reader = Reader(where, folder, trust=trust)
         algorithm = merged(shared_by(base, own, reader), own)
@@ -357,7 +357,7 @@ def from_table(table: Mapping[str, Any], source: str, folder: Path = Path(), tru
     return Comparison(name, tuple(methods), seeds, target, grids, search, run)
 
 
-def _refuse_seed(table: Mapping[str, Any], where: str) -> None:
+def _check_seed(table: Mapping[str, Any], where: str) -> None:
     """Raise FedraxError for run.seed, which would be ignored."""
     run = table.get("run")
     if isinstance(run, Mapping) and "seed" in run:
@@ -392,7 +392,7 @@ def read(paths: list[Path]) -> Comparison:
     tables = [experiment.read_file(path) for path in paths]
     for path, table in zip(paths, tables, strict=True):
         if "compare" in table:
-            _refuse_seed(table, str(path))
+            _check_seed(table, str(path))
     parts = [
         from_table(table, str(path), path.parent, trust_in(path)) for table, path in zip(tables, paths, strict=True)
     ]

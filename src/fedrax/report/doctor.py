@@ -85,17 +85,17 @@ def examine(directory: Path) -> Examination:
     usable = {name: state.rounds for name, state in states.items() if state is not None and state.rounds is not None}
     before = states[checkpoint.PREVIOUS]
     if checkpoint.FILE not in usable and checkpoint.PREVIOUS in usable:
-        words = f"restore the previous checkpoint, of round {usable[checkpoint.PREVIOUS]}"
-        made.repairs.append(Repair(words, lambda: _restore_previous(directory)))
+        description = f"restore the previous checkpoint, of round {usable[checkpoint.PREVIOUS]}"
+        made.repairs.append(Repair(description, lambda: _restore_previous(directory)))
     elif checkpoint.FILE in usable and before is not None and not before.intact:
         path = directory / CHECKPOINT / checkpoint.PREVIOUS
         made.repairs.append(Repair("rename the damaged previous checkpoint", lambda: _rename_damaged(path)))
     if not found.intact and found.rounds is not None:
-        words = f"keep the first {found.rounds} lines of {events.FILE}, which are intact"
-        made.repairs.append(Repair(words, lambda: _truncate_events(directory, found.rounds or 0)))
+        description = f"keep the first {found.rounds} lines of {events.FILE}, which are intact"
+        made.repairs.append(Repair(description, lambda: _truncate_events(directory, found.rounds or 0)))
     for part in leftovers(directory):
-        words = f"remove {part.relative_to(directory)}, left by an interrupted write"
-        made.repairs.append(Repair(words, part.unlink))
+        description = f"remove {part.relative_to(directory)}, left by an interrupted write"
+        made.repairs.append(Repair(description, part.unlink))
     made.conclusion = _conclusion(directory, table is not None, found.rounds or 0, states, usable)
     return made
 
@@ -129,8 +129,8 @@ def _check_experiment(made: Examination) -> dict | None:
     except FedraxError as error:
         made.files.append(FileState(name, f"damaged: {error}", False))
         return None
-    words = f"intact: {table['algorithm'].get('name')}, {table['run']['rounds']} rounds, seed {table['run']['seed']}"
-    made.files.append(FileState(name, words, True))
+    state = f"intact: {table['algorithm'].get('name')}, {table['run']['rounds']} rounds, seed {table['run']['seed']}"
+    made.files.append(FileState(name, state, True))
     return table
 
 
@@ -139,14 +139,14 @@ def _check_events(made: Examination) -> FileState:
     rounds: int | None = 0
     try:
         if not os.path.lexists(made.directory / events.FILE):
-            words, intact = "missing: no round has finished", True
+            state, intact = "missing: no round has finished", True
         else:
             found, wrong = events.read_whole_events(made.directory)
             rounds, intact = len(found), wrong is None
-            words = f"intact: {rounds} rounds" if wrong is None else f"damaged in line {rounds + 1}: {wrong}"
+            state = f"intact: {rounds} rounds" if wrong is None else f"damaged in line {rounds + 1}: {wrong}"
     except FedraxError as error:
-        words, intact, rounds = f"damaged: {error}", False, None
-    made.files.append(FileState(events.FILE, words, intact, rounds))
+        state, intact, rounds = f"damaged: {error}", False, None
+    made.files.append(FileState(events.FILE, state, intact, rounds))
     return made.files[-1]
 
 
@@ -182,12 +182,12 @@ def _check_failure(made: Examination) -> None:
         made.repairs.append(Repair(f"rename {FAILURE}, which is empty", lambda: _rename_damaged(folder)))
         return
     try:
-        said = str(checkpoint.verify(folder / checkpoint.FILE).get("error"))
+        message = str(checkpoint.verify(folder / checkpoint.FILE).get("error"))
     except FedraxError as error:
         made.files.append(FileState(FAILURE, f"damaged: {error}", False))
         made.repairs.append(Repair(f"rename {FAILURE}, so that the run can be shown", lambda: _rename_damaged(folder)))
     else:
-        made.files.append(FileState(FAILURE, f"intact: {said}", True))
+        made.files.append(FileState(FAILURE, f"intact: {message}", True))
 
 
 def _check_environment(made: Examination) -> None:
@@ -198,8 +198,8 @@ def _check_environment(made: Examination) -> None:
     try:
         with reading(made.directory / name, MAX_FILE) as file:
             known = json.loads(file.read().decode())
-        words = f"intact: fedrax {known['fedrax']}, jax {known['jax']}"
-        made.files.append(FileState(name, words, True))
+        state = f"intact: fedrax {known['fedrax']}, jax {known['jax']}"
+        made.files.append(FileState(name, state, True))
     except (FedraxError, OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         made.files.append(FileState(name, f"damaged: {error}; resuming the run rewrites it", False))
 

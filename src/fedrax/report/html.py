@@ -63,13 +63,13 @@ def write_report(
     return Path(path)
 
 
-def page(material: ReportData, title: str | None = None) -> str:
+def page(data: ReportData, title: str | None = None) -> str:
     """The whole page."""
-    title = title or ", ".join(dict.fromkeys(source.name for source in material.sources))
-    sections = {name: made for name, make in _SECTIONS.items() if (made := make(material))}
+    title = title or ", ".join(dict.fromkeys(source.name for source in data.sources))
+    sections = {name: made for name, make in _SECTIONS.items() if (made := make(data))}
     links = "".join(f'<a href="#{_anchor(name)}">{name}</a>' for name in sections)
     body = "".join(f'<section id="{_anchor(name)}"><h2>{name}</h2>{made}</section>' for name, made in sections.items())
-    style = _resource("page.css") + html_curves.hiding_style(len(material.methods))
+    style = _resource("page.css") + html_curves.hiding_style(len(data.methods))
     script = _resource("page.js")
     policy = (
         f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; base-uri 'none';"
@@ -81,8 +81,8 @@ def page(material: ReportData, title: str | None = None) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<meta name="color-scheme" content="light dark">\n<title>{shown(title)}</title>\n'
         f"<style>{style}</style></head>\n"
-        f"<body><header><h1>{shown(title)}</h1>{_lead(material)}<nav>{links}</nav></header>\n"
-        f"<main>{body}</main>\n<footer>Written by fedrax {VERSION} from {_places(material)}.</footer>\n"
+        f"<body><header><h1>{shown(title)}</h1>{_lead(data)}<nav>{links}</nav></header>\n"
+        f"<main>{body}</main>\n<footer>Written by fedrax {VERSION} from {_places(data)}.</footer>\n"
         f"<script>{script}</script></body></html>\n"
     )
 
@@ -107,18 +107,18 @@ def _count(n: int, word: str) -> str:
     return f"{n:,} {word}{'s' * (n != 1)}"
 
 
-def _places(material: ReportData) -> str:
+def _places(data: ReportData) -> str:
     """The directories of the report."""
-    return ", ".join(f"<code>{shown(source.directory)}</code>" for source in material.sources)
+    return ", ".join(f"<code>{shown(source.directory)}</code>" for source in data.sources)
 
 
 # -- the head ------------------------------------------------------------------------------------------------------
 
 
-def _lead(material: ReportData) -> str:
+def _lead(data: ReportData) -> str:
     """A line about the runs, and tiles with the best values and the number of finished runs."""
-    runs = material.runs
-    words = [_count(len(material.methods), "method")]
+    runs = data.runs
+    words = [_count(len(data.methods), "method")]
     for part in ("data", "model"):
         tables_of = [run.table[part] for run in runs if isinstance(run.table.get(part), dict)]
         names = dict.fromkeys(str(table.get("name")) for table in tables_of)
@@ -129,21 +129,21 @@ def _lead(material: ReportData) -> str:
     lost = sum(run.failure is not None for run in runs)
     state = f"{done} of {len(runs)}" if done < len(runs) else str(done)
     tiles = [(state, f"run{'s' * (len(runs) > 1)} finished" + (f", {lost} diverged" if lost else ""))]
-    tiles = [*_bests(material), *tiles]
+    tiles = [*_best_tiles(data), *tiles]
     made = "".join(f'<div class="tile"><b>{shown(value)}</b><span>{shown(name)}</span></div>' for value, name in tiles)
     return f'<p class="lead">{shown(" · ".join(words))}</p><div class="tiles">{made}</div>'
 
 
-def _bests(material: ReportData) -> list[tuple[str, str]]:
+def _best_tiles(data: ReportData) -> list[tuple[str, str]]:
     """The best method and its value in the main columns."""
-    rows = [summarize(method, material.target, material.metric) for method in material.methods]
-    word = "accuracy" if material.metric == "test_accuracy" else "loss"
+    rows = [summarize(method, data.target, data.metric) for method in data.methods]
+    word = "accuracy" if data.metric == "test_accuracy" else "loss"
     found: list[tuple[str, str]] = []
     columns = [(word, "test " + word)]
-    if material.target is not None:
+    if data.target is not None:
         columns += [("rounds", "rounds"), ("megabytes", "MB")]
     for column, name in columns:
-        tops = comparison_table.best(rows, column, material.metric)
+        tops = comparison_table.best(rows, column, data.metric)
         if len(rows) == 1 and getattr(rows[0], column) is not None:
             tops = {0}
         if not tops:
@@ -151,7 +151,7 @@ def _bests(material: ReportData) -> list[tuple[str, str]]:
         best = getattr(rows[min(tops)], column)
         amount = comparison_table.amount(replace(best, std=best.std or None), column)
         who = rows[min(tops)].label if len(tops) == 1 else f"{len(tops)} methods"
-        to = "" if column == word else f" to {material.target:g}"
+        to = "" if column == word else f" to {data.target:g}"
         found.append((who, f"{amount} {name}{to}"))
     return found
 
@@ -159,10 +159,10 @@ def _bests(material: ReportData) -> list[tuple[str, str]]:
 # -- sections ------------------------------------------------------------------------------------------------------
 
 
-def _table(material: ReportData) -> str:
+def _table(data: ReportData) -> str:
     """The table of the comparison."""
-    rows = [summarize(method, material.target, material.metric) for method in material.methods]
-    made = comparison_table.cells(rows, material.target, material.metric)
+    rows = [summarize(method, data.target, data.metric) for method in data.methods]
+    made = comparison_table.cells(rows, data.target, data.metric)
     heads = "".join(f"<th{_name(i < made.names)}>{shown(text)}</th>" for i, text in enumerate(made.headings))
     lines = []
     for row in made.rows:
@@ -171,7 +171,7 @@ def _table(material: ReportData) -> str:
             kind = ' class="best"' if top else _name(i < made.names)
             cells.append(f"<td{kind}>{shown(text)}</td>")
         lines.append(f"<tr>{''.join(cells)}<td>{_state(row[-1][0])}</td></tr>")
-    legend = comparison_table.legend(material.target, material.given, rows)
+    legend = comparison_table.legend(data.target, data.given, rows)
     note = "Mean ± standard deviation over seeds; ★ marks the best mean of a column. " if len(rows) > 1 else ""
     return (
         f'<div class="card scroll"><table><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
@@ -191,9 +191,9 @@ def _state(state: str) -> str:
     return f'<span class="state {kind}">{shown(state)}</span>'
 
 
-def _searches(material: ReportData) -> str:
+def _searches(data: ReportData) -> str:
     """The searches of all comparisons."""
-    return "".join(_search(source.search) for source in material.sources if source.search is not None)
+    return "".join(_search(source.search) for source in data.sources if source.search is not None)
 
 
 def _search(search: SearchOutcome) -> str:
@@ -235,9 +235,9 @@ def _search_chart(path: str, search: SearchOutcome) -> str:
     return f"<h3>{shown(name)}</h3>{drawn}"
 
 
-def _spreads(material: ReportData) -> str:
+def _spreads(data: ReportData) -> str:
     """Metrics over clients."""
-    made = html_curves.spreads_of(material)
+    made = html_curves.spreads_of(data)
     if not made:
         return (
             '<p class="note">The runs have no metrics per client: run them with <code>--run.per-client</code> for the'
@@ -251,9 +251,9 @@ def _spreads(material: ReportData) -> str:
     )
 
 
-def _partitions(material: ReportData) -> str:
+def _partitions(data: ReportData) -> str:
     """The partitions of the runs."""
-    found = material.clients()
+    found = data.clients()
     if not found:
         return '<p class="note">The runs have no clients.json with their partition.</p>'
     return "".join(_partition(clients) for clients in found[:4])
@@ -277,14 +277,14 @@ def _partition(clients: ClientSummary) -> str:
     return f'<p>{shown(words)}</p><div class="card scroll">{drawn}</div><p class="note">{what}</p>'
 
 
-def _differences(material: ReportData) -> str:
+def _differences(data: ReportData) -> str:
     """The settings in which methods differ."""
-    found = differences(material.methods)
-    if len(material.methods) == 1:
+    found = differences(data.methods)
+    if len(data.methods) == 1:
         return ""
     if not found:
         return "<p>Only the seeds.</p>"
-    heads = "".join(f"<th>{shown(method.label)}</th>" for method in material.methods)
+    heads = "".join(f"<th>{shown(method.label)}</th>" for method in data.methods)
     cells = {path: "".join(f"<td>{shown(_value(value))}</td>" for value in values) for path, values in found.items()}
     lines = "".join(f"<tr><th>{breakable(short_path(path))}</th>{made}</tr>" for path, made in cells.items())
     return (
@@ -304,10 +304,10 @@ def _value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _settings(material: ReportData) -> str:
+def _settings(data: ReportData) -> str:
     """The settings that all methods share."""
-    differ = differences(material.methods)
-    common = {path: v for path, v in flat(material.runs[0].table).items() if path not in differ and path != "run.seed"}
+    differ = differences(data.methods)
+    common = {path: v for path, v in flat(data.runs[0].table).items() if path not in differ and path != "run.seed"}
     parts: dict[str, dict[str, Any]] = {}
     for path, value in common.items():
         part, _, rest = path.partition(".")
@@ -327,9 +327,9 @@ def _keys(values: Mapping[str, Any]) -> str:
     return f'<table class="keys"><tbody>{"".join(lines)}</tbody></table>'
 
 
-def _environment(material: ReportData) -> str:
+def _environment(data: ReportData) -> str:
     """Versions and machines of the runs."""
-    found = material.environments()
+    found = data.environments()
     if not found:
         return ""
     cards = "".join(
@@ -341,10 +341,10 @@ def _environment(material: ReportData) -> str:
     return f'<div class="cards">{cards}</div>{warning * (len(found) > 1)}'
 
 
-def _runs(material: ReportData) -> str:
+def _runs(data: ReportData) -> str:
     """The list of runs with their directories, states and costs."""
-    metric, lines = material.metric, []
-    listed = [(method, run) for method in material.methods for run in method.runs]
+    metric, lines = data.metric, []
+    listed = [(method, run) for method in data.methods for run in method.runs]
     for method, run in listed[:_MOST_RUNS]:
         last = last_values(run.events)
         value = number(last[metric]) if metric in last else "–"

@@ -27,37 +27,35 @@ def hiding_style(methods: int) -> str:
     return "".join(f"body:has(#m{i}:not(:checked)) .m{i}{{display:none}}\n" for i in range(methods))
 
 
-def metrics_of(material: ReportData) -> list[str]:
+def metrics_of(data: ReportData) -> list[str]:
     """The metrics to draw: the main metric first, then the training loss, other known metrics and the rest."""
-    names = dict.fromkeys(key for run in material.runs for event in run.events for key in event if holds(event, key))
+    names = dict.fromkeys(key for run in data.runs for event in run.events for key in event if holds(event, key))
     kinds = ("test_", "train_", *(name for name in METRICS if "_" not in name or name == "frobenius_error"))
     found = [name for name in names if name.startswith(kinds) and "_client" not in name]
     found += [name for name in names if name == "epsilon"]
-    return sorted(
-        found, key=lambda name: (name != material.metric, name == "train_loss", list(METRICS).count(name) == 0)
-    )
+    return sorted(found, key=lambda name: (name != data.metric, name == "train_loss", list(METRICS).count(name) == 0))
 
 
-def section(material: ReportData) -> str:
+def section(data: ReportData) -> str:
     """The legend, the switch of the axes, and a chart for each metric."""
-    metrics = metrics_of(material)
+    metrics = metrics_of(data)
     if not metrics:
         return '<p class="note">No round has finished.</p>'
     drawn = metrics[:_MOST_CHARTS]
-    most = max(30, min(_MOST_POINTS, _ALL_POINTS // (len(material.methods) * len(drawn) * len(X_AXES))))
-    cards = "".join(f'<div class="card">{_charts(material, metric, most)}</div>' for metric in drawn)
-    band = any(len(method.runs) > 1 for method in material.methods)
+    most = max(30, min(_MOST_POINTS, _ALL_POINTS // (len(data.methods) * len(drawn) * len(X_AXES))))
+    cards = "".join(f'<div class="card">{_charts(data, metric, most)}</div>' for metric in drawn)
+    band = any(len(method.runs) > 1 for method in data.methods)
     note = "Lines are means over seeds, bands one standard deviation. " if band else ""
-    if any(len(run.events) > most for run in material.runs):
+    if any(len(run.events) > most for run in data.runs):
         note += f"For longer runs about {most} rounds are drawn. "
     if len(metrics) > len(drawn):
         note += f"Not drawn: {', '.join(metrics[_MOST_CHARTS : _MOST_CHARTS + 20])}. "
     hint = '<span class="on-screen">Point at a chart, or use the arrow keys, to see its values; click a name in the'
     hint += " legend to hide a method.</span>"
-    return f'{_controls(material)}<div class="pair">{cards}</div><p class="note">{shown(note)}{hint}</p>'
+    return f'{_controls(data)}<div class="pair">{cards}</div><p class="note">{shown(note)}{hint}</p>'
 
 
-def _controls(material: ReportData) -> str:
+def _controls(data: ReportData) -> str:
     """The switch of the x axis, and the legend."""
     switch = "".join(
         f'<label><input type="radio" name="axis" id="on-{key}"{" checked" * (key == "round")}>{word}</label>'
@@ -65,18 +63,18 @@ def _controls(material: ReportData) -> str:
     )
     legend = "".join(
         f'<label><input type="checkbox" id="m{i}" checked>{swatch(i)}<span>{shown(method.label)}</span></label>'
-        for i, method in enumerate(material.methods)
+        for i, method in enumerate(data.methods)
     )
     return f'<div class="controls"><div class="axes">{switch}</div><div class="legend">{legend}</div></div>'
 
 
-def _charts(material: ReportData, metric: str, most: int) -> str:
+def _charts(data: ReportData, metric: str, most: int) -> str:
     """Charts of a metric against each x axis, one of which is visible."""
     name = (METRICS | PERSONAL_METRICS).get(metric, metric.replace("_", " "))
     made = []
     for key, (_, axis, place) in X_AXES.items():
-        curves = [_curve(method, i, metric, place, most) for i, method in enumerate(material.methods)]
-        target = material.target if metric == material.metric else None
+        curves = [_curve(method, i, metric, place, most) for i, method in enumerate(data.methods)]
+        target = data.target if metric == data.metric else None
         share = metric.endswith(("accuracy", "auc", "f1"))
         made.append(chart(curves, axis, name, target=target, share=share, css=f"on-{key}"))
     return f"<h3>{shown(name)}</h3>{''.join(made)}"
@@ -106,20 +104,20 @@ def _mean(values: Sequence[float]) -> float:
 def _thinned(points: Sequence[T], most: int) -> list[T]:
     """About ``most`` of the points at equal distances, with the first and the last."""
     step = -(-len(points) // most) or 1
-    kept = list(points[::step])
-    return kept if not points or (len(points) - 1) % step == 0 else [*kept, points[-1]]
+    thinned = list(points[::step])
+    return thinned if not points or (len(points) - 1) % step == 0 else [*thinned, points[-1]]
 
 
-def spreads_of(material: ReportData) -> list[str]:
+def spreads_of(data: ReportData) -> list[str]:
     """A chart for each metric that the runs report per client."""
-    lasts = [[last_values(run.events) for run in method.runs] for method in material.methods]
+    lasts = [[last_values(run.events) for run in method.runs] for method in data.methods]
     end = "_client_p50"
     names = dict.fromkeys(k.removesuffix(end) for each in lasts for last in each for k in last if k.endswith(end))
     ranked = sorted(names, key=lambda name: ("accuracy" not in name, "loss" in name))
     made = []
     for name in ranked[:6]:
         rows = []
-        for i, (method, each) in enumerate(zip(material.methods, lasts, strict=True)):
+        for i, (method, each) in enumerate(zip(data.methods, lasts, strict=True)):
             found = [_spread_values(last, name) for last in each]
             values = [one for one in found if one is not None]
             if values:

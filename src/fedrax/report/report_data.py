@@ -113,27 +113,28 @@ def gather(directories: Sequence[Path], target: float | None = None) -> ReportDa
     places: dict[Path, Path] = {}
     for path in directories:
         places.setdefault(path.resolve(), path)
-    kept = {path: read_comparison(path) for path in places.values()}
-    homes: dict[Path, Path] = {}
+    saved = {path: read_comparison(path) for path in places.values()}
+    requested: dict[Path, Path] = {}
     sources: list[ReportSource] = []
-    for path in sorted(kept, key=lambda path: not kept[path]):  # comparisons first: they say more of their runs
-        runs = [run for run in find_runs(path) if homes.setdefault(run.directory.resolve(), path) == path]
+    for path in sorted(
+        saved, key=lambda path: not saved[path]
+    ):  # comparisons first, since they have labels and settings
+        runs = [run for run in find_runs(path) if requested.setdefault(run.directory.resolve(), path) == path]
         if runs:
-            sources.append(_source(path, kept[path], group(runs)))
-    methods = [method for source in sources if kept[source.directory] for method in source.methods]
-    plain = [method for source in sources if not kept[source.directory] for method in source.methods]
-    methods = _told_apart(methods + group([run for method in plain for run in method.runs]), homes)
+            sources.append(_source(path, saved[path], group(runs)))
+    methods = [method for source in sources if saved[source.directory] for method in source.methods]
+    plain = [method for source in sources if not saved[source.directory] for method in source.methods]
+    methods = _unique_labels(methods + group([run for method in plain for run in method.runs]), requested)
     theirs = next((source.target for source in sources if source.target is not None), None)
     return ReportData(sources, methods, *target_of(methods, target if target is not None else theirs))
 
 
-def _told_apart(methods: Sequence[MethodRuns], homes: Mapping[Path, Path]) -> list[MethodRuns]:
-    """The methods under distinct labels.
+def _unique_labels(methods: Sequence[MethodRuns], requested: Mapping[Path, Path]) -> list[MethodRuns]:
+    """The methods under unique labels: equal ones are prefixed by the name or the path of their directory, or a number.
 
-    Equal labels get the name of the requested directory before them, or its path, or a number. ``homes`` maps each run
-    to that directory.
+    ``requested`` maps each run's directory to the requested directory that contains it.
     """
-    places = [homes[method.runs[0].directory.resolve()] for method in methods]
+    places = [requested[method.runs[0].directory.resolve()] for method in methods]
     before = (
         [""] * len(methods),
         [f"{place.resolve().name}: " for place in places],
@@ -145,33 +146,33 @@ def _told_apart(methods: Sequence[MethodRuns], homes: Mapping[Path, Path]) -> li
     return [replace(method, label=label) for method, label in zip(methods, labels, strict=True)]
 
 
-def _source(directory: Path, kept: dict[str, Any], methods: Sequence[MethodRuns]) -> ReportSource:
-    """The source of a directory; ``kept``: its comparison.json, empty if it has none."""
-    if not kept:
+def _source(directory: Path, saved: dict[str, Any], methods: Sequence[MethodRuns]) -> ReportSource:
+    """The source of a directory; ``saved``: its comparison.json, empty if it has none."""
+    if not saved:
         name = str(methods[0].runs[0].table.get("name", "")) if len(methods) == 1 else directory.resolve().name
         return ReportSource(directory, name, methods)
     try:
-        return _compared(kept, directory, methods)
+        return _comparison_source(saved, directory, methods)
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
         raise FedraxError(f"{directory / COMPARISON} is damaged: {error!r:.200}.") from error
 
 
-def _compared(kept: Any, directory: Path, methods: Sequence[MethodRuns]) -> ReportSource:
+def _comparison_source(saved: Any, directory: Path, methods: Sequence[MethodRuns]) -> ReportSource:
     """The methods in the order of the comparison, with their selected settings; raises for invalid values."""
-    settings = {str(row["label"]): str(row.get("settings", "")) for row in kept["methods"]}
+    settings = {str(row["label"]): str(row.get("settings", "")) for row in saved["methods"]}
     order = {label: place for place, label in enumerate(settings)}
     shown = [replace(m, settings=settings.get(m.label, m.settings)) for m in methods]
     shown.sort(key=lambda method: order.get(method.label, len(order)))
-    target = None if kept.get("target_is_default") or kept.get("target") is None else _number(kept["target"])
+    target = None if saved.get("target_is_default") or saved.get("target") is None else _number(saved["target"])
     return ReportSource(
-        directory, str(kept["name"]), shown, target, _search(kept["search"]) if "search" in kept else None
+        directory, str(saved["name"]), shown, target, _search(saved["search"]) if "search" in saved else None
     )
 
 
-def _search(kept: Any) -> SearchOutcome:
+def _search(saved: Any) -> SearchOutcome:
     """The search in comparison.json; raises for invalid values."""
     choices = {}
-    for label, found in kept["methods"].items():
+    for label, found in saved["methods"].items():
         trials = tuple(_trial(trial) for trial in found["trials"])
         paths = {tuple(trial.point) for trial in trials}
         if len(paths) != 1:
@@ -179,27 +180,27 @@ def _search(kept: Any) -> SearchOutcome:
         lower = found.get("lower_is_better", found["metric"] == "loss")
         ranges = {str(path): _range(within) for path, within in found.get("ranges", {}).items()}
         choices[label] = SearchResult(str(found["metric"]), bool(lower), trials, ranges)
-    share, seeds = _number(kept["validation"]), tuple(int(seed) for seed in kept["seeds"])
-    if not all(isinstance(line, str) for line in kept.get("lines", [])):
+    share, seeds = _number(saved["validation"]), tuple(int(seed) for seed in saved["seeds"])
+    if not all(isinstance(line, str) for line in saved.get("lines", [])):
         raise ValueError("the lines of the search are not strings")
     return SearchOutcome(
-        share, seeds, choices, list(kept.get("lines", [])) or search_plots.lines(choices, share, seeds)
+        share, seeds, choices, list(saved.get("lines", [])) or search_plots.lines(choices, share, seeds)
     )
 
 
-def _range(kept: Any) -> SearchRange:
+def _range(saved: Any) -> SearchRange:
     """A search range; raises for invalid values."""
-    low, high, log = _number(kept["low"]), _number(kept["high"]), kept["log"] is True
+    low, high, log = _number(saved["low"]), _number(saved["high"]), saved["log"] is True
     if not low < high or (log and low <= 0):
         raise ValueError(f"the range {low} to {high} is empty")
     return SearchRange(low, high, log)
 
 
-def _trial(kept: Any) -> Trial:
+def _trial(saved: Any) -> Trial:
     """A trial; raises for invalid values."""
-    value = kept["value"]
-    point = {str(path): _value(found) for path, found in kept["point"].items()}
-    return Trial(point, None if value is None else _number(value), int(kept["rounds"]))
+    value = saved["value"]
+    point = {str(path): _value(found) for path, found in saved["point"].items()}
+    return Trial(point, None if value is None else _number(value), int(saved["rounds"]))
 
 
 def _value(found: Any, depth: int = 0) -> Any:

@@ -112,9 +112,9 @@ def read_run(directory: Path | str) -> SavedRun:
     events = read_events(directory) if (directory / "events.jsonl").exists() else []
     failed = directory / FAILURE  # empty after a full disk
     failure = checkpoint.load_meta(failed).get("error") if checkpoint.exists(failed) else None
-    kept = directory / CHECKPOINT
-    limited = isinstance(table["run"].get("epsilon_budget"), int | float) and checkpoint.exists(kept)
-    spent = limited and checkpoint.load_meta(kept).get("stopped") == "budget"
+    saved = directory / CHECKPOINT
+    limited = isinstance(table["run"].get("epsilon_budget"), int | float) and checkpoint.exists(saved)
+    spent = limited and checkpoint.load_meta(saved).get("stopped") == "budget"
     return SavedRun(directory, table, events, None if failure is None else str(failure), spent)
 
 
@@ -357,24 +357,23 @@ def summarize(method: MethodRuns, target: float | None, metric: str = "test_accu
     """Final test metrics and the cost to reach the target, None unless all seeds reached it."""
     lasts = [last_values(run.events) for run in method.runs]
     reached = [] if target is None else [cost_to_target(list(run.events), metric, target) for run in method.runs]
-    took = [entry for entry in reached if entry is not None]
-    complete = bool(took) and len(took) == len(method.runs)
-    pick = {name: Statistic.of([entry[name] for entry in took]) if complete else None for name in ("rounds", "seconds")}
-    tops = [top for run in method.runs if (top := best_of(run, metric)) is not None]
+    costs = [entry for entry in reached if entry is not None]
+    complete = bool(costs) and len(costs) == len(method.runs)
+    best_values = [top for run in method.runs if (top := best_of(run, metric)) is not None]
     return MethodSummary(
         label=method.label,
         seeds=len(method.runs),
         state=method.failure or _state(method.runs),
         accuracy=Statistic.of([last["test_accuracy"] for last in lasts if "test_accuracy" in last]),
         loss=Statistic.of([last["test_loss"] for last in lasts if "test_loss" in last]),
-        reached=len(took),
-        rounds=pick["rounds"],
-        megabytes=Statistic.of([entry["bytes"] / 1e6 for entry in took]) if complete else None,
-        seconds=pick["seconds"],
+        reached=len(costs),
+        rounds=Statistic.of([entry["rounds"] for entry in costs]) if complete else None,
+        megabytes=Statistic.of([entry["bytes"] / 1e6 for entry in costs]) if complete else None,
+        seconds=Statistic.of([entry["seconds"] for entry in costs]) if complete else None,
         epsilon=Statistic.of([last["epsilon"] for last in lasts if last.get("epsilon") is not None]),
         epsilon_paper=Statistic.of([last["epsilon_paper"] for last in lasts if last.get("epsilon_paper") is not None]),
-        best=Statistic.of([value for value, _ in tops]),
-        best_round=Statistic.of([at for _, at in tops]),
+        best=Statistic.of([value for value, _ in best_values]),
+        best_round=Statistic.of([at for _, at in best_values]),
         others=other_metrics(lasts),
         settings=method.settings,
         worst_samples=tuple(samples for last in lasts for samples in _worst_client_samples(last)),
@@ -409,8 +408,8 @@ def target_of(methods: Sequence[MethodRuns], given: float | None = None) -> tupl
         (given,) = ends
     if given is not None:
         return given, True
-    sound = [method for method in methods if method.failure is None] or methods
-    finals = [row.accuracy.mean for m in sound if (row := summarize(m, None)).accuracy is not None]
+    converged = [method for method in methods if method.failure is None] or methods
+    finals = [row.accuracy.mean for m in converged if (row := summarize(m, None)).accuracy is not None]
     known = [final for final in finals if math.isfinite(final)]
     return (math.floor(95 * max(known)) / 100 or None) if known else None, False
 

@@ -198,14 +198,14 @@ class MlflowSink:
         Args:
             run: Facts about the run.
         """
-        begun = False
+        started = False
         try:
             self._module.set_experiment(self._experiment)
             self._module.start_run(run_name=self._name)
-            begun = True
+            started = True
             self._module.log_params(_flat(self._config))
         except Exception as error:  # the package's errors have no common base but this
-            if begun:
+            if started:
                 with suppress(Exception):
                     self.finish(None)
             raise FedraxError(f"MLflow cannot start: {(str(error).splitlines() or [repr(error)])[0]}") from error

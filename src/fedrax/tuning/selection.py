@@ -137,8 +137,8 @@ class TuningResult(SearchResult):
         lines = [f"Tuned by validation {self.metric}:"]
         for trial in self.trials:
             words = ", ".join(f"{path} {value}" for path, value in trial.point.items())
-            came = f"diverged in round {trial.rounds + 1}" if trial.value is None else f"{trial.value:.4g}"
-            lines.append(f"  {words}: {came}{' *' if trial is self.best else ''}")
+            value = f"diverged in round {trial.rounds + 1}" if trial.value is None else f"{trial.value:.4g}"
+            lines.append(f"  {words}: {value}{' *' if trial is self.best else ''}")
         lines += [f"  the best {path} is the {self.end(path)} tried" for path in self.at_ends()]
         return "\n".join(lines)
 

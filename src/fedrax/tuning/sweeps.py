@@ -299,16 +299,16 @@ class _VectorizedRuns:
             done += rounds
             records = {name: np.asarray(value) for name, value in records.items()}
             host = jax.tree.map(np.asarray, carry) if done % every == 0 or done == total else None
-            took = clock() - began
+            seconds = clock() - began
             for z, g in np.ndindex(len(self.setups), self.count):
-                mine = {name: value[z, g, :rounds] for name, value in records.items()}
-                self._extend(events[g][z], z, g, mine, blocks[z], took, host)
+                lane = {name: value[z, g, :rounds] for name, value in records.items()}
+                self._extend(events[g][z], z, g, lane, blocks[z], seconds, host)
                 alive[z, g] = not events[g][z][-1].get("diverged")
         final = jax.tree.map(np.asarray, carry)
         return [[self._result(events[g][z], final, z, g) for z in range(len(self.setups))] for g in range(self.count)]
 
     def _extend(
-        self, events: list[Event], z: int, g: int, records: dict, xs: Rounds, took: float, carry: Carry | None
+        self, events: list[Event], z: int, g: int, records: dict, xs: Rounds, seconds: float, carry: Carry | None
     ) -> None:
         """Append the events of a block of one lane, and evaluate it if ``carry`` (of all lanes) is given."""
         if events and events[-1].get("diverged"):
@@ -316,12 +316,12 @@ class _VectorizedRuns:
         sound = records["sound"]
         kept = len(sound) if sound.all() else int(np.argmin(sound))
         cut = {name: value[:kept] for name, value in records.items()}
-        new, diverged = events_of(self.setups[z].info, cut, xs.count, events, took), kept < len(sound)
+        new, diverged = events_of(self.setups[z].info, cut, xs.count, events, seconds), kept < len(sound)
         enter(self.ledgers[g][z], xs, new, self.setups[z].info.num_clients)
         if carry is not None and not diverged:
-            mine, initial = jax.tree.map(lambda a: a[z, g], (carry, self.initial))
+            lane, initial = jax.tree.map(lambda a: a[z, g], (carry, self.initial))
             metrics, self.personal_metrics[z, g] = self.setups[z].evaluate(
-                self.algorithms[g], mine, initial, self.evaluators
+                self.algorithms[g], lane, initial, self.evaluators
             )
             diverged = not all(map(np.isfinite, metrics.values()))
             new[-1] |= {name: value for name, value in metrics.items() if np.isfinite(value)}
@@ -332,19 +332,19 @@ class _VectorizedRuns:
     def _result(self, events: list[Event], carry: Carry, z: int, g: int) -> Result:
         """The result of a lane."""
         diverged, ledger, setup = bool(events[-1].get("diverged")), self.ledgers[g][z], self.setups[z]
-        mine = jax.tree.map(lambda a: a[z, g], carry)
+        lane = jax.tree.map(lambda a: a[z, g], carry)
         initial = jax.tree.map(lambda a: a[z, g], self.initial)
-        kept = {"store": mine.store, "homes": setup.planner.rows(), "initial_client": initial}
+        kept = {"store": lane.store, "homes": setup.planner.rows(), "initial_client": initial}
         kept |= {"personal_metrics": self.personal_metrics.get((z, g))}
         return Result(
-            params=self.algorithms[g].params(mine.server),
-            server=mine.server,
+            params=self.algorithms[g].params(lane.server),
+            server=lane.server,
             events=events[:-1] if diverged else events,
             plan=self.plan,
             stopped="diverged" if diverged else "rounds",
             spent=None if ledger is None else ledger.spent,
             lower_is_better=setup.task.lower_is_better,
-            statistics=mine.statistics,
+            statistics=lane.statistics,
             **(NO_CLIENTS if diverged else kept),
         )
 
