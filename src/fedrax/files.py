@@ -8,7 +8,7 @@ import os
 import stat
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -202,6 +202,15 @@ def read_table(path: Path) -> dict[str, Any]:
     if _is_deep(table):
         raise FedraxError(f"{path} cannot be read as TOML: tables in tables, too deep.")
     return table
+
+
+def flatten(table: Mapping[str, Any], keep_empty: bool = False, prefix: str = "") -> dict[str, Any]:
+    """A nested table with dotted keys. keep_empty: whether empty tables are values; otherwise they are left out."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        nested = isinstance(value, Mapping) and (value or not keep_empty)
+        flat |= flatten(value, keep_empty, f"{prefix}{key}.") if nested else {prefix + key: value}
+    return flat
 
 
 def _is_deep(table: dict[str, Any]) -> bool:

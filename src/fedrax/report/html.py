@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from fedrax.escaping import short_path, value_in_words
-from fedrax.files import write_text
+from fedrax.files import flatten, write_text
 from fedrax.report import comparison_table, html_curves, search_plots
-from fedrax.report.report_data import ReportData, SearchOutcome, differences, flat, gather
+from fedrax.report.report_data import ReportData, SearchOutcome, differences, gather
 from fedrax.report.runs import last_values, megabytes, summarize
 from fedrax.report.svg import ChartCurve, bars, breakable, chart, dots, number, shown
 from fedrax.simulation.persistence.client_summary import ClientSummary
@@ -307,7 +307,11 @@ def _value(value: Any) -> str:
 def _settings(data: ReportData) -> str:
     """The settings that all methods share."""
     differ = differences(data.methods)
-    common = {path: v for path, v in flat(data.runs[0].table).items() if path not in differ and path != "run.seed"}
+    common = {
+        path: v
+        for path, v in flatten(data.runs[0].table, keep_empty=True).items()
+        if path not in differ and path != "run.seed"
+    }
     parts: dict[str, dict[str, Any]] = {}
     for path, value in common.items():
         part, _, rest = path.partition(".")

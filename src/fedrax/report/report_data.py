@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fedrax.errors import FedraxError
-from fedrax.files import reading
+from fedrax.files import flatten, reading
 from fedrax.report import search_plots
 from fedrax.report.runs import (
     COMPARISON,
@@ -239,18 +239,9 @@ def _words(value: Any) -> str:
     return str(value)[:500]
 
 
-def flat(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """A nested table with dotted keys; empty tables are kept."""
-    found: dict[str, Any] = {}
-    for key, value in table.items():
-        inner = isinstance(value, Mapping) and value
-        found |= flat(value, f"{above}{key}.") if inner else {above + key: value}
-    return found
-
-
 def differences(methods: Sequence[MethodRuns]) -> dict[str, list[Any]]:
     """The settings except seeds in which methods differ: for each path the values of all methods, None if unset."""
-    tables = [flat(method.runs[0].table) for method in methods]
+    tables = [flatten(method.runs[0].table, keep_empty=True) for method in methods]
     paths = dict.fromkeys(path for table in tables for path in table if path not in ("name", "run.seed"))
     values = {path: [table.get(path) for table in tables] for path in paths}
     return {path: found for path, found in values.items() if len(set(map(repr, found))) > 1}

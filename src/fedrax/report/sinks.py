@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from fedrax.errors import FedraxError
+from fedrax.files import flatten
 from fedrax.simulation.results.events import Event, RunInfo
 
 
@@ -203,7 +204,7 @@ class MlflowSink:
             self._module.set_experiment(self._experiment)
             self._module.start_run(run_name=self._name)
             started = True
-            self._module.log_params(_flat(self._config))
+            self._module.log_params(flatten(self._config))
         except Exception as error:  # the package's errors have no common base but this
             if started:
                 with suppress(Exception):
@@ -230,14 +231,6 @@ class MlflowSink:
 def numbers(event: Event) -> dict[str, float]:
     """The numbers of an event except its round."""
     return {k: v for k, v in event.items() if k != "round" and isinstance(v, int | float) and not isinstance(v, bool)}
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested table with dotted keys."""
-    flat = {}
-    for key, value in table.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return flat
 
 
 def _optional(module: str, title: str, extra: str) -> Any:

@@ -26,6 +26,7 @@ from fedrax.experiments.experiment import Experiment
 from fedrax.experiments.nesting import path_for
 from fedrax.experiments.serialization import METHODS, Reader, TomlTable, names_another, replaced_by
 from fedrax.experiments.user_code import Trust
+from fedrax.files import flatten
 from fedrax.tuning.selection import SearchRange
 
 SettingPoint = dict[str, Any]
@@ -111,7 +112,7 @@ def from_table(table: Any, source: str, folder: Path = Path(), trust: Trust = "t
     """
     if not isinstance(table, Mapping):
         raise FedraxError(f"{source}: grid must be a table, {{ algorithm.local.lr = [0.01, 0.1] }}, not {table!r}.")
-    return Grid(_checked(_flat(table), source), folder, trust)
+    return Grid(_checked(flatten(table), source), folder, trust)
 
 
 def from_flags(words: Iterable[str]) -> Grid:
@@ -139,14 +140,6 @@ def value_of(word: str) -> Any:
         return float(word)
     except ValueError:
         return word
-
-
-def _flat(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """A nested table with dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        flat |= _flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {above + key: value}
-    return flat
 
 
 def _checked(found: Mapping[str, Any], source: str) -> Axes:
