@@ -127,17 +127,17 @@ def measure(arguments: argparse.Namespace) -> Session:
 def audit(one: Configuration, runs_as: Algorithm, runs: int, many: int) -> dict[str, Any]:
     """The lower bound at 95 % and, if it exceeds the claim, the bound corrected for ``many`` audits."""
     from fedrax import Settings
-    from fedrax.experiments.audit import watch_a_client
+    from fedrax.experiments.audit import audit_client
 
     settings = Settings(cohort_size=1, delta=DELTAS[one.drawn], seed=1)
     facts = {key: value for key, value in one._asdict().items() if key != "private"}
     watched: dict[str, Any] = {"unit": one.unit, "rounds": ROUNDS, "runs": runs, "drawn": one.drawn, "rate": one.rate}
     task = pair()
-    found = watch_a_client(runs_as, task, federation(), settings, **watched)
+    found = audit_client(runs_as, task, federation(), settings, **watched)
     together = found.proven
     if found.proven > found.claimed:
         level = 1 - (1 - CONFIDENCE) / many
-        together = watch_a_client(runs_as, task, federation(), settings, confidence=level, **watched).proven
+        together = audit_client(runs_as, task, federation(), settings, confidence=level, **watched).proven
     claimed = found.claimed if math.isfinite(found.claimed) else None
     return facts | {"proven": found.proven, "together": together, "claimed": claimed}
 

@@ -11,7 +11,7 @@ import pytest
 import fedrax
 from fedrax import FedAvg, Federation, FedraxError, LocalSGD, Settings, classification, hyperparameters
 from fedrax.contract.task import Batch
-from fedrax.experiments.audit import ProtectedUnit, guess_canaries, watch_a_client
+from fedrax.experiments.audit import ProtectedUnit, audit_canaries, audit_client
 from fedrax.models import Logistic, Model
 from fedrax.privacy import SampleDP
 from fedrax.privacy.accounting import Accountant
@@ -195,9 +195,9 @@ def test_canaries_of_one_run(unit: ProtectedUnit):
     task = fedrax.classification(Logistic().build((40,), 2))
     settings = fedrax.Settings(rounds=2, cohort_size=40, seed=1)
     quiet, loud = (ClientDP(inner=fedrax.FedAvg(local=LOCAL), noise=noise, at="client") for noise in (1e-3, 50.0))
-    found = guess_canaries(quiet, task, federation, settings, unit=unit, canaries=40)
+    found = audit_canaries(quiet, task, federation, settings, unit=unit, canaries=40)
     assert found.trials == 14 and found.proven > 1 and not found.refuted
-    assert guess_canaries(loud, task, federation, settings, unit=unit, canaries=40).proven < found.proven
+    assert audit_canaries(loud, task, federation, settings, unit=unit, canaries=40).proven < found.proven
 
 
 @pytest.mark.slow(keep=1)
@@ -208,13 +208,13 @@ def test_a_watched_client_of_an_experiment(at: str, unit: ProtectedUnit):
     federation = fedrax.Federation.from_arrays(x, np.zeros(6, int), [0, 1, 1, 1, 1, 1], num_classes=2)
     method = ClientDP(inner=fedrax.FedAvg(local=LOCAL), noise=2.0, at=at)
     settings = fedrax.Settings(rounds=2, cohort_size=2)
-    audit = watch_a_client(method, TASK, federation, settings, unit=unit, runs=1000)
+    audit = audit_client(method, TASK, federation, settings, unit=unit, runs=1000)
     assert audit.claimed == pytest.approx(Accountant([Release(1.0, neighbors="replacement")], DELTA).epsilon(1))
     assert 0.5 * audit.claimed < audit.proven < audit.claimed and not audit.refuted
     with pytest.raises(FedraxError, match="there is no client 2: there are 2"):
-        watch_a_client(method, TASK, federation, settings, client=2)
+        audit_client(method, TASK, federation, settings, client=2)
     with pytest.raises(FedraxError, match="FedAvg adds no noise: there is no claim to audit"):
-        watch_a_client(fedrax.FedAvg(), TASK, federation, settings)
+        audit_client(fedrax.FedAvg(), TASK, federation, settings)
 
 
 @pytest.mark.slow
@@ -222,7 +222,7 @@ def test_the_draw_of_a_client_is_audited():
     """What is proven of one that is always there is above what is claimed of one that is drawn in one round of 20."""
     federation = fedrax.Federation.from_arrays(X, np.array([0]), np.zeros(1, int), num_classes=2)
     method, settings = ClientDP(fedrax.FedAvg(local=LOCAL), noise=0.7), fedrax.Settings(cohort_size=1, delta=0.01)
-    watched = lambda drawn, rate: watch_a_client(  # noqa: E731
+    watched = lambda drawn, rate: audit_client(  # noqa: E731
         method, TASK, federation, settings, drawn=drawn, rate=rate, runs=800
     )
     seldom, always = (watched("poisson", rate) for rate in (0.05, 1.0))
@@ -232,7 +232,7 @@ def test_the_draw_of_a_client_is_audited():
     assert seldom.proven <= seldom.claimed < always.claimed and not always.refuted
     assert always.proven > 2 > seldom.proven
     with pytest.raises(FedraxError, match="the draw of cohorts hides nobody from it"):
-        watch_a_client(dataclasses.replace(method, at="client"), TASK, federation, settings, drawn="fixed")
+        audit_client(dataclasses.replace(method, at="client"), TASK, federation, settings, drawn="fixed")
 
 
 @hyperparameters
@@ -254,7 +254,7 @@ def test_an_audit_detects_an_understated_sampling_rate():
     task = classification(Logistic().build((2,), 2))
     for kind in (SampleDP, UnderstatedRate):
         method = kind(FedAvg(local=local), clip=0.5, noise=0.7, rate=0.8)
-        found = watch_a_client(method, task, one, settings, runs=4000)
+        found = audit_client(method, task, one, settings, runs=4000)
         assert (found.unit, found.neighbors) == ("sample", "presence")
         accountant = Accountant(method.releases(), 1e-2)
         assert found.claimed == accountant.epsilon(1)

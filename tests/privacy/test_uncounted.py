@@ -16,7 +16,7 @@ from fedrax import FedAvg, Federation, FedProx, FedraxError, LocalSGD, Settings,
 from fedrax.algorithms import FedBuff
 from fedrax.config.hyperparameters import hyperparameters
 from fedrax.contract import Phase
-from fedrax.experiments.audit import guess_canaries, watch_a_client
+from fedrax.experiments.audit import audit_canaries, audit_client
 from fedrax.models import Logistic
 from fedrax.participation import Asynchronous, Availability, RoundRobin, Uniform, WeightedBySamples
 from fedrax.personalization import Ditto
@@ -68,7 +68,7 @@ def test_every_phases_steps_count():
     (one,), (two,) = (SampleDP(m(local=LOCAL)).releases() for m in (FedAvg, TwoRuns))
     assert two.times == 2 * one.times == 4
     method = OutputPerturbation(TwoRuns(local=LocalSGD(lr=1e6, steps=1, batch_size="full")), tau=1.0, sigma=2.0)
-    found = watch_a_client(method, TASK, ONE, Settings(cohort_size=1), runs=3000)
+    found = audit_client(method, TASK, ONE, Settings(cohort_size=1), runs=3000)
     assert 0 < found.proven <= found.claimed
     with pytest.raises(FedraxError, match="one minimum a round"):
         run(ObjectivePerturbation(FedProx(mu=0.5, local=LocalSGD(steps=3, reduction="sum"))), rounds=1)
@@ -131,9 +131,9 @@ def test_an_audit_is_about_what_is_protected():
     """All labels of a client are exchanged by default where clients are protected, and one sample's where samples."""
     many = Federation.from_arrays(np.tile(ONE.train.x, (20, 1)), np.zeros(20, int), np.zeros(20, int), num_classes=2)
     method = SampleDP(FedAvg(local=LocalSGD(lr=0.05, steps=1, batch_size=20)), clip=0.5, noise=10.0)
-    found = watch_a_client(method, TASK, many, Settings(cohort_size=1), runs=400)
+    found = audit_client(method, TASK, many, Settings(cohort_size=1), runs=400)
     assert found.unit == "sample" and not found.refuted
-    for audit in (watch_a_client, guess_canaries):
+    for audit in (audit_client, audit_canaries):
         with pytest.raises(FedraxError, match="the claim is about one sample"):
             audit(method, TASK, many, Settings(cohort_size=1), unit="client")
 
@@ -141,16 +141,16 @@ def test_an_audit_is_about_what_is_protected():
 def test_an_audit_of_bands_watches_one_round():
     method = ClientDP(FedAvg(local=LocalSGD(lr=1e6, steps=1, batch_size=1)), clip=Flat(0.05), noise=8.0, bands=8)
     with pytest.raises(FedraxError, match="participations 8 rounds apart: set rounds to 1"):
-        watch_a_client(method, TASK, ONE, Settings(cohort_size=1), rounds=8, runs=400)
-    assert not watch_a_client(method, TASK, ONE, Settings(cohort_size=1), runs=2000).refuted
+        audit_client(method, TASK, ONE, Settings(cohort_size=1), rounds=8, runs=400)
+    assert not audit_client(method, TASK, ONE, Settings(cohort_size=1), runs=2000).refuted
 
 
 def test_an_audit_refuses_what_a_run_does():
     method = SampleDP(FedAvg(local=LOCAL))
     with pytest.raises(FedraxError, match="uniform aggregation weights"):
-        watch_a_client(method, TASK, ONE, Settings(cohort_size=1, weights="samples"), runs=40)
+        audit_client(method, TASK, ONE, Settings(cohort_size=1, weights="samples"), runs=40)
     with pytest.raises(FedraxError, match="running statistics"):
-        watch_a_client(method, NORM, FEDERATION, Settings(cohort_size=1), runs=40)
+        audit_client(method, NORM, FEDERATION, Settings(cohort_size=1), runs=40)
 
 
 def test_nothing_is_proven_by_what_is_no_number():

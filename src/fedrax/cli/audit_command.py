@@ -14,7 +14,7 @@ from rich.table import Table
 from fedrax.cli.arguments import parse_experiment
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
-from fedrax.experiments.audit import Audit, guess_canaries, watch_a_client
+from fedrax.experiments.audit import Audit, audit_canaries, audit_client
 from fedrax.report.comparison_table import wide_console
 from fedrax.simulation import Settings, use_all_cores
 from fedrax.simulation.settings import cohort_sampler
@@ -63,9 +63,9 @@ def main(args: list[str]) -> int:
     observation: dict[str, Any] = {"client": options.client, "rounds": options.rounds, "runs": options.runs}
     if options.drawn:
         observation |= _client_sampling(spec.run, problem[2].sizes)
-    audits = [watch_a_client(*problem, spec.run, unit=options.unit, **observation)]
+    audits = [audit_client(*problem, spec.run, unit=options.unit, **observation)]
     if options.canaries is not None:
-        audits.append(guess_canaries(*problem, spec.run, unit=options.unit, canaries=options.canaries))
+        audits.append(audit_canaries(*problem, spec.run, unit=options.unit, canaries=options.canaries))
     if options.json:
         print(json.dumps([audit.to_dict() for audit in audits]))
     else:
@@ -74,7 +74,7 @@ def main(args: list[str]) -> int:
 
 
 def _client_sampling(run: Settings, sizes: np.ndarray) -> dict[str, Any]:
-    """How the experiment samples a client, as arguments of `watch_a_client`."""
+    """How the experiment samples a client, as arguments of `audit_client`."""
     cohorts = cohort_sampler(run, sizes).sampling
     if cohorts.drawn not in ("poisson", "fixed"):
         raise FedraxError(
@@ -87,12 +87,12 @@ def _print(audits: list[Audit]) -> None:
     """Print the table of attacks."""
     console, paper = wide_console(), any(audit.claimed_paper is not None for audit in audits)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    heads = ["adversary", "neighboring data", "rounds", "trials", "epsilon proven", "guaranteed"]
+    heads = ["attack on", "neighboring data", "rounds", "trials", "epsilon proven", "guaranteed"]
     for head in heads + ["by the paper"] * paper:
         table.add_column(head, justify="left" if head in heads[:2] else "right")
     for a in audits:
         about = f"{a.neighbors} of a {a.unit}"
-        cells = [a.attacker, about, str(a.rounds), str(a.trials), f"≥ {a.proven:.4g}", f"≤ {a.claimed:.4g}"]
+        cells = [a.attack, about, str(a.rounds), str(a.trials), f"≥ {a.proven:.4g}", f"≤ {a.claimed:.4g}"]
         claim = "–" if a.claimed_paper is None else f"≤ {a.claimed_paper:.4g}"
         table.add_row(*cells, *[claim + (" refuted" if a.paper_refuted else "")] * paper)
     console.print(table)

@@ -1,6 +1,6 @@
 from fedrax.experiments.audit import Audit as Audit
-from fedrax.experiments.audit import guess_canaries as guess_canaries
-from fedrax.experiments.audit import watch_a_client as watch_a_client
+from fedrax.experiments.audit import audit_canaries as audit_canaries
+from fedrax.experiments.audit import audit_client as audit_client
 from fedrax.experiments.comparison import Comparison as Comparison
 from fedrax.experiments.experiment import Experiment as Experiment
 from fedrax.experiments.run_comparison import ComparisonResult as ComparisonResult

@@ -46,7 +46,7 @@ class Audit:
     """The lower bound on epsilon that an attack proves at 95 % confidence, and the claimed upper bound.
 
     Example:
-        >>> attack = ("watches a client", "client", "replacement")
+        >>> attack = ("client", "client", "replacement")
         >>> audit = fedrax.experiments.Audit(
         ...     *attack, rounds=1, trials=2000, proven=1.2, claimed=1.0, claimed_paper=None, delta=1e-5
         ... )
@@ -54,8 +54,8 @@ class Audit:
         True
     """
 
-    attacker: Literal["watches a client", "guesses canaries"]
-    """The attack."""
+    attack: Literal["client", "canaries"]
+    """The attack: on a client (:func:`audit_client`), or on canaries (:func:`audit_canaries`)."""
     unit: ProtectedUnit
     """The protected unit."""
     neighbors: Literal["presence", "replacement"]
@@ -93,7 +93,7 @@ class Audit:
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in made.items()}
 
 
-def watch_a_client(
+def audit_client(
     algorithm: Algorithm,
     task: Task,
     federation: Federation,
@@ -135,7 +135,7 @@ def watch_a_client(
     Example:
         >>> federation = fedrax.Federation.from_dataset(fedrax.data.load("digits"), fedrax.data.Shards(10, 2), seed=0)
         >>> task = fedrax.classification(fedrax.models.Logistic().build((8, 8), 10))
-        >>> fedrax.experiments.watch_a_client(fedrax.FedAvg(), task, federation, fedrax.Settings())
+        >>> fedrax.experiments.audit_client(fedrax.FedAvg(), task, federation, fedrax.Settings())
         Traceback (most recent call last):
         ...
         fedrax.errors.FedraxError: FedAvg adds no noise: there is no claim to audit
@@ -171,7 +171,7 @@ def watch_a_client(
     paper = accountant.epsilon_paper(rounds, int(federation.sizes[client])) if unit == "sample" else None
     about = "presence" if presence else "replacement"
     claimed = accountant.epsilon(rounds)
-    return Audit("watches a client", unit, about, rounds, bounds.runs, proven, claimed, paper, settings.delta)
+    return Audit("client", unit, about, rounds, bounds.runs, proven, claimed, paper, settings.delta)
 
 
 def _hypotheses(
@@ -192,7 +192,7 @@ def _hypotheses(
     return {"client": Batch(x, y)} | drawing, {"client": Batch(x, other)} | drawing
 
 
-def guess_canaries(
+def audit_canaries(
     algorithm: Algorithm,
     task: Task,
     federation: Federation,
@@ -222,7 +222,7 @@ def guess_canaries(
     Example:
         >>> federation = fedrax.Federation.from_dataset(fedrax.data.load("digits"), fedrax.data.Shards(10, 2), seed=0)
         >>> task = fedrax.classification(fedrax.models.Logistic().build((8, 8), 10))
-        >>> fedrax.experiments.guess_canaries(fedrax.FedAvg(), task, federation, fedrax.Settings())
+        >>> fedrax.experiments.audit_canaries(fedrax.FedAvg(), task, federation, fedrax.Settings())
         Traceback (most recent call last):
         ...
         fedrax.errors.FedraxError: FedAvg adds no noise: there is no claim to audit
@@ -254,7 +254,7 @@ def guess_canaries(
     right, made = int(((guesses > 0) == coins)[guesses != 0].sum()), int((guesses != 0).sum())
     claimed, paper = _claims(algorithm, releases, federation, settings, len(result.events))
     return Audit(
-        "guesses canaries",
+        "canaries",
         unit,
         "replacement",
         len(result.events),
