@@ -134,7 +134,7 @@ def test_an_audit_is_about_what_is_protected():
     found = audit_client(method, TASK, many, Settings(cohort_size=1), runs=400)
     assert found.unit == "sample" and not found.refuted
     for audit in (audit_client, audit_canaries):
-        with pytest.raises(FedraxError, match="the claim is about one sample"):
+        with pytest.raises(FedraxError, match="the guarantee is for one sample"):
             audit(method, TASK, many, Settings(cohort_size=1), unit="client")
 
 
