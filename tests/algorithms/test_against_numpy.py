@@ -62,7 +62,7 @@ def test_every_option_in_float64(case: Case):
     assert_float64(case)
 
 
-@pytest.mark.slow(keep=14)
+@pytest.mark.slow(keep=10)
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in FIRST])
 def test_every_method_in_float64(name: str):
     assert_float64(METHODS[name], **AS_USERS_RUN)

@@ -234,6 +234,7 @@ def test_the_two_clients_of_the_episode_paper(gamma: float):
     assert float(episode.params["x"]) == -0.5
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["Scaffold", "FedDyn"])
 def test_short_uploads_of_methods_that_remember(name: str):
     """What clients keep and what the server adds up part where both are rounded; TopK makes up for what it left out."""

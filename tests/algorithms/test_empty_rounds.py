@@ -40,6 +40,7 @@ def test_decay_and_prox_wait_for_somebody(name: str):
     jax.tree.map(np.testing.assert_array_equal, one.params, two.params)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("plan", ["scan", "vmap", "loop", "debug"])
 def test_running_statistics_stay(plan: str):
     settings = {"cohort_size": 1, "participation": Poisson(), "seed": SEED, "task": NORM, "plan": plan}

@@ -110,6 +110,7 @@ def test_without_memory_of_the_past_the_absent_are_forgotten():
 # Where it ends
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("beta1", [0.0, 0.5])
 def test_the_server_stops_where_no_direction_suits_everybody(beta1: float):
     """With everybody in every round GradMA-S ends at a point, not the optimum, where the clients' updates cancel

@@ -49,6 +49,7 @@ def steps(falls: Any) -> OptaxSchedule:
     return OptaxSchedule.of(optax.piecewise_constant_schedule, init_value=1.0, boundaries_and_scales=falls)
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(
     ("first", "second"),
     [

@@ -22,6 +22,7 @@ from tests.simulation.problems import make_federation, run
 CARRIED = LocalSGD(optimizer=Optax.of(optax.adam), carry=True)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("method", [SignSGD, NaiveParallelClip])
 def test_running_statistics_are_those_of_the_round(method: Any):
     """At parameters that hardly move, those of FedAvg's single step; they go on from round to round."""

@@ -90,6 +90,7 @@ def test_a_table_has_what_each_own_model_is_worth(mode: Any):
     assert "personal_accuracy" not in client_metrics(result, TASK, other).columns
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("inner_steps", [1, 4])
 def test_every_inner_step_is_counted(inner_steps: int):
     counts = [run(m, rounds=2).events[-1]["gradients"] for m in (PFedMe(LOCAL, inner_steps=inner_steps), FedAvg(LOCAL))]

@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.gpu import WHOLE, conclude
 from benchmarks.sessions import Session
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_command_measures_and_writes_its_page(tmp_path: Path):
     """And with --resume it finds everything done."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--workloads", "W10", "--peers", "fedrax"]

@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.repeats import FLAG, sections
 from benchmarks.sessions import Session
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_on_a_processor_every_bit_repeats(tmp_path: Path):
     command = [sys.executable, "-m", "benchmarks.repeats", "--device", "cpu", "--cases", "W1-Scaffold"]
     command += ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path)]

@@ -285,6 +285,7 @@ def test_a_run_whose_reader_leaves_stops_with_a_checkpoint(
 SMALL = "--data digits --partition shards --partition.clients 8 --model logistic"
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -12,6 +12,7 @@ import pytest
 
 from tests.cli.conftest import Outcome
 from tests.cli.test_outputs import command
+from tests.slow import slow_cases
 
 RUN = ["run", "--data", "digits", "--partition", "shards", "--model", "logistic", "--run.rounds", "1", "--out", "r"]
 
@@ -26,7 +27,7 @@ def test_a_user_whom_a_container_does_not_know_has_no_home():
     assert "FedraxError: this user has no home directory" in done.stderr and "set FEDRAX_CACHE" in done.stderr
 
 
-@pytest.mark.parametrize("streams", [(1,), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("streams", [(0, 1, 2), pytest.param((1,), marks=pytest.mark.slow)], ids=str)
 def test_a_run_with_closed_streams_is_a_run(streams: tuple[int, ...], tmp_path: Path):
     closing = "".join(f"{number}>&- " for number in streams)
     call = [sys.executable, "-m", "fedrax", *RUN]
@@ -45,7 +46,7 @@ def test_a_cache_that_cannot_be_written_is_one_warning(tmp_path: Path, monkeypat
     assert "compiled programs are not kept" in done.stderr and "set FEDRAX_CACHE" in done.stderr
 
 
-@pytest.mark.parametrize("platform", ["cuda", "of_no_kind"])
+@pytest.mark.parametrize("platform", slow_cases(["of_no_kind", "cuda"]))
 def test_devices_that_are_not_there_are_a_sentence(platform: str, tmp_path: Path):
     done = command(tmp_path, *RUN, JAX_PLATFORMS=platform)
     if done.returncode == 0:
@@ -67,6 +68,7 @@ def test_a_current_directory_that_was_removed_is_a_sentence(
     assert outcome.status == 2 and "the current directory does not exist any more" in outcome.err
 
 
+@pytest.mark.slow
 def test_lists_without_docstrings_have_names_alone(tmp_path: Path):
     """In their place dataclasses have all of their fields."""
     done = command(tmp_path, "list", "partitions", PYTHONOPTIMIZE="2")

@@ -260,6 +260,7 @@ class LayerCalledParams(NamedTuple):
     params: Any
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("model", [LayerCalledDense, LayerCalledParams])
 @pytest.mark.parametrize("method", [TopK(Scaffold(local=LOCAL)), EFSign(FEDAVG), TopK(FEDAVG), Ditto(FEDAVG)])
 def test_layers_may_have_any_names(method: Algorithm, model: Any):

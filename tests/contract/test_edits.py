@@ -53,6 +53,7 @@ def start() -> np.ndarray:
     return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(params)])
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("plan", ["scan", "vmap", "loop", "debug"])
 @pytest.mark.parametrize("edit", ["STRENGTH = 3.0", "def changed(update):\n    return 3.0 * update"])
 def test_an_edited_helper_or_number(plan: str, edit: str):
@@ -84,6 +85,7 @@ def loss(params, batch, key):
 """
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("plan", ["scan", "loop"])
 @pytest.mark.parametrize(
     "edit",

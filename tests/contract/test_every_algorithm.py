@@ -126,7 +126,7 @@ def test_is_a_pytree_with_its_numbers_as_leaves(kind: type[Algorithm]):
     np.testing.assert_allclose(jax.tree.leaves(doubled), [2 * leaf for leaf in leaves])
 
 
-@pytest.mark.slow(keep=8)
+@pytest.mark.slow(keep=5)
 @EVERY
 def test_training_moves_and_is_counted(kind: type[Algorithm]):
     result = reference(kind)

@@ -298,6 +298,7 @@ def test_a_base_without_what_it_leaves_open_is_refused():
         check_algorithm(Idle)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "server",
     [

@@ -49,6 +49,7 @@ class Scaled(Algorithm):
         return Server(tree.add_scaled(server.params, share, cohort.mean)), {}
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("plan", ["scan", "vmap", "debug"])
 def test_losses_are_as_precise_as_the_run(plan: str) -> None:
     """At zero parameters the cross entropy of three classes is ln 3."""
@@ -57,6 +58,7 @@ def test_losses_are_as_precise_as_the_run(plan: str) -> None:
     np.testing.assert_allclose(event["train_loss"], math.log(3), rtol=1e-14)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("plan", ["scan", "vmap", "debug"])
 def test_sizes_are_as_precise_as_the_run(plan: str) -> None:
     """A step size times a size of float32 would be rounded to that, also where all else is float64."""

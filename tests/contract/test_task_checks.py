@@ -130,6 +130,7 @@ def test_a_loss_of_samples_in_another_type_says_which_the_parameters_have():
         simulate(FedAvg(), task, FEDERATION, rounds=1, cohort_size=2, dtype="float64")
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("given", [False, True])
 def test_parameters_may_be_numbers_of_python(given: bool):
     """As init makes them, under a trace or not, and as they are given."""
@@ -151,6 +152,7 @@ def test_parameters_may_be_numbers_of_python(given: bool):
         jax.tree.map(np.testing.assert_array_equal, result.params, expected.params)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("plan", ["scan", "vmap", "loop", "debug"])
 def test_losses_that_take_samples_in_groups(plan: Any):
     """As norms over groups of a batch and losses of pairs do."""

@@ -122,6 +122,7 @@ class Normed(nn.Module):
         return nn.Dense(3)(nn.relu(x))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("where", ["with the mean", "at home"])
 def test_running_statistics_travel_or_stay(where: str):
     task, inner = classification(from_linen(Normed(), X[:1])), FedAvg(local=LocalSGD(lr=0.05, steps=2, batch_size=3))
@@ -135,6 +136,7 @@ def test_running_statistics_travel_or_stay(where: str):
         np.testing.assert_allclose(of_clients(here.events)[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("changes", [{"dtype": "float64"}, {"weights": "samples"}])
 def test_settings_mean_the_same(changes: dict[str, Any]):
     task, method = classification(MLP(hidden=(5,)).build((4,), 3)), FedAvg(local=LOCAL)

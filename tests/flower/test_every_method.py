@@ -38,6 +38,7 @@ def cohort(r: int) -> list[int]:
     return cohort_sampler(Settings(rounds=ROUNDS, cohort_size=COHORT), np.array(SIZES)).cohort(r).tolist()
 
 
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("kind", algorithms().values(), ids=algorithms().keys())
 def test_gives_what_the_simulator_gives(kind: type[Algorithm]):
     algorithm = example(kind)
@@ -59,7 +60,7 @@ BY_THE_ASKED = (ClientDP, FedBuff)
 OTHERS = {name: kind for name, kind in algorithms().items() if kind not in BY_THE_ASKED}
 
 
-@pytest.mark.slow(keep=16)
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("kind", OTHERS.values(), ids=OTHERS.keys())
 def test_who_does_not_answer_was_never_asked(kind: type[Algorithm]):
     """One client of each round works, and its answer is lost: nothing of it is left on either side."""

@@ -95,6 +95,7 @@ def example(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_example_gives_what_the_simulator_gives(superlink: int, environment: dict[str, str], tmp_path: Path):
     home = Path(environment["FLWR_HOME"])
     home.mkdir(exist_ok=True)

@@ -72,6 +72,7 @@ def test_a_round_that_is_asked_for_twice_has_other_noise():
     assert np.abs(first - second).min() > 1e-6
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("method", [Mime(local=LOCAL), METHOD, Episode(local=LOCAL)], ids=lambda m: type(m).__name__)
 def test_no_part_of_a_round_is_done_twice(method: Algorithm):
     """The key of a round's later parts is that of its first."""

@@ -67,6 +67,7 @@ BY_THE_LOSS = {
 }
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("name", BY_THE_LOSS)
 @pytest.mark.parametrize("plan", ["vmap", "debug"])
 def test_optimizers_that_go_by_the_loss(plan: str, name: str):

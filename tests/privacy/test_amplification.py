@@ -32,6 +32,7 @@ def alone(count: int) -> float:
     return Accountant([Release(1.0, seen="public")], 1e-5).epsilon(count)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "inner",
     [

@@ -42,6 +42,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch):
     compiled_evaluation.cache_clear()
 
 
+@pytest.mark.slow(keep=7)
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("rows", [1, 6, 7, 8, 14, 23, 43])

@@ -109,7 +109,7 @@ SETTINGS: dict[str, tuple[Algorithm, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings(name: str):
     algorithm, changes = SETTINGS[name]

@@ -57,6 +57,7 @@ def test_seeds_differ_in_everything_drawn(reference: fedrax.Result):
     assert not np.allclose(state_of(largest)[0], state_of(other)[0])
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     "own",
     [

@@ -191,6 +191,7 @@ def assert_identical_leaves(one: Any, two: Any) -> None:
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("kind", [fedrax.algorithms.GradMAS, fedrax.GradMA])
 def test_a_round_accumulates_in_place(kind, monkeypatch):
     """Or it would copy all that the server remembers, twice."""

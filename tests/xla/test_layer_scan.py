@@ -361,7 +361,7 @@ class Attending(eqx.Module):
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("name", ["linen", "equinox"])
+@pytest.mark.parametrize("name", ["equinox", "linen"])
 def test_a_run_is_the_same_and_says_what_is_in_loops(name: str, limits: Callable[..., None]) -> None:
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(24, 12, 12, 1)).astype(np.float32), rng.integers(0, 3, 24)
