@@ -1,1 +1,1 @@
-"""Convolution and pooling lowerings that are fast on XLA's CPU backend."""
+"""Lowerings of convolutions and pooling for the CPU backend of XLA."""

@@ -1,11 +1,20 @@
-"""Gradients of max pooling, and sums over windows at every place, on CPUs.
+"""Gradients of max pooling and of average pooling, on CPUs.
 
-- Matches ``select_and_scatter_add``, which XLA:CPU runs element by element: the first maximum of each window is found
-  by comparing shifted slices, and gradients are gathered in one pass over the pixels.
-- Matches ``reduce_window_sum`` without strides, as the gradient of average pooling has it: slices are added, one axis
-  after another.
+:func:`lower_max_pool_gradient`:
 
-Neither applies to windows of more than 128 entries, or to other types than float32, float64 and half precision.
+- Before: ``select_and_scatter_add`` (max pooling).
+- After: shifted slices are compared to find the first maximum of each window; one pass over the pixels selects the
+  gradients of the windows whose maximum each pixel is.
+- Why: XLA:CPU runs ``select_and_scatter_add`` element by element.
+
+:func:`lower_window_sum`:
+
+- Before: ``reduce_window_sum`` without strides, as in the gradient of average pooling.
+- After: sums of shifted slices, one axis after another.
+- Why: it takes the sum of the window's sizes in additions instead of their product.
+
+Neither is for windows of more than 128 entries, or for dtypes other than float32, float64 and half precision (half
+precision is summed by :mod:`fedrax.xla.reductions`).
 """
 
 from __future__ import annotations
@@ -20,12 +29,11 @@ from jax.extend import core
 from fedrax.xla.conv.window import is_half_precision
 
 _FEW_TAPS, _MOST_TAPS = 8, 128
-"""Entries of a window: up to so many XLA adds up fast of itself, and so many are worth being laid out one after
-another."""
+"""Entries of a window up to which XLA:CPU is fast, and up to which they are unrolled into one operation each."""
 
 
 def lower_max_pool_gradient(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
-    """`select_and_scatter_add`: each window's ``source`` goes to the first maximum of ``operand`` in the window."""
+    """Rule for ``select_and_scatter_add``, which adds each window's ``source`` to the first maximum of ``operand``."""
     (source, operand), params = inputs, equation.params
     if is_half_precision(operand.dtype):
         total = lower_max_pool_gradient([a.astype(jnp.float32) for a in inputs], equation)
@@ -38,7 +46,7 @@ def lower_max_pool_gradient(inputs: list[Array], equation: core.JaxprEqn) -> Arr
     pixels = list(product(*map(range, sizes)))
     first = _argmax_tap(padded, pixels, strides, source.shape)
     total = _scatter_to_windows(source, first, sizes, strides)
-    # windows need not reach the last pixels, and may go beyond them by less than a stride
+    # windows may end before the last pixels, or beyond them by less than a stride
     room = [(0, max(0, n - have), 0) for n, have in zip(padded.shape, total.shape, strict=True)]
     total = lax.pad(total, jnp.zeros((), total.dtype), room)
     low = [pad for pad, _ in pads]
@@ -46,7 +54,7 @@ def lower_max_pool_gradient(inputs: list[Array], equation: core.JaxprEqn) -> Arr
 
 
 def _argmax_tap(x: Array, pixels: list[tuple], strides: tuple[int, ...], shape: tuple[int, ...]) -> Array:
-    """The number of the pixel at which each window of x has its first maximum, [shape], of the type of x."""
+    """The number of the window's pixel that is its first maximum, [shape], in the dtype of x."""
     best, first = None, jnp.zeros(shape, x.dtype)
     for number, pixel in enumerate(pixels):
         stop = [i + (n - 1) * s + 1 for i, n, s in zip(pixel, shape, strides, strict=True)]
@@ -54,36 +62,38 @@ def _argmax_tap(x: Array, pixels: list[tuple], strides: tuple[int, ...], shape: 
         if best is not None:
             first = jnp.where(seen > best, jnp.asarray(number**2, x.dtype), first)
         best = seen if best is None else jnp.maximum(best, seen)
-    # XLA takes comparisons for cheap and would make them anew for every pixel of the window, but not roots
+    # The number is the square root of its square: XLA would fuse mere comparisons into every reader, one for each pixel
+    # of the window, and repeat them there; it does not repeat a square root.
     return jnp.sqrt(first)
 
 
 def _scatter_to_windows(source: Array, first: Array, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Array:
-    """What each pixel gets from the windows: ``source`` of those, [shape], whose pixel number ``first`` it is.
+    """For each pixel the sum of ``source`` over the windows whose maximum, number ``first``, it is.
 
-    In one pass over the pixels, with an axis for the strides and one for what is left of them beside each other, so
-    that nothing is put in order afterwards. Windows that overlap are added in the order of their pixels.
+    One pass over the pixels. Each axis is split into (stride, position in the stride), so that the result needs no
+    transpose. Overlapping windows are added in the order of their pixels.
     """
     reach = [-(-size // stride) for size, stride in zip(sizes, strides, strict=True)]
     full = [n + r - 1 for n, r in zip(source.shape, reach, strict=True)]
-    if max(reach) > 1:  # padded once: asking for each pixel whether it is beyond the edge takes ten times as long
+    if max(reach) > 1:  # pad once: padding in every slice takes ten times as long
         around = [(r - 1, r - 1, 0) for r in reach]
-        laid = lambda a, filling: lax.pad(a, jnp.asarray(filling, a.dtype), around)  # noqa: E731
-        first, source = laid(first, -1), laid(source, 0)
+        first = lax.pad(first, jnp.asarray(-1, first.dtype), around)
+        source = lax.pad(source, jnp.asarray(0, source.dtype), around)
     total = None
     for steps in product(*map(range, reach)):
         begin = [r - 1 - q for q, r in zip(steps, reach, strict=True)]
         end = [at + n for at, n in zip(begin, full, strict=True)]
-        apart = lambda a, at=(begin, end): jnp.expand_dims(lax.slice(a, *at), tuple(range(1, 2 * a.ndim, 2)))  # noqa: E731
+        unit_axes = tuple(range(1, 2 * source.ndim, 2))
         numbers = jnp.expand_dims(_tap_numbers(steps, sizes, strides), tuple(range(0, 2 * source.ndim, 2)))
-        part = jnp.where(apart(first) == numbers.astype(first.dtype), apart(source), 0)
+        is_maximum = jnp.expand_dims(lax.slice(first, begin, end), unit_axes) == numbers.astype(first.dtype)
+        part = jnp.where(is_maximum, jnp.expand_dims(lax.slice(source, begin, end), unit_axes), 0)
         total = part if total is None else total + part
     assert total is not None
     return total.reshape([n * s for n, s in zip(full, strides, strict=True)])
 
 
 def _tap_numbers(steps: tuple[int, ...], sizes: tuple[int, ...], strides: tuple[int, ...]) -> Array:
-    """Of the pixels so many strides into a window, by what is left of them, int32 [strides]; -2 beyond the window."""
+    """Numbers of a window's pixels that are ``steps`` strides from its begin, int32 [strides]; -2 outside of it."""
     number, inside = jnp.zeros(strides, jnp.int32), jnp.ones(strides, bool)
     for axis, (q, stride, size) in enumerate(zip(steps, strides, sizes, strict=True)):
         pixel = q * stride + lax.broadcasted_iota(jnp.int32, strides, axis)
@@ -92,7 +102,7 @@ def _tap_numbers(steps: tuple[int, ...], sizes: tuple[int, ...], strides: tuple[
 
 
 def lower_window_sum(inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
-    """`reduce_window_sum` at every place, as the gradient of average pooling has it: one axis after another."""
+    """Rule for ``reduce_window_sum`` without strides; None for few entries, which XLA:CPU adds up fast."""
     (x,), params = inputs, equation.params
     sizes = params["window_dimensions"]
     everywhere = all(math.prod(params[name]) == 1 for name in ("window_strides", "base_dilation", "window_dilation"))

@@ -1,13 +1,14 @@
-"""Convolution geometry: windows, padding, patches and the regions that each kernel entry meets.
+"""Convolution geometry: windows, padding, patches, and the regions of the input that each kernel entry meets.
 
-Shapes are written with N for the batch, C and D for channels in and out, "space" for height, width and the like, and k
-for these axes of a kernel.
+Shapes are written with N for the batch, C and D for input and output channels, "space" for spatial axes such as height
+and width, and k for the spatial axes of a kernel. The canonical layout is [N, space, C] for images and results and
+[k, C, D] for kernels. An "entry" is a spatial position of a kernel (also called tap), with a matrix [C, D].
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -15,59 +16,76 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 Space = tuple[int, ...]
-"""A number for each axis of space."""
+"""A number for each spatial axis."""
 Pads = tuple[tuple[int, int], ...]
+"""Padding before and after each spatial axis; negative padding drops pixels."""
 
 MOST_TAPS = 128
-"""Entries of a window up to which it is worth laying them out one after another."""
+"""Most entries of a window that are unrolled into one operation each."""
 
 
-_PIXELS = 0.78
-"""Of what a kernel meets, below which products without the padding are faster than a convolution with it."""
-_MANY, _FEW_ENTRIES = 128, 9
-"""Channels from which on they are, and entries of the kernel up to which."""
+_MAX_USEFUL = 0.78
+"""Largest fraction of kernel entries that meet pixels and not padding for which products for each entry are faster than
+a convolution of padded images."""
+_MIN_CHANNELS, _MAX_ENTRIES = 128, 9
+"""Fewest channels and most kernel entries for which this holds."""
 
 
 class Window(NamedTuple):
-    """How a kernel goes over images, a value for each axis of space."""
+    """Parameters of a convolution, a value for each spatial axis."""
 
     strides: tuple[int, ...]
     pads: Pads
     gaps: tuple[int, ...]
-    """Distance of neighboring pixels (input dilation): 2 with one zero between them, as in a transposed convolution."""
+    """Input dilation: 2 puts one zero between neighboring pixels, as in a transposed convolution."""
     dilation: tuple[int, ...]
-    """Distance of neighboring entries of the kernel."""
+    """Kernel dilation: distance of neighboring entries."""
+
+    @classmethod
+    def of(cls, params: Mapping[str, Any]) -> Window:
+        """The window of a ``conv_general_dilated`` with these parameters."""
+        return cls(params["window_strides"], params["padding"], params["lhs_dilation"], params["rhs_dilation"])
 
     def without_axis(self, axis: int) -> Window:
-        """On the other axes alone."""
+        """The window without one spatial axis."""
         return Window(*(values[:axis] + values[axis + 1 :] for values in self))  # type: ignore[arg-type]
 
     def without_padding(self) -> Window:
-        """Over images that have been padded."""
+        """The window for images that :func:`padded` has padded and dilated."""
         none = tuple((0, 0) for _ in self.pads)
         return self._replace(pads=none, gaps=(1,) * len(none))
 
 
 def out_space(space: Sequence[int], kernel_space: Sequence[int], window: Window) -> tuple[int, ...]:
-    """Height, width, ... of the result, from those of the images and of the kernel."""
+    """Spatial sizes of the result, from those of the images and of the kernel."""
     room = [(n - 1) * g + 1 + sum(p) for n, g, p in zip(space, window.gaps, window.pads, strict=True)]
     reach = [(k - 1) * d + 1 for k, d in zip(kernel_space, window.dilation, strict=True)]
     return tuple(max(0, (n - r) // s + 1) for n, r, s in zip(room, reach, window.strides, strict=True))
 
 
 def is_half_precision(dtype: Any) -> bool:
-    """Whether numbers are of 16 bits: a CPU has no arithmetic of theirs, and XLA computes in float32 and rounds."""
+    """Whether a dtype is bfloat16 or float16, in which XLA:CPU computes by float32 and rounds every result."""
     return dtype in (jnp.bfloat16, jnp.float16)
 
 
-def canonical(space: int) -> tuple[tuple[int, ...], ...]:
-    """Axes of images, kernels and results in the layout [batch, space, channels], as JAX's dimension numbers."""
+def canonical_convolution(x: Array, kernel: Array, window: Window, precision: Any) -> Array:
+    """``lax.conv_general_dilated`` in the canonical layout, the one that XLA:CPU hands to Eigen."""
+    space = len(window.strides)
     images = (0, space + 1, *range(1, space + 1))
-    return images, (space + 1, space, *range(space)), images
+    numbers = lax.ConvDimensionNumbers(images, (space + 1, space, *range(space)), images)
+    return lax.conv_general_dilated(
+        x, kernel, window.strides, window.pads, window.gaps, window.dilation, numbers, precision=precision
+    )
+
+
+def to_output_layout(y: Array, numbers: lax.ConvDimensionNumbers) -> Array:
+    """A result [N, space, D] in the output layout of a convolution's dimension numbers."""
+    axes = [0, y.ndim - 1, *range(1, y.ndim - 1)]
+    return y.transpose([axes[numbers.out_spec.index(axis)] for axis in range(y.ndim)])
 
 
 def padded(x: Array, pads: Pads, gaps: tuple[int, ...], value: float) -> Array:
-    """x [N, space, C] with ``gaps - 1`` pixels put between pixels and ``pads`` around."""
+    """Images [N, space, C] with ``gaps - 1`` pixels of ``value`` between pixels, and ``pads`` around."""
     config = [(0, 0, 0), *((low, high, gap - 1) for (low, high), gap in zip(pads, gaps, strict=True)), (0, 0, 0)]
     if not any(any(axis) for axis in config):
         return x
@@ -75,49 +93,46 @@ def padded(x: Array, pads: Pads, gaps: tuple[int, ...], value: float) -> Array:
 
 
 def crop_negative_padding(x: Array, window: Window) -> tuple[Array, Window]:
-    """Images without the pixels that negative padding drops, and a window without negative padding."""
+    """Images without the pixels that negative padding drops, and the window for them."""
     if all(low >= 0 and high >= 0 for low, high in window.pads):
         return x, window
     return padded(x, window.pads, window.gaps, 0), window.without_padding()
 
 
-def fold_depth(x: Array, window: Window, entries: int, apart: int, number: int, step: int) -> tuple[Array, Window]:
-    """Images [N, depth, space, C] as [N number, space, entries C], and how a window goes over these.
+def fold_depth(x: Array, window: Window, entries: int, dilation: int, number: int, stride: int) -> tuple[Array, Window]:
+    """Images [N, depth, space, C] as [N number, space, entries C], and the window for the other spatial axes.
 
-    Of the depth, each of ``number`` samples sees so many ``entries``, which lie ``apart``, and the next sample the same
-    a ``step`` further.
+    Each of the ``number`` output positions along the depth becomes an example, and each of the kernel's ``entries``
+    along the depth a group of channels; ``dilation`` and ``stride`` are those of the depth.
     """
     none = ((0, 0),) * (len(window.pads) - 1)
-    rest = Window(window.strides[1:], window.pads[1:], window.gaps[1:], window.dilation[1:])
+    rest = window.without_axis(0)
     x = padded(x, (window.pads[0], *none), (window.gaps[0], *(1 for _ in none)), 0)
-    ends = [at * apart + (number - 1) * step + 1 for at in range(entries)]
-    seen = [lax.slice_in_dim(x, at * apart, end, step, axis=1) for at, end in enumerate(ends)]
+    ends = [at * dilation + (number - 1) * stride + 1 for at in range(entries)]
+    seen = [lax.slice_in_dim(x, at * dilation, end, stride, axis=1) for at, end in enumerate(ends)]
     planes = jnp.stack(seen, -2)
     return planes.reshape(len(x) * number, *x.shape[2:-1], -1), rest
 
 
-def axis_to_channels(x: Array, window: Window, axis: int, entries: int, apart: int) -> Array:
-    """[N, space, C] -> [N, other space, entries C]: of an axis of space so many entries, this far ``apart``.
-
-    From the first that a window sees.
-    """
-    low, (places, gap) = window.pads[axis][0], (x.shape[1 + axis], window.gaps[axis])
-    end = (entries - 1) * apart + 1
+def axis_to_channels(x: Array, window: Window, axis: int, entries: int, dilation: int) -> Array:
+    """[N, space, C] -> [N, other space, entries C]: the patch of the first output position along a spatial axis."""
+    low, (size, gap) = window.pads[axis][0], (x.shape[1 + axis], window.gaps[axis])
+    end = (entries - 1) * dilation + 1
     config = [(0, 0, 0)] * x.ndim
-    config[1 + axis] = (low, end - low - (places - 1) * gap - 1, gap - 1)
-    x = lax.slice_in_dim(lax.pad(x, jnp.zeros((), x.dtype), config), 0, end, apart, 1 + axis)
+    config[1 + axis] = (low, end - low - (size - 1) * gap - 1, gap - 1)
+    x = lax.slice_in_dim(lax.pad(x, jnp.zeros((), x.dtype), config), 0, end, dilation, 1 + axis)
     x = jnp.moveaxis(x, 1 + axis, -2)
     return x.reshape(*x.shape[:-2], -1)
 
 
 def strided_slice(x: Array, start: tuple[int, ...], size: tuple[int, ...], strides: tuple[int, ...]) -> Array:
-    """``size`` pixels of x [N, space, C] from ``start`` on, ``strides`` apart."""
+    """``size`` pixels of images [N, space, C] from ``start`` on, with ``strides``."""
     stop = [at + (n - 1) * s + 1 for at, n, s in zip(start, size, strides, strict=True)]
     return lax.slice(x, (0, *start, 0), (x.shape[0], *stop, x.shape[-1]), (1, *strides, 1))
 
 
 def taps(x: Array, kernel_space: tuple[int, ...], window: Window, out: tuple[int, ...]) -> Iterator[tuple]:
-    """(index, what the kernel's entry of this index sees of the images, [N, space of the result, C]) of each entry."""
+    """For each kernel entry (its index, the pixels that it meets, [N, space of the result, C])."""
     x = padded(x, window.pads, window.gaps, 0)
     for index in product(*map(range, kernel_space)):
         start = tuple(i * d for i, d in zip(index, window.dilation, strict=True))
@@ -125,7 +140,7 @@ def taps(x: Array, kernel_space: tuple[int, ...], window: Window, out: tuple[int
 
 
 def patches(x: Array, kernel_space: tuple[int, ...], window: Window, out: tuple[int, ...]) -> Iterator[Array]:
-    """The patch of each output place, [N, k, C]."""
+    """The patch of each output position, [N, k, C]."""
     x = padded(x, window.pads, window.gaps, 0)
     for index in product(*map(range, out)):
         start = tuple(i * s for i, s in zip(index, window.strides, strict=True))
@@ -133,26 +148,28 @@ def patches(x: Array, kernel_space: tuple[int, ...], window: Window, out: tuple[
 
 
 class TapRegion(NamedTuple):
-    """The output places at which one kernel entry meets a pixel, and these pixels."""
+    """The output positions at which one kernel entry meets pixels and not padding."""
 
     index: Space
+    """The kernel entry."""
     first: Space
-    """Of the places."""
+    """First of the output positions."""
     pixel: Space
-    """Met at the first."""
+    """Pixel that the entry meets there."""
     size: Space
+    """Number of output positions."""
 
 
 def tap_regions(space: Space, entries: Space, window: Window, out: Space) -> list[TapRegion]:
-    """Regions of the kernel entries that meet any pixel, for images without gaps."""
+    """Regions of the kernel entries that meet any pixel, for images without input dilation."""
 
-    def along(n: int, size: int, low: int, step: int, apart: int, places: int) -> list[tuple[int, int, int, int]]:
+    def along(n: int, size: int, low: int, stride: int, dilation: int, out: int) -> list[tuple[int, int, int, int]]:
         found = []
         for at in range(size):
-            begin = max(0, -((at * apart - low) // step))  # the first place whose pixel is not before the images
-            end = min(places, (n - 1 - at * apart + low) // step + 1)
+            begin = max(0, -((at * dilation - low) // stride))  # first output position beyond the leading padding
+            end = min(out, (n - 1 - at * dilation + low) // stride + 1)
             if end > begin:
-                found.append((at, begin, begin * step + at * apart - low, end - begin))
+                found.append((at, begin, begin * stride + at * dilation - low, end - begin))
         return found
 
     lows = [low for low, _ in window.pads]
@@ -161,28 +178,28 @@ def tap_regions(space: Space, entries: Space, window: Window, out: Space) -> lis
 
 
 def is_mostly_padding(space: Space, entries: Space, window: Window, out: Space, fewest: int) -> bool:
-    """Whether a product for each kernel entry is better, as most of what the kernel meets is padding (small images).
+    """Whether padding is so large a part of what the kernel meets that a product for each entry is faster.
 
-    fewest: the smaller number of channels, in or out.
+    So it is for small images. ``fewest``: the smaller number of channels, input or output.
     """
-    if set(window.gaps) != {1} or not 1 < math.prod(entries) <= _FEW_ENTRIES or len(entries) > 2 or fewest < _MANY:
+    few_entries = 1 < math.prod(entries) <= _MAX_ENTRIES and len(entries) <= 2
+    if set(window.gaps) != {1} or not few_entries or fewest < _MIN_CHANNELS:
         return False
     pixels = sum(math.prod(met.size) for met in tap_regions(space, entries, window, out))
-    return pixels <= _PIXELS * math.prod(entries) * math.prod(out)
+    return pixels <= _MAX_USEFUL * math.prod(entries) * math.prod(out)
 
 
 def pad_small_images(x: Array, window: Window, entries: Space, out: tuple[int, ...]) -> tuple[Array, Window]:
-    """Images with their padding, or some of it, where XLA's faster way is not for them without.
+    """Pad images explicitly where XLA:CPU would not use Eigen with padding as a parameter of the convolution.
 
-    It is not where the images have fewer pixels than the kernel has ``entries``, for XLA takes the one for the other
-    then; nor where the images are smaller than the result, as what without padding becomes of images, so that their
-    gradient is larger.
+    XLA:CPU does not use it for images of fewer pixels than the kernel has ``entries``, since it exchanges the roles of
+    images and kernel then, and for images smaller than the result (full convolutions).
     """
-    # the barriers: XLA would make it padding of the convolution again
+    # Without the barriers XLA would merge the padding into the convolution again.
     if math.prod(entries) > math.prod(x.shape[1:-1]):
         return lax.optimization_barrier(padded(x, window.pads, window.gaps, 0)), window.without_padding()
     if math.prod(entries) > math.prod(max(1, n - 2 * (k - 1)) for n, k in zip(x.shape[1:], entries, strict=False)):
-        x = lax.optimization_barrier(x)  # a user's own padding, too
+        x = lax.optimization_barrier(x)  # likewise for padding in user code
     if not set(window.strides) == set(window.gaps) == {1}:
         return x, window
     edges, left = [], []
