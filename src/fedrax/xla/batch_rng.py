@@ -1,11 +1,11 @@
 """Batched random draws: random arrays of many shapes drawn by one loop, on CPUs.
 
-Matches ``random_bits`` of Threefry keys followed by elementwise operations with scalars (a normal initializer, for
-instance), where at least three arrays are made by the same operations. They are replaced by one loop over chunks of
-numbers of all of them: initial parameters of a deep network are dozens of arrays, and XLA would compile a program for
-each shape. The bits are the same; what is made of them differs by rounding at most.
-
-It does not apply to other kinds of keys, to functions with effects, and on accelerators.
+- Before: at least three arrays that the same operations make of random bits: ``random_bits`` of a Threefry key, then
+  elementwise operations with scalars (a normal initializer, for instance).
+- After: one loop over chunks of the numbers of all arrays.
+- Why: the initial parameters of a deep network are dozens of arrays, and XLA would compile a program for each shape.
+  The bits are the same; values differ by rounding at most.
+- Not for: other kinds of keys, functions with effects, and accelerators.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from fedrax.xla.threefry import counter_bits, is_threefry
 _CHUNK = 1 << 13
 """Numbers drawn in one step of the loop; arrays are padded to a multiple of it."""
 MAX_BATCHED_DRAW = 1 << 18
-"""Numbers of an array that may be drawn with others where memory counts: in the end all of them are there at once."""
+"""Most numbers of an array for callers that batch draws only where memory permits: batched arrays exist all at once."""
 _TRANSFORMS = ELEMENTWISE | frozenset(["bitcast_convert_type"])
-"""What may be made of random bits, to numbers of the same shape."""
+"""Operations on random bits that may follow in the loop."""
 _KEY_PRIMITIVES = "random_fold_in random_seed random_split random_unwrap random_wrap"
 _BATCHABLE = ELEMENTWISE.union(_KEY_PRIMITIVES.split(), ["broadcast_in_dim", "reshape", "slice", "squeeze"])
-"""What is known to compute several rows as it does each; keys and scales are made so."""
+"""Operations that give the same rows under ``vmap``, with which keys and scales are computed."""
 _MIN_GROUP = 3
-"""Arrays of a kind that are worth a loop."""
+"""Fewest arrays made by the same operations that outweigh a loop."""
 
 
 def batch_random_draws(function: Callable) -> Callable:
-    """``function`` with random arrays of any shapes that are made by the same operations drawn in one loop, on CPUs.
+    """Transform a function to draw random arrays that the same operations make in one loop.
 
-    Random bits are what they were, and what is made of them differs by rounding at most.
+    Random bits are unchanged; values differ by rounding at most.
     """
     if jax.default_backend() != "cpu" or not is_enabled("batch_rng"):
         return function
@@ -55,10 +55,8 @@ def batch_random_draws(function: Callable) -> Callable:
 
 
 def evaluate_with_batched_draws(closed: core.ClosedJaxpr, arguments: list) -> list:
-    """The same for an inlined jaxpr: its outputs for a list of arguments."""
-    if (
-        jax.default_backend() != "cpu" or not is_enabled("batch_rng") or closed.jaxpr.effects
-    ):  # such as printing, in an order
+    """The outputs of an inlined jaxpr, with its random arrays drawn in loops."""
+    if jax.default_backend() != "cpu" or not is_enabled("batch_rng") or closed.jaxpr.effects:
         return evaluate_jaxpr(closed, arguments, {})
     known = dict(zip(closed.jaxpr.invars, arguments, strict=True))
     batched = _batched_values(closed, known)
@@ -74,17 +72,17 @@ class _Draw(NamedTuple):
     shape: tuple[int, ...]
     key: Any
     steps: tuple[core.JaxprEqn, ...]
-    """The first gives the bits; each of the others takes arrays of those before it, and scalars."""
+    """``random_bits``, then equations whose inputs are outputs of earlier steps and scalars."""
     scalars: tuple
-    """Atoms, in the order in which the steps take them."""
+    """Scalar inputs of the steps, in order."""
     out: Any
-    """The variable that the last step gives."""
+    """Output of the last step."""
     kind: Hashable
-    """Equal for arrays that are made by the same operations."""
+    """Equal for arrays that the same operations make."""
 
 
 def _batched_values(closed: core.ClosedJaxpr, known: dict) -> dict:
-    """The values of the random arrays that have enough of their kind."""
+    """Values of the random arrays that are drawn in loops, by variable."""
     kinds: dict[Hashable, list[_Draw]] = defaultdict(list)
     for array in _find_draws(closed):
         kinds[array.kind].append(array)
@@ -99,7 +97,7 @@ def _batched_values(closed: core.ClosedJaxpr, known: dict) -> dict:
 
 
 def _find_draws(closed: core.ClosedJaxpr) -> list[_Draw]:
-    """All random arrays of an inlined jaxpr."""
+    """All random arrays of an inlined jaxpr that could be batched."""
     equations = dependency_slice(closed, closed.jaxpr.outvars)
     users: dict[Any, list[core.JaxprEqn]] = defaultdict(list)
     made = {variable: equation for equation in equations for variable in equation.outvars}
@@ -113,7 +111,7 @@ def _find_draws(closed: core.ClosedJaxpr) -> list[_Draw]:
 
 
 def _find_draw(bits: core.JaxprEqn, users: dict, made: dict, outputs: set, order: dict[int, int]) -> _Draw | None:
-    """The longest chain of elementwise operations on random bits; None for other kinds of bits."""
+    """Follow random bits through as many elementwise operations as possible; None for other kinds of bits."""
     (key,), shape = bits.invars, tuple(bits.params["shape"])
     fits = bits.params["bit_width"] == 32 and 0 < math.prod(shape) < 2**31
     if not fits or _shape(key) or not is_threefry(key.aval):
@@ -129,14 +127,14 @@ def _find_draw(bits: core.JaxprEqn, users: dict, made: dict, outputs: set, order
         steps.append(step)
         inside.add(step.outvars[0])
         waiting += users[step.outvars[0]]
-    # cut back to the last place where one array is all that others need
+    # undo steps until only the last one is read by other equations
     while not _is_self_contained(steps, users, outputs):
         steps.pop()
     return _make_draw(key, shape, steps, made)
 
 
 def _extends_draw(step: core.JaxprEqn, inside: set, shape: tuple[int, ...], made: dict) -> bool:
-    """Whether an equation is elementwise in arrays of the chain and in scalars that are known before."""
+    """Whether an equation is elementwise in outputs of earlier steps and in scalars that need no random bits."""
     rest = [v for v in step.invars if isinstance(v, core.Literal) or v not in inside]
     if step.primitive.name not in _TRANSFORMS or len(step.outvars) != 1 or _shape(step.outvars[0]) != shape:
         return False
@@ -144,7 +142,7 @@ def _extends_draw(step: core.JaxprEqn, inside: set, shape: tuple[int, ...], made
 
 
 def _broadcast_scalar(atom: Any, made: dict) -> Any:
-    """The one number that an input is, or is full of; None for other arrays and for what comes from random ones."""
+    """The scalar that an input is, or is broadcast from; None for other arrays and for results of random bits."""
     while not isinstance(atom, core.Literal) and math.prod(_shape(atom)) > 1:
         if atom not in made or made[atom].primitive.name != "broadcast_in_dim":
             return None
@@ -161,7 +159,7 @@ def _broadcast_scalar(atom: Any, made: dict) -> Any:
 
 
 def _is_self_contained(steps: list[core.JaxprEqn], users: dict, outputs: set) -> bool:
-    """Whether nothing but the last of the steps is used by others."""
+    """Whether other equations read only the last step."""
     within = {id(step) for step in steps}
     return not any(
         step.outvars[0] in outputs or any(id(user) not in within for user in users[step.outvars[0]])
@@ -170,6 +168,7 @@ def _is_self_contained(steps: list[core.JaxprEqn], users: dict, outputs: set) ->
 
 
 def _make_draw(key: Any, shape: tuple[int, ...], steps: list[core.JaxprEqn], made: dict) -> _Draw:
+    """Collect the scalars of the steps, and describe the steps up to their variables."""
     places = {step.outvars[0]: i for i, step in enumerate(steps)}
     scalars, kind = [], []
     for step in steps[1:]:
@@ -185,25 +184,25 @@ def _make_draw(key: Any, shape: tuple[int, ...], steps: list[core.JaxprEqn], mad
 
 
 def _draw_group(group: Sequence[_Draw], scalars: _BatchedEvaluator) -> list[Array]:
-    """The arrays of a group."""
+    """Draw the arrays of a group in one loop over chunks."""
     words = jax.random.key_data(scalars.column([one.key for one in group]))
-    given = [scalars.column(atoms).reshape(len(group)) for atoms in zip(*(o.scalars for o in group), strict=True)]
-    turns = np.asarray([-(-math.prod(one.shape) // _CHUNK) for one in group])
-    of = np.repeat(np.arange(len(group)), turns)
-    first = np.concatenate([np.arange(n, dtype=np.uint32) * _CHUNK for n in turns])
+    columns = [scalars.column(atoms).reshape(len(group)) for atoms in zip(*(o.scalars for o in group), strict=True)]
+    num_chunks = np.asarray([-(-math.prod(one.shape) // _CHUNK) for one in group])
+    member = np.repeat(np.arange(len(group)), num_chunks)
+    first = np.concatenate([np.arange(n, dtype=np.uint32) * _CHUNK for n in num_chunks])
     steps = group[0].steps
 
-    def turn(place: tuple[Array, Array]) -> Array:
-        mine, start = place
-        made = {steps[0].outvars[0]: counter_bits(words[mine], start, _CHUNK)}
-        rest = iter([jnp.broadcast_to(column[mine], _CHUNK) for column in given])
+    def draw_chunk(chunk: tuple[Array, Array]) -> Array:
+        i, start = chunk
+        made = {steps[0].outvars[0]: counter_bits(words[i], start, _CHUNK)}
+        rest = iter([jnp.broadcast_to(column[i], _CHUNK) for column in columns])
         for step in steps[1:]:
             inputs = [made[v] if not isinstance(v, core.Literal) and v in made else next(rest) for v in step.invars]
             made[step.outvars[0]] = step.primitive.bind(*inputs, **step.params)
         return made[group[0].out]
 
-    flat = lax.map(turn, (jnp.asarray(of), jnp.asarray(first))).reshape(-1)
-    starts = (np.cumsum(turns) - turns) * _CHUNK
+    flat = lax.map(draw_chunk, (jnp.asarray(member), jnp.asarray(first))).reshape(-1)
+    starts = (np.cumsum(num_chunks) - num_chunks) * _CHUNK
     return [
         lax.slice(flat, (start,), (start + math.prod(one.shape),)).reshape(one.shape)
         for one, start in zip(group, starts.tolist(), strict=True)
@@ -211,14 +210,14 @@ def _draw_group(group: Sequence[_Draw], scalars: _BatchedEvaluator) -> list[Arra
 
 
 class _RowOf(NamedTuple):
-    """A value that is a row of an array of several."""
+    """Row ``number`` of an array that was computed for several equations at once."""
 
     of: Array
     number: int
 
 
 class _BatchedEvaluator:
-    """Evaluator that runs equal equations that are ready at once as one, under ``vmap``."""
+    """Evaluates equations with equal primitives, parameters and shapes together, under ``vmap``."""
 
     def __init__(self, closed: core.ClosedJaxpr, known: dict, wanted: Sequence) -> None:
         self._found = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)) | known
@@ -231,12 +230,12 @@ class _BatchedEvaluator:
                     ready[_batch_key(equation)].append(equation)
                 else:
                     later.append(equation)
-            for alike in ready.values():
-                self._evaluate(alike)
+            for equal in ready.values():
+                self._evaluate(equal)
             waiting = later
 
     def column(self, atoms: Sequence) -> Array:
-        """The values of several atoms of one size, on top of one another."""
+        """The stacked values of several atoms of one size."""
         found = [self._found.get(v) if not isinstance(v, core.Literal) else None for v in atoms]
         first = found[0]
         if isinstance(first, _RowOf) and all(isinstance(row, _RowOf) and row.of is first.of for row in found):
@@ -248,27 +247,31 @@ class _BatchedEvaluator:
         return jnp.stack([x.reshape(found[0].shape) for x in found])
 
     def _read(self, atom: Any) -> Any:
+        """The value of an atom."""
         if isinstance(atom, core.Literal):
             return jnp.asarray(atom.val, _dtype(atom))
         value = self._found[atom]
         return value.of[value.number] if isinstance(value, _RowOf) else value
 
-    def _evaluate(self, alike: Sequence[core.JaxprEqn]) -> None:
+    def _evaluate(self, equal: Sequence[core.JaxprEqn]) -> None:
         """Evaluate equal equations together."""
-        if len(alike) == 1:
-            outputs: list = evaluate_equation(alike[0], [self._read(v) for v in alike[0].invars], {})
-            self._found.update(zip(alike[0].outvars, outputs, strict=True))
+        if len(equal) == 1:
+            outputs: list = evaluate_equation(equal[0], [self._read(v) for v in equal[0].invars], {})
+            self._found.update(zip(equal[0].outvars, outputs, strict=True))
             return
-        columns = list(zip(*(equation.invars for equation in alike), strict=True))
+        columns = list(zip(*(equation.invars for equation in equal), strict=True))
         shared = [len({_identity(v) for v in column}) == 1 for column in columns]
         inputs = [self._read(c[0]) if same else self.column(c) for c, same in zip(columns, shared, strict=True)]
         axes = [None if same else 0 for same in shared]
-        row = lambda *inputs: evaluate_equation(alike[0], list(inputs), {})  # noqa: E731
+
+        def row(*inputs: Any) -> list:
+            return evaluate_equation(equal[0], list(inputs), {})
+
         if all(shared):
-            outputs = [[output] * len(alike) for output in row(*inputs)]
+            outputs = [[output] * len(equal) for output in row(*inputs)]
         else:
-            outputs = [[_RowOf(of, i) for i in range(len(alike))] for of in jax.vmap(row, axes)(*inputs)]
-        for equation, own in zip(alike, zip(*outputs, strict=True), strict=True):
+            outputs = [[_RowOf(of, i) for i in range(len(equal))] for of in jax.vmap(row, axes)(*inputs)]
+        for equation, own in zip(equal, zip(*outputs, strict=True), strict=True):
             self._found.update(zip(equation.outvars, own, strict=True))
 
 
@@ -281,13 +284,15 @@ def _batch_key(equation: core.JaxprEqn) -> Hashable:
 
 
 def _shape(atom: Any) -> tuple[int, ...]:
+    """Shape of a jaxpr's atom."""
     return atom.aval.shape
 
 
 def _dtype(atom: Any) -> Any:
+    """Dtype of a jaxpr's atom."""
     return atom.aval.dtype
 
 
 def _identity(atom: Any) -> Hashable:
-    """What tells an atom from others."""
+    """Key that is equal for equal atoms."""
     return (str(atom.val), str(atom.aval)) if isinstance(atom, core.Literal) else atom

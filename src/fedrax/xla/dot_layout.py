@@ -1,11 +1,19 @@
 """Operand layouts of ``dot_general`` that XLA's CPU backend multiplies without transposed copies.
 
-- :func:`lower_dot_general` matches products that contract leading axes, as the gradients of weights (sum over n of
-  g_n x_n') and of attention do. Several contracted axes become one, and the narrower operand comes first. XLA:CPU makes
-  a transposed copy of the first operand, and of the second one if its last axis is contracted; that takes longer than
-  the product where the copied operand is the wide one. Only float32 and float64.
-- :func:`lower_batched_matvec` matches a matrix [D, C] times [..., C], as ``vmap`` makes of matrix @ vector (Equinox
-  layers), before differentiation. It puts the vectors first, so that the products of the gradient need no copies, too.
+:func:`lower_dot_general`, around a gradient:
+
+- Before: a ``dot_general`` that contracts leading axes, as the gradients of weights (sum over n of g_n x_n') and of
+  attention do.
+- After: one contracted axis instead of several, and the narrower operand first.
+- Why: XLA:CPU makes a transposed copy of the first operand if its first axis is contracted, and of the second one if
+  its last axis is. That takes longer than the product where the copied operand is the wide one.
+- Not for: dtypes other than float32 and float64.
+
+:func:`lower_batched_matvec`, before differentiation:
+
+- Before: a matrix [D, C] times [..., C], as ``vmap`` makes of matrix @ vector (Equinox layers).
+- After: the vectors as first operand, and the result's axes moved back.
+- Why: XLA:CPU makes transposed copies of the first form, also in the products of the gradient.
 """
 
 from __future__ import annotations
@@ -20,7 +28,7 @@ from jax.extend import core
 
 
 def is_batched_matvec(equation: core.JaxprEqn) -> bool:
-    """Whether it is the product of a matrix [D, C] and several axes [..., C], as ``vmap`` makes of matrix @ vector."""
+    """Whether an equation multiplies a matrix [D, C] by [..., C] with several leading axes."""
     if equation.primitive.name != "dot_general":
         return False
     (summed, (batch, _)), (left, right) = equation.params["dimension_numbers"], (v.aval for v in equation.invars)
@@ -29,10 +37,9 @@ def is_batched_matvec(equation: core.JaxprEqn) -> bool:
 
 
 def lower_batched_matvec(inputs: list, equation: core.JaxprEqn) -> Array | None:
-    """The rule for ``dot_general`` before a function is differentiated: such a product as [..., D], then as [D, ...].
+    """Rule for ``dot_general`` before differentiation: compute [..., D], then move D to the front.
 
-    What comes next has the axes turned back, which leaves nothing to be done. As JAX writes it XLA makes transposed
-    copies, in the products of the gradient too.
+    ``vmap`` moves it back in the next equation, so that both transpositions cancel.
     """
     if not is_batched_matvec(equation):
         return None
@@ -42,10 +49,7 @@ def lower_batched_matvec(inputs: list, equation: core.JaxprEqn) -> Array | None:
 
 
 def lower_dot_general(inputs: list, equation: core.JaxprEqn) -> Array | None:
-    """The rule for ``dot_general``: several leading axes to sum over are one, and the narrower factor comes first.
-
-    The barrier: XLA would exchange the operands of a product whose result is transposed next.
-    """
+    """Rule for ``dot_general``: one contracted axis instead of several leading ones, and the narrower operand first."""
     of: Any
     (of, batch), (left, right) = equation.params["dimension_numbers"], inputs
     wanted = [equation.params[name] for name in ("precision", "preferred_element_type")]
@@ -57,14 +61,14 @@ def lower_dot_general(inputs: list, equation: core.JaxprEqn) -> Array | None:
         of = ((0,), (0,))
     first, rows, sums = _layout(left.shape, of[0], batch[0])
     also_first, columns, _ = _layout(right.shape, of[1], batch[1])
-    keeps = first and 1 < min(rows, columns) < sums  # else the copy is no larger than the result
-    exchanged = keeps and (rows > columns or not also_first)
-    if not keeps and not flat:
+    copies = first and 1 < min(rows, columns) < sums  # otherwise the copy is no larger than the result
+    exchanged = copies and (rows > columns or not also_first)
+    if not copies and not flat:
         return None
     if exchanged:
         left, right, of, batch = right, left, of[::-1], batch[::-1]
     total = lax.dot_general(left, right, (of, batch), *wanted)
-    if keeps:
+    if copies:  # or XLA exchanges the operands again, if the result is transposed next
         total = lax.optimization_barrier(total)
     if exchanged:
         begin, ndim = len(batch[0]), left.ndim - len(batch[0]) - len(of[0])
@@ -73,7 +77,7 @@ def lower_dot_general(inputs: list, equation: core.JaxprEqn) -> Array | None:
 
 
 def _layout(shape: tuple[int, ...], summed: Sequence[int], batch: Sequence[int]) -> tuple[bool, int, int]:
-    """Of an operand: whether sums are over the first of the axes that are not the batch's; the sizes of both kinds."""
+    """(whether the contracted axes of an operand precede its free ones, size of the free axes, of the contracted)."""
     free = [axis for axis in range(len(shape)) if axis not in (*summed, *batch)]
-    size = lambda axes: math.prod(shape[axis] for axis in axes)  # noqa: E731
-    return max(summed, default=-1) < min(free, default=len(shape)), size(free), size(summed)
+    free_size, summed_size = (math.prod(shape[axis] for axis in axes) for axes in (free, summed))
+    return max(summed, default=-1) < min(free, default=len(shape)), free_size, summed_size

@@ -1,4 +1,8 @@
-"""Structural equivalence of jaxpr equations, up to the constants that they hold."""
+"""Structural equivalence of jaxpr equations, up to the values of literals.
+
+Used by :mod:`fedrax.xla.cse` and :mod:`fedrax.xla.layer_scan`, which replace several equations by one, and by the
+analyses that need the derivative of a function with a custom derivative.
+"""
 
 from __future__ import annotations
 
@@ -21,42 +25,42 @@ _JAX_DIR = f"{Path(jax.__file__).parent}{os.sep}"
 
 
 def equivalence_key(equation: core.JaxprEqn) -> Hashable:
-    """What two equations have in common that compute the same, and whose derivatives do.
+    """Key that is equal for equations that compute the same function of their inputs, with the same derivative.
 
-    Numbers that stand in the program may differ, as inputs do. In doubt an equation is like no other.
+    Inputs and literals are not part of the key. Equations that cannot be compared get a unique key.
     """
     if equation.effects or any(isinstance(f, core.ClosedJaxpr) and constants_in(f) for f in sub_jaxprs(equation)):
-        return id(equation)  # arrays that functions inside hold do not show in their text
+        return id(equation)  # constants of sub-jaxprs do not appear in their text
     if "callback" in equation.primitive.name or any(
         "callback" in e.primitive.name for f in sub_jaxprs(equation) for e in equations_in(f)
     ):
-        return id(equation)  # nor what a function of Python is
-    own = equation.primitive.name in CUSTOM_DERIVATIVE_PRIMITIVES
-    params = sorted((name, value) for name, value in equation.params.items() if not own or not callable(value))
+        return id(equation)  # nor do the Python functions of callbacks
+    custom = equation.primitive.name in CUSTOM_DERIVATIVE_PRIMITIVES
+    params = sorted((name, value) for name, value in equation.params.items() if not custom or not callable(value))
     variables: Any = [*equation.invars, *equation.outvars]
     shapes = tuple((v.aval.shape, v.aval.dtype) for v in variables)
     return (
         equation.primitive.name,
         str(params),
         shapes,
-        _pullback_text(equation) if own or _contains_custom_derivative(equation) else None,
+        _pullback_text(equation) if custom or _contains_custom_derivative(equation) else None,
     )
 
 
 def _contains_custom_derivative(equation: core.JaxprEqn) -> bool:
-    """Whether a function in the equation has a derivative of its own."""
+    """Whether a sub-jaxpr of the equation calls a function with a custom derivative."""
     return any(e.primitive.name in CUSTOM_DERIVATIVE_PRIMITIVES for f in sub_jaxprs(equation) for e in equations_in(f))
 
 
 def is_differentiable(atom: Any) -> bool:
-    """Whether an atom of a jaxpr has a derivative."""
+    """Whether an atom of a jaxpr has a floating-point dtype."""
     return jnp.issubdtype(atom.aval.dtype, jnp.floating)
 
 
 def is_jax_derivative(equation: core.JaxprEqn) -> bool:
-    """Whether a function and its custom derivative are JAX's own: these are elementwise, or reduce some axes."""
-    told = [getattr(getattr(value, "jaxpr", value), "debug_info", None) for value in equation.params.values()]
-    sources = [str(getattr(one, "func_src_info", None)) for one in told if one is not None]
+    """Whether a function and its custom derivative are defined in JAX: those are elementwise, or reduce some axes."""
+    infos = [getattr(getattr(value, "jaxpr", value), "debug_info", None) for value in equation.params.values()]
+    sources = [str(getattr(info, "func_src_info", None)) for info in infos if info is not None]
     return (
         len(sources) > 1
         and all(_JAX_DIR in source for source in sources)
@@ -82,57 +86,58 @@ def _all_defined_in_jax(values: Iterable[Any]) -> bool:
             waiting += [value.func, *value.args]
         elif isinstance(value, jax.custom_jvp):
             waiting += [value.fun, value.jvp]
-        elif hasattr(value, "f_transformed") or hasattr(value, "call_wrapped"):  # a function under transformations
+        elif hasattr(value, "f_transformed") or hasattr(value, "call_wrapped"):  # JAX's WrappedFun
             waiting.append(value.f)
     return True
 
 
 def tangent_jaxpr(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
-    """Its derivative, if it has one: (inputs, changes of the real ones) -> changes of the real outputs."""
+    """The equation's derivative, (inputs, tangents) -> output tangents, of differentiable atoms; None without one."""
 
-    def changed(inputs: list, changes: list) -> list:
-        def of_real(*real: Any) -> list:
-            return _select_differentiable(equation.outvars, _evaluate_differentiable(equation, inputs, real))
+    def output_tangents(inputs: list, tangents: list) -> list:
+        def of_differentiable(*values: Any) -> list:
+            return _select_differentiable(equation.outvars, _evaluate_differentiable(equation, inputs, values))
 
-        return jax.jvp(of_real, _select_differentiable(equation.invars, inputs), changes)[1]
+        return jax.jvp(of_differentiable, _select_differentiable(equation.invars, inputs), tangents)[1]
 
     shapes = _input_shapes(equation)
     try:
-        return jax.make_jaxpr(changed)(shapes, _select_differentiable(equation.invars, shapes))
-    except Exception:  # it has none in forward mode, or a custom rule fails
+        return jax.make_jaxpr(output_tangents)(shapes, _select_differentiable(equation.invars, shapes))
+    except Exception:  # no forward mode, or a user's rule fails
         return None
 
 
 def _pullback_text(equation: core.JaxprEqn) -> Hashable:
-    """The text of an equation's derivative: that of its function may be the same as another's."""
+    """Text of the jaxpr of an equation's pullback, since functions with equal text can have different derivatives."""
 
-    def pulled_back(*inputs: Any) -> Any:
+    def pullback(*inputs: Any) -> Any:
         outputs, back = jax.vjp(
-            lambda *real: _evaluate_differentiable(equation, inputs, real),
+            lambda *values: _evaluate_differentiable(equation, inputs, values),
             *_select_differentiable(equation.invars, inputs),
         )
         return back([jnp.ones(o.shape, jax.typeof(o).to_tangent_aval().dtype) for o in outputs])
 
     try:
-        made = jax.make_jaxpr(pulled_back)(*_input_shapes(equation))
-    except Exception:  # it has none in reverse mode, or wants it asked for otherwise
+        closed = jax.make_jaxpr(pullback)(*_input_shapes(equation))
+    except Exception:  # no reverse mode, or a user's rule fails
         return id(equation)
-    hidden = constants_in(made) or any("callback" in e.primitive.name for e in equations_in(made))
-    return id(equation) if hidden else str(made)
+    hidden = constants_in(closed) or any("callback" in e.primitive.name for e in equations_in(closed))
+    return id(equation) if hidden else str(closed)
 
 
-def _evaluate_differentiable(equation: core.JaxprEqn, inputs: Sequence, real: Sequence) -> list:
-    """Its outputs, of ``inputs`` but for the real ones."""
-    rest = iter(real)
-    given = [next(rest) if is_differentiable(v) else x for v, x in zip(equation.invars, inputs, strict=True)]
-    return evaluate_equation(equation, given, {})
+def _evaluate_differentiable(equation: core.JaxprEqn, inputs: Sequence, differentiable: Sequence) -> list:
+    """The equation's outputs, with ``differentiable`` in the place of the differentiable ``inputs``."""
+    rest = iter(differentiable)
+    values = [next(rest) if is_differentiable(v) else x for v, x in zip(equation.invars, inputs, strict=True)]
+    return evaluate_equation(equation, values, {})
 
 
 def _select_differentiable(atoms: Sequence, values: Sequence) -> list:
-    """Those values that are of real atoms."""
+    """The values of differentiable atoms."""
     return [value for atom, value in zip(atoms, values, strict=True) if is_differentiable(atom)]
 
 
 def _input_shapes(equation: core.JaxprEqn) -> list[jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of the equation's inputs."""
     variables: Any = equation.invars
     return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]

@@ -1,4 +1,4 @@
-"""Fingerprints of user code: they decide whether a trace or a compiled program is still valid after an edit."""
+"""Fingerprints of user code: keys of the caches of traces and compiled programs, which change with an edit."""
 
 from __future__ import annotations
 
@@ -25,36 +25,41 @@ _LIBRARY_PATHS = tuple(
 )
 """Directories of library code."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
+"""Types of values that are compared by value."""
 _CONTAINERS = (list, dict, set)
 _MAX_OBJECTS, _MAX_ITEMS = 5_000, 100
-"""Most objects that are visited, and most items of one container: user methods refer to a handful."""
+"""Most objects that are visited, and most items of one container. User methods refer to a handful of objects."""
 _WRAPPED_ATTRIBUTES = ("__wrapped__", "fun", "jvp", "fwd", "bwd")
-"""Where JAX's transformations and decorators keep the functions they are of."""
+"""Attributes in which decorators and JAX's transformations store the functions that they wrap."""
 
 
 def is_library_code(path: str) -> bool:
-    """Whether a file belongs to a package."""
+    """Whether a file belongs to an installed package or the standard library."""
     return path.startswith(_LIBRARY_PATHS) or "site-packages" in path or "dist-packages" in path
 
 
 def closure_values(function: types.FunctionType) -> list[Any]:
-    """What a function holds of those around it."""
+    """The values in a function's closure."""
     found = []
     for cell in function.__closure__ or ():
         try:
             found.append(cell.cell_contents)
-        except ValueError:  # not yet, or no longer there
+        except ValueError:  # an empty cell
             continue
     return found
 
 
 class CodeFingerprint:
-    """The functions in some objects that belong to no package, with all functions, classes and numbers that they name.
+    """Hashable fingerprint of the user code that is reachable from some objects: functions, classes and constants.
 
-    Equal where nothing was edited. A notebook's cell that is run again makes a helper anew while the method, its class
-    and its shapes stay the same: what was traced with the old helper must not be found. What is in lists, dictionaries
-    and objects may change while a program runs (counts, histories), which JAX does not see either; another one under
-    the same name is an edit. A method's fields are known to JAX, and none.
+    Two fingerprints are equal if no code was edited in between. If a notebook cell redefines a helper function, the
+    method that calls it, its class and its shapes stay the same, but traces with the old helper are invalid. The
+    content of lists, dictionaries and objects is not part of the fingerprint, since it may change during a run (counts,
+    histories); JAX does not trace such changes either. A different container under the same name is an edit. Fields of
+    a method are not part of it either: they are arguments of compiled programs.
+
+    Args:
+        roots: objects to start from.
     """
 
     def __init__(self, *roots: Any):
@@ -62,16 +67,16 @@ class CodeFingerprint:
         while waiting and len(seen) < _MAX_OBJECTS:
             value = waiting.pop()
             if id(value) not in seen:
-                seen[id(value)] = value  # held, so that nothing else takes its place in memory
+                seen[id(value)] = value  # kept alive, so that its ID is not reused
                 try:
                     waiting += _children(value, found)
-                except Exception:  # objects of others answer questions in their own ways
+                except Exception:  # attribute access may run user code
                     continue
         self._parts = tuple(found)
         self._hash = hash(self._parts)
 
     def describe(self) -> str:
-        """Text that is equal in another process with the same Python; arrays and objects are left out."""
+        """Text that is equal in another process with the same version of Python; arrays and objects are left out."""
         return repr([_describe(part) for part in self._parts if not isinstance(part, _Identity)])
 
     def __hash__(self) -> int:
@@ -83,7 +88,7 @@ class CodeFingerprint:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Identity:
-    """An array or another object that a function names: the same one, or another."""
+    """An array or object that a function refers to, compared by identity."""
 
     value: Any
 
@@ -95,13 +100,14 @@ class _Identity:
 
 
 def _describe(part: Any) -> Any:
+    """Text, or nested tuples of text, of a part of a fingerprint."""
     if isinstance(part, types.CodeType):
         return part.co_name, part.co_code, part.co_names, [_describe(value) for value in part.co_consts]
     return sorted(map(repr, part)) if isinstance(part, frozenset) else repr(part)
 
 
 def _children(value: Any, found: list) -> Iterable[Any]:
-    """What to look at next; a function's own code and the numbers that it names go into ``found``."""
+    """Objects reachable from ``value`` in one step; code and constants are added to ``found``."""
     match value:
         case types.FunctionType():
             return _function_children(value, found)
@@ -132,6 +138,7 @@ def _children(value: Any, found: list) -> Iterable[Any]:
 
 
 def _function_children(function: types.FunctionType, found: list) -> list[Any]:
+    """:func:`_children` of a function: its defaults, closure and the globals that it uses."""
     held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *closure_values(function)]
     code = function.__code__
     if not is_library_code(code.co_filename):
@@ -145,7 +152,7 @@ def _function_children(function: types.FunctionType, found: list) -> list[Any]:
 
 
 def _module_attributes(values: Sequence[Any], attributes: Sequence[str]) -> list[Any]:
-    """What ``module.name`` may refer to in a function, for user modules and modules inside them."""
+    """Values that ``module.name`` may refer to in a function, for user modules and their submodules."""
     found, modules = [], [value for value in values if isinstance(value, types.ModuleType) and _is_user_module(value)]
     for module in modules:
         inside = [vars(module)[name] for name in attributes if name in vars(module)]
@@ -158,7 +165,7 @@ def _module_attributes(values: Sequence[Any], attributes: Sequence[str]) -> list
 
 @functools.lru_cache(1024)
 def _referenced_names(code: types.CodeType) -> tuple[list[str], list[str]]:
-    """The global names in a function and in those inside it, and the names of attributes."""
+    """(names of globals, names of attributes) that a function and its inner functions use."""
     globals_ = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     attributes = set(code.co_names)
     for part in code.co_consts:
@@ -170,7 +177,7 @@ def _referenced_names(code: types.CodeType) -> tuple[list[str], list[str]]:
 
 
 def _record_values(values: list[Any], found: list) -> list[Any]:
-    """``values`` without numbers, words and arrays, which go into ``found``, as the names of packages' functions do."""
+    """Add plain values, arrays and names of callables to ``found``; returns the values that may refer to functions."""
     for value in values:
         if isinstance(value, _PLAIN):
             found.append((type(value), repr(value)))
@@ -182,12 +189,12 @@ def _record_values(values: list[Any], found: list) -> list[Any]:
 
 
 def _non_scalars(values: Iterable[Any]) -> list[Any]:
-    """Those that may hold functions."""
+    """The values that may refer to functions."""
     return [value for value in values if not isinstance(value, (*_PLAIN, jax.Array, np.ndarray, types.ModuleType))]
 
 
 def _is_mutable(value: Any) -> bool:
-    """Whether it may change in place: a container, or an object of a user class."""
+    """Whether a value may change in place: a container, or an instance of a user class."""
     return isinstance(value, _CONTAINERS) or (
         not isinstance(value, type | types.FunctionType) and _is_user_module(sys.modules.get(type(value).__module__))
     )

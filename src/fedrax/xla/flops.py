@@ -16,11 +16,11 @@ _NAMES = """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0
     shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
     zeta"""
 ELEMENTWISE = frozenset(_NAMES.split())
-"""Operations on arrays of one shape, each entry of the result from the entries at its place."""
+"""Primitives whose result at each position depends on the operands at this position only."""
 
 
 def count_flops(program: core.ClosedJaxpr | core.Jaxpr) -> int:
-    """Additions and multiplications of the matrix products and convolutions, forward; loops of unknown length once."""
+    """Floating-point operations of dot products and convolutions; bodies of ``while`` loops are counted once."""
     found = 0
     for equation in (program.jaxpr if isinstance(program, core.ClosedJaxpr) else program).eqns:
         out: Any = equation.outvars[0].aval if equation.outvars else None
@@ -36,5 +36,5 @@ def count_flops(program: core.ClosedJaxpr | core.Jaxpr) -> int:
 
 
 def count_equations(program: core.ClosedJaxpr) -> int:
-    """The equations of a program and of the functions inside it."""
+    """Number of equations, those of sub-jaxprs included."""
     return sum(1 for _ in equations_in(program))

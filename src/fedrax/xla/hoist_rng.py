@@ -1,10 +1,12 @@
 """Hoisted random draws: arrays with a row for each example are drawn before a batch is split.
 
-Matches arrays [B, ...] that depend on the key alone, such as dropout masks and the noise of a variational autoencoder.
-:func:`hoist_random_draws` splits a loss into its draws for the whole batch and the rest, which takes them as further
-inputs and may be independent per example. The numbers are the same as without microbatches.
-
-It does not apply where a drawn array has no batch axis, or another size for another batch size.
+- Before: a loss that draws arrays [B, ...] from its key, such as dropout masks or the noise of a variational
+  autoencoder.
+- After: two functions: one that draws for the whole batch, and one that takes the drawn arrays as inputs
+  (:func:`hoist_random_draws`).
+- Why: examples of the second function can be independent, so that :mod:`fedrax.xla.microbatch` can split the batch. The
+  numbers are the same as without microbatches.
+- Not for: drawn arrays without a batch axis, or whose other axes depend on the batch size.
 """
 
 from __future__ import annotations
@@ -27,47 +29,50 @@ _RULES = {"random_bits": lower_random_bits}
 
 
 class HoistedDraws(NamedTuple):
-    """A function of a batch, (params, batch, key) -> [B], apart from what it draws."""
+    """A loss (params, batch, key) -> [B] as two functions: random draws, and the rest."""
 
     draws: Callable[[Tree, Tree, Array], tuple[list[Array], list[Array]]]
-    """(params, batch, key) -> (arrays [B, ...], others); of the first two only the shapes matter."""
+    """(params, batch, key) -> (arrays [B, ...], others); of params and batch only the shapes are used."""
     losses: Callable[[Tree, tuple[Tree, list[Array]], list[Array]], Array]
-    """The rest of it, (params, (batch, arrays), others) -> [B]."""
+    """The rest, (params, (batch, arrays), others) -> [B]."""
     fits: Callable[[Tree, Tree, Array], bool]
-    """Whether the function draws the like for a batch of other size."""
+    """Whether the loss draws arrays of the same shapes per example for another batch size."""
 
 
 def hoist_random_draws(losses: Callable, params: Tree, batch: Tree, key: Array) -> HoistedDraws | None:
-    """``losses(params, batch, key)`` [B] in two parts; None where it draws nothing for each sample.
+    """Split a loss into random draws and the rest; None if it draws no array with a batch axis.
 
-    batch: pytree of arrays [B, ...], where B is no other size in the function. Only shapes and types are looked at.
-    ``losses`` holds no arrays of a program that is being traced.
+    Args:
+        losses: (params, batch, key) -> [B]; it must not close over tracers.
+        params: parameters; only their shapes are used.
+        batch: pytree of arrays [B, ...]; only their shapes are used. No other axis may have length B.
+        key: random key.
     """
     first = _boundary(_inlined_trace(losses, params, batch, key))
     rows = jax.tree.leaves(batch)[0].shape[:1]
-    of_samples = [variable.aval.shape[:1] == rows for variable in first]
-    if not any(of_samples):
+    has_rows = [variable.aval.shape[:1] == rows for variable in first]
+    if not any(has_rows):
         return None
 
-    def parted(found: Sequence[Any]) -> tuple[list, list]:
-        both = list(zip(found, of_samples, strict=True))
+    def partition(found: Sequence[Any]) -> tuple[list, list]:
+        both = list(zip(found, has_rows, strict=True))
         return [a for a, is_row in both if is_row], [a for a, is_row in both if not is_row]
 
     def fits(params: Tree, batch: Tree, key: Array) -> bool:
         found, size = _boundary(_inlined_trace(losses, params, batch, key)), jax.tree.leaves(batch)[0].shape[:1]
-        wanted = [(size + v.aval.shape[1:] if row else v.aval.shape) for v, row in zip(first, of_samples, strict=True)]
+        wanted = [(size + v.aval.shape[1:] if row else v.aval.shape) for v, row in zip(first, has_rows, strict=True)]
         return [v.aval.shape for v in found] == wanted
 
     def draws(params: Tree, batch: Tree, key: Array) -> tuple[list[Array], list[Array]]:
         closed = _inlined_trace(losses, params, batch, key)
-        return parted(evaluate_subgraph(closed, {closed.jaxpr.invars[-1]: key}, _boundary(closed), _RULES))
+        return partition(evaluate_subgraph(closed, {closed.jaxpr.invars[-1]: key}, _boundary(closed), _RULES))
 
     def rest(params: Tree, inputs: tuple[Tree, list[Array]], others: list[Array]) -> Array:
         batch, arrays = inputs
         closed = _inlined_trace(losses, params, batch, key)
         known = dict(zip(closed.jaxpr.invars[:-1], jax.tree.leaves((params, batch)), strict=True))  # without the key
-        mine, shared = parted(_boundary(closed))
-        known |= dict(zip([*mine, *shared], [*arrays, *others], strict=True))
+        with_rows, without_rows = partition(_boundary(closed))
+        known |= dict(zip([*with_rows, *without_rows], [*arrays, *others], strict=True))
         (result,) = evaluate_subgraph(closed, known, closed.jaxpr.outvars)
         return result
 
@@ -75,19 +80,21 @@ def hoist_random_draws(losses: Callable, params: Tree, batch: Tree, key: Array) 
 
 
 def _inlined_trace(losses: Callable, *args: Any) -> core.ClosedJaxpr:
+    """The cached trace of a loss, with its calls inlined."""
     return _inline(cached_trace(losses, *args))
 
 
 @lru_cache(CACHE_SIZE)
 def _inline(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The cached result of inlining."""
     with use_abstract_mesh(NO_MESH):
         return inline_calls(closed)
 
 
 def _boundary(closed: core.ClosedJaxpr) -> list[Any]:
-    """The variables that depend on the key, the last input, and on no other one, and meet those that do.
+    """The variables between draws and rest: they depend on the key, the last input, alone, and the rest reads them.
 
-    What only repeats a drawn array, or makes numbers of its truth values, is left to the other side: it is larger.
+    Broadcasts of drawn arrays and conversions of booleans belong to the rest, since their outputs are larger.
     """
     *others, key = closed.jaxpr.invars
     drawn, known, crossing = {key}, set(others), {}
@@ -103,5 +110,6 @@ def _boundary(closed: core.ClosedJaxpr) -> list[Any]:
 
 
 def _is_expansion(equation: core.JaxprEqn) -> bool:
+    """Whether an equation only makes an array larger: a broadcast, or booleans to numbers."""
     name, kinds = equation.primitive.name, [v.aval.dtype for v in equation.invars]  # type: ignore[attr-defined]
     return name == "broadcast_in_dim" or (name == "convert_element_type" and kinds == [bool])

@@ -1,13 +1,15 @@
 """Microbatching: the gradient of a batch is accumulated over microbatches, on CPUs.
 
-Matches losses [B] that treat each example by itself (:mod:`fedrax.xla.per_example`) and are the same function for other
-batch sizes (:mod:`fedrax.xla.batch_invariance`). A convolutional network writes about a megabyte for every example, all
-of which its backward pass reads; for a whole batch that exceeds the caches, and memory traffic then takes longer than
-the arithmetic. :func:`accumulate_gradients` sums gradients over microbatches that fit, and can give each device a share
-of them.
+- Before: the gradient of losses [B] that are independent per example (:mod:`fedrax.xla.per_example`) and whose function
+  does not depend on the batch size (:mod:`fedrax.xla.batch_invariance`).
+- After: a loop that sums the gradients of microbatches that fit the caches; devices can share the microbatches, or a
+  whole batch.
+- Why: a convolutional network writes about a megabyte of activations per example, all of which the backward pass reads.
+  For a whole batch that exceeds the caches, and memory traffic then takes longer than arithmetic.
+- Not for: batch norm, losses that compare examples, weights that are large beside a microbatch's activations
+  (`Limits.microbatch_weight_ratio`), and accelerators.
 
-It does not apply to batch norm and losses that compare examples, where weights are large beside a microbatch's
-activations (`Limits.microbatch_weight_ratio`), or on accelerators. The choice depends on the network and its shapes.
+:func:`plan_microbatches` decides from the jaxpr and its shapes; :func:`accumulate_gradients` runs the plan.
 """
 
 from __future__ import annotations
@@ -44,44 +46,57 @@ from fedrax.xla.tracing import (
 _MIN_ROWS = 2
 """Fewest examples of a microbatch: XLA has no fast code for some operations with a unit axis."""
 _MAX_SHARED_EQUATIONS = 400
-"""Equations of losses at most whose gradient is worth compiling once more, for the samples that a device shares."""
-_EXCHANGED, _READ, _START = 3e9, 15e9, 1e-4
-"""Rough figures that only decide what is far from worth it: bytes a second of a gradient that devices exchange, bytes
-a second of weights that are read once more, and the seconds that devices wait before they start."""
+"""Most equations of a loss for devices to share a whole batch, since its gradient is compiled once more for a share."""
+_EXCHANGE_BYTES_PER_SECOND, _READ_BYTES_PER_SECOND, _START_SECONDS = 3e9, 15e9, 1e-4
+"""Rates of gradients that devices exchange and of weights that each device reads again, and the time for which devices
+wait for each other. Rough figures: they only exclude cases far from worth it."""
 _SCOPE, _WHOLE_BATCH = "pieces", "fedrax: whole batch "
+"""Name scope of the loop over microbatches, and prefix of the checkpoint name of a whole batch that devices may share:
+:func:`batch_splits` finds both in traces."""
 CLIENT_AXIS = "clients"
 """Axis of the device mesh over which clients are sharded."""
 TRACE_BATCH = 13
-"""Size of a batch that is traced only for analysis: a prime, so that no shape of a model is taken for the batch."""
+"""Batch size of traces for analysis only: a prime, which is unlikely to equal another axis of the model."""
 
 
 class Microbatches(NamedTuple):
-    """How a batch is split."""
+    """Plan for the gradient of a batch."""
 
     rows: int
-    """Examples of a microbatch."""
+    """Examples in a microbatch."""
     dtype: Any
-    """Of the losses."""
+    """Dtype of the losses."""
     drawn: HoistedDraws | None
-    """What has to be drawn before the batch is cut, and the losses then."""
+    """Random draws for the whole batch, which come before it is split, and the losses that take them."""
     lost: float | None = None
-    """Of a batch that is best whole and that devices may share: what sharing takes in addition, as part of its time."""
+    """Overhead of sharing a whole batch between devices, as a fraction of its time; None for microbatches."""
 
 
 def plan_microbatches(
     losses: Callable, params: Tree, batch: Tree, key: Array, traced: int | None = None, devices: int = 2
 ) -> Microbatches | None:
-    """How to cut ``batch``, arrays [B, ...], for the gradient of ``losses(params, batch, key)`` [B].
+    """Plan how to split a batch for the gradient of ``losses(params, batch, key)`` [B].
 
-    traced: with how many samples ``losses`` is traced to look at it, where any number will do and it holds no arrays
-    of a program that is being traced. devices: among how many a batch is shared that is not cut. A whole batch is best
-    where it is small, or the weights are large beside it. The result is None where it cannot be shared either or is
-    not worth it, where samples do not stand each for itself, and on accelerators.
+    Args:
+        losses: the losses of a batch.
+        params: parameters; only shapes are used, as of ``batch`` and ``key``.
+        batch: pytree of arrays [B, ...].
+        key: random key.
+        traced: batch size for the analysis, such as `TRACE_BATCH`; its trace is cached. ``losses`` must not close over
+            tracers then. By default the batch's size.
+        devices: number of devices that could share a whole batch.
+
+    Returns:
+        The plan; None on accelerators, for losses that are not independent per example, and where a whole batch is
+        best and sharing it is not worth it.
     """
     rows = len(jax.tree.leaves(batch)[0])
     if not cpu_passes_apply() or rows < 2 or not is_enabled("microbatch"):
         return None
-    of_rows = lambda n: jax.tree.map(lambda a: jax.ShapeDtypeStruct((n, *a.shape[1:]), a.dtype), batch)  # noqa: E731
+
+    def of_rows(n: int) -> Tree:
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct((n, *a.shape[1:]), a.dtype), batch)
+
     if traced is None:
         seen, drawn = analyze_per_example(losses, params, of_rows(rows), key), None
     else:
@@ -97,9 +112,10 @@ def plan_microbatches(
     if size < rows:
         found = Microbatches(size, seen.dtype, drawn)
     else:
-        seconds = 3 * rows * seen.flops / limits().sharing_flops  # forward, and backward twice as much
-        lost = (_START + tree.num_bytes(params) / _EXCHANGED + seen.weights / _READ) / max(seconds, _START)
-        # one sample is a shape that a model may treat otherwise
+        seconds = 3 * rows * seen.flops / limits().sharing_flops  # the backward pass takes twice the forward pass
+        exchange, reads = tree.num_bytes(params) / _EXCHANGE_BYTES_PER_SECOND, seen.weights / _READ_BYTES_PER_SECOND
+        lost = (_START_SECONDS + exchange + reads) / max(seconds, _START_SECONDS)
+        # a share of one example is excluded, since models may treat unit axes differently
         if seen.length > _MAX_SHARED_EQUATIONS or lost >= limits().sharing_overhead or least < 2:
             return None
         found = Microbatches(rows, seen.dtype, drawn, lost)
@@ -114,17 +130,17 @@ def plan_microbatches(
     return found
 
 
-def _is_invariant(trace: Callable[[int], core.ClosedJaxpr], looked: int, sizes: tuple[int, int]) -> bool:
-    """Whether what was seen of ``looked`` samples holds of batches of other sizes, whose losses ``trace`` traces."""
+def _is_invariant(trace: Callable[[int], core.ClosedJaxpr], traced: int, sizes: tuple[int, int]) -> bool:
+    """Whether the analysis of a batch of size ``traced`` holds for other ``sizes``; ``trace`` traces a batch size."""
     try:
-        return all(is_batch_size_invariant(trace(looked), trace(n), (looked, n)) for n in sizes if n != looked)
-    except Exception:  # of the user's own: some models take some numbers of samples only
+        return all(is_batch_size_invariant(trace(traced), trace(n), (traced, n)) for n in sizes if n != traced)
+    except Exception:  # raised by user code: some models accept only some batch sizes
         return False
 
 
 @lru_cache(CACHE_SIZE)
 def replay_trace(losses: Callable) -> Callable:
-    """The same function, from the traces by which it was looked at: Python is not run once more for its gradient."""
+    """The function, evaluated from its cached trace, so that the user's Python code is not traced again."""
 
     def found(*args: Tree) -> Array:
         return jaxpr_as_function(cached_trace(losses, *args))(*jax.tree.leaves(args))[0]
@@ -133,6 +149,7 @@ def replay_trace(losses: Callable) -> Callable:
 
 
 def _cached_analysis(losses: Callable, *args: Tree) -> tuple[PerExampleCost | None, HoistedDraws | None]:
+    """:func:`_analyze`, cached by code, shapes and settings."""
     leaves, structure = jax.tree.flatten(args)
     return _analyze(losses, structure, tuple(map(shape_struct, leaves)), (CodeFingerprint(losses), *trace_settings()))
 
@@ -141,10 +158,11 @@ def _cached_analysis(losses: Callable, *args: Tree) -> tuple[PerExampleCost | No
 def _analyze(
     losses: Callable, structure: Any, shapes: tuple, _: tuple
 ) -> tuple[PerExampleCost | None, HoistedDraws | None]:
+    """(cost if examples are independent, random draws that must be hoisted for it)."""
     params, batch, key = jax.tree.unflatten(structure, shapes)
     try:
         seen = analyze_per_example(losses, params, batch, key)
-    except Exception:  # of the user's own: some models take some numbers of samples only
+    except Exception:  # raised by user code: some models accept only some batch sizes
         return None, None
     drawn = hoist_random_draws(losses, params, batch, key) if seen is None and is_enabled("hoist_rng") else None
     if drawn is None:
@@ -155,34 +173,43 @@ def _analyze(
 
 def accumulate_gradients(
     gradient: Callable,
-    pieces: Microbatches | None,
+    plan: Microbatches | None,
     params: Tree,
     batch: Tree,
     counts: Array | None,
     joined: Array | None = None,
 ) -> Tree:
-    """``gradient(params, batch, counts)`` = (loss, gradient of the parameters), both sums over samples that count.
+    """Compute ``gradient(params, batch, counts)`` by a plan.
 
-    batch: pytree of arrays [B, ...]. counts: bool [B], or None where all do. joined: bool; whether all devices along
-    ``CLIENT_AXIS`` are here with the same batch, so that each can do some of the pieces; None where they never are.
+    Args:
+        gradient: (loss, gradient of the parameters), both summed over the examples where ``counts`` is true.
+        plan: from :func:`plan_microbatches`; None computes the whole batch.
+        params: parameters.
+        batch: pytree of arrays [B, ...].
+        counts: bool [B]; None for all examples.
+        joined: bool; whether all devices along `CLIENT_AXIS` have the same batch now, so that they can share it; None
+            if they never have.
+
+    Returns:
+        (loss, gradient).
     """
-    if pieces is None:
+    if plan is None:
         return gradient(params, batch, counts)
-    if pieces.lost is not None:
-        return _share_batch(gradient, pieces.lost, params, batch, counts, joined)
+    if plan.lost is not None:
+        return _share_batch(gradient, plan.lost, params, batch, counts, joined)
     rows = len(jax.tree.leaves(batch)[0])
-    number = -(-rows // pieces.rows)
-    if number * pieces.rows > rows:  # the last examples again, masked
-        lanes = jnp.arange(number * pieces.rows)
+    number = -(-rows // plan.rows)
+    if number * plan.rows > rows:  # padded with masked copies of the last example
+        lanes = jnp.arange(number * plan.rows)
         batch, inside = jax.tree.map(lambda a: a[jnp.minimum(lanes, rows - 1)], batch), lanes < rows
         counts = inside if counts is None else inside & counts[jnp.minimum(lanes, rows - 1)]
-    cut = jax.tree.map(lambda a: a.reshape(number, pieces.rows, *a.shape[1:]), (batch, counts))
+    cut = jax.tree.map(lambda a: a.reshape(number, plan.rows, *a.shape[1:]), (batch, counts))
 
-    def add(total: Tree, piece: Tree) -> tuple[Tree, None]:
-        with scope(GRADIENT):  # once more: the loop is not the model's own
-            return tree.add(total, gradient(params, *piece)), None
+    def add(total: Tree, microbatch: Tree) -> tuple[Tree, None]:
+        with scope(GRADIENT):  # again inside the loop, whose own scope hides the outer one
+            return tree.add(total, gradient(params, *microbatch)), None
 
-    zero = (jnp.zeros((), pieces.dtype), tree.zeros_like(params))
+    zero = (jnp.zeros((), plan.dtype), tree.zeros_like(params))
     with jax.named_scope(_SCOPE):
         if joined is None:
             return lax.scan(add, zero, cut)[0]
@@ -195,7 +222,7 @@ def accumulate_gradients(
 def _share_batch(
     gradient: Callable, lost: float, params: Tree, batch: Tree, counts: Array | None, joined: Array | None
 ) -> Tree:
-    """As :func:`accumulate_gradients`, of a batch that is whole unless devices share it."""
+    """:func:`accumulate_gradients` of a whole batch, or of a share of it where ``joined``."""
     if joined is None:
         loss, found = gradient(params, batch, counts)
         return checkpoint_name(loss, f"{_WHOLE_BATCH}{lost}"), found
@@ -203,25 +230,27 @@ def _share_batch(
     share = -(-rows // lax.axis_size(CLIENT_AXIS))
     first = jnp.minimum(me * share, rows - share)
     part, own = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, first, share), (batch, counts))
-    if share * lax.axis_size(CLIENT_AXIS) > rows:  # some are the device's before
+    if share * lax.axis_size(CLIENT_AXIS) > rows:  # shares overlap: mask the examples of the device before
         inside = first + jnp.arange(share) >= me * share
         own = inside if own is None else inside & own
-    together = lambda: lax.psum(gradient(params, part, own), CLIENT_AXIS)  # noqa: E731
-    return lax.cond(joined, together, lambda: gradient(params, batch, counts))
+    return lax.cond(
+        joined, lambda: lax.psum(gradient(params, part, own), CLIENT_AXIS), lambda: gradient(params, batch, counts)
+    )
 
 
 class BatchSplit(NamedTuple):
-    """A batch in microbatches, or one that devices may share."""
+    """How a traced program splits a batch."""
 
-    pieces: int
+    num_microbatches: int
+    """Number of microbatches; 1 for a whole batch."""
     rows: int
-    """Of each microbatch; zero for a whole batch."""
+    """Examples in a microbatch; 0 for a whole batch."""
     lost: float = 0.0
-    """As of :class:`Microbatches`."""
+    """Overhead of sharing a whole batch, see :class:`Microbatches`."""
 
 
 def batch_splits(program: core.ClosedJaxpr) -> list[BatchSplit]:
-    """How a traced program splits batches."""
+    """All batches that a traced program splits, or that its devices may share."""
     found = []
     for equation in equations_in(program):
         if equation.primitive.name == "scan" and str(equation.source_info.name_stack).split("/")[-1] == _SCOPE:
@@ -232,7 +261,14 @@ def batch_splits(program: core.ClosedJaxpr) -> list[BatchSplit]:
     return found
 
 
-def device_speedup(cuts: Sequence[BatchSplit], devices: int) -> float:
-    """How many times as fast as one device all of them together are with a batch that is cut so."""
-    alone = lambda cut: cut.pieces / -(-cut.pieces // devices) if cut.rows else 1 / (1 / devices + cut.lost)  # noqa: E731
-    return min(map(alone, cuts), default=1.0)
+def device_speedup(splits: Sequence[BatchSplit], devices: int) -> float:
+    """Estimated speedup of several devices that share each batch over one device; the least over all batches."""
+    return min(
+        (
+            split.num_microbatches / -(-split.num_microbatches // devices)
+            if split.rows
+            else 1 / (1 / devices + split.lost)
+            for split in splits
+        ),
+        default=1.0,
+    )

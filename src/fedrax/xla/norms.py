@@ -1,9 +1,10 @@
 """Norms of differences without writing the difference.
 
-Matches :func:`norm` of a - b for trees a and b of one shape, as of a client's update x_i - x. `fedrax_square`
-marks the question in the trace; where the marked vector is a difference, :func:`fuse_norms_of_differences` computes the
-sum of squares of both operands in blocks. Without it XLA writes an array that only the aggregation reads again. In all
-other cases the marked function computes the norm as `fedrax.tree.norm`.
+- Before: :func:`norm` of a - b, for trees a and b of one shape, such as a client's update x_i - x. The trace contains
+  calls of :func:`fedrax_square`, which the pass recognizes by name.
+- After: calls of :func:`fedrax_square_of_difference`, which sums the squares of blocks of a - b.
+- Why: otherwise XLA writes the difference to memory, where only the aggregation reads it again.
+- Not for: norms of anything else, which are computed as by ``fedrax.tree.norm``.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from fedrax.xla.options import is_enabled, note_applied
 
 
 def norm(vector: Tree) -> Array:
-    """The Euclidean norm over the whole tree, as ``tree.norm``."""
+    """The Euclidean norm over all leaves, as ``tree.norm``."""
     return jnp.sqrt(sum(map(fedrax_square, jax.tree.leaves(vector)), jnp.zeros(())))
 
 
 def fuse_norms_of_differences(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The same function, with marked lengths of differences asked of what they are differences of."""
+    """Replace norms of differences in a jaxpr, outside of its sub-jaxprs."""
     jaxpr = closed.jaxpr
     if not is_enabled("norms") or not any(map(_is_marked_square, jaxpr.eqns)):
         return closed
@@ -35,8 +36,8 @@ def fuse_norms_of_differences(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
         if maker is None or not _is_difference(maker):
             return equation
         note_applied("norms")
-        two = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in maker.invars]
-        (call,) = jax.make_jaxpr(fedrax_square_of_difference)(*two).jaxpr.eqns
+        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in maker.invars]
+        (call,) = jax.make_jaxpr(fedrax_square_of_difference)(*shapes).jaxpr.eqns
         return call.replace(invars=list(maker.invars), outvars=list(equation.outvars))
 
     return closed.replace(jaxpr=jaxpr.replace(eqns=[fused(equation) for equation in jaxpr.eqns]))
@@ -44,23 +45,23 @@ def fuse_norms_of_differences(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
 
 @jax.jit
 def fedrax_square(leaf: Array) -> Array:
-    """The mark is its name, which no other function in a program has."""
+    """Sum of squares. The pass finds its calls by the function's name."""
     return tree.dot(leaf, leaf)
 
 
 @jax.jit
 def fedrax_square_of_difference(a: Array, b: Array) -> Array:
-    """What takes its place."""
+    """Sum of squares of a - b, computed in blocks."""
     return tree.square_of(jnp.subtract, a, b)
 
 
 def _is_marked_square(equation: core.JaxprEqn) -> bool:
-    """About a variable, and not a constant."""
+    """Whether an equation is a call of :func:`fedrax_square` with a variable."""
     marked = equation.params.get("name") == "fedrax_square" and equation.primitive.name in ("jit", "pjit")
     return marked and not isinstance(equation.invars[0], core.Literal)
 
 
 def _is_difference(equation: core.JaxprEqn) -> bool:
-    """Of two arrays of one shape and type."""
+    """Whether an equation subtracts arrays of one shape and dtype."""
     kinds = {(v.aval.shape, v.aval.dtype) for v in equation.invars}  # type: ignore[attr-defined]
     return equation.primitive.name == "sub" and len(kinds) == 1

@@ -1,4 +1,4 @@
-"""Which compiler passes run, and from which sizes on: one options object for users, tests and the ablation."""
+"""Options of the compiler passes: which are disabled, and the sizes above which the others apply."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ PassName = Literal[
 ]
 """The passes of :data:`fedrax.xla.PASSES`, which says what each of them matches."""
 VARIABLE = "FEDRAX_DISABLED_PASSES"
-"""Environment variable: names of passes that are off, separated by commas."""
+"""Environment variable with the names of disabled passes, separated by commas."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes from which on passes apply; bytes and counts are those of one program on one device.
+    """Sizes above which passes apply; bytes and counts are those of one program on one device.
 
     The defaults were chosen by the timings in docs/performance.md, on CPUs with XLA of jaxlib 0.10. A wrong value costs
-    time or memory and never changes a result beyond float rounding. Tests lower them, so that small programs do.
+    time or memory and never changes a result beyond float rounding. Tests lower them to cover passes by small programs.
     """
 
     attention_bytes: int = 6 << 20
@@ -51,50 +51,51 @@ class Limits:
     attention_block_bytes: int = 1 << 20
     """Most bytes of T x T products in one block."""
     attention_block_rows: int = 64
-    """Fewest rows of an axis that is cut although every block reads the whole other operand."""
+    """Fewest rows of an axis that only one operand has. Every block then reads the whole other operand."""
     attention_growth: int = 8
-    """A product is T x T-like if it has at least this many times the bytes of its operands."""
+    """A product counts as T x T scores if it has at least this many times the bytes of its operands."""
     attention_batched_growth: int = 2
-    """The same for products with batch axes (examples, heads), and how much the second product must shrink it."""
+    """The same for products with batch axes (examples, heads), and the factor by which the second product must reduce
+    the scores."""
     layer_scan_equations: int = 250
-    """Equations that a scan over layers must save: compiling them takes longer than what the loop adds to each run."""
+    """Equations that a scan over layers must save, so that the shorter compilation outweighs the loop's overhead."""
     layer_scan_bytes: int = 64 << 20
-    """Most bytes of saved activations and twice the weights: loops copy them, and beyond the caches the copy costs more
-    than the scan saves."""
+    """Most bytes of saved activations plus twice the weights. Scans copy both, and beyond the caches the copy costs
+    more than the scan saves."""
     microbatch_bytes: int = 7 << 20
-    """Most bytes that dot products and convolutions of a microbatch write, all of which its backward pass reads."""
+    """Most bytes of activations that dot products and convolutions of a microbatch write for the backward pass."""
     microbatch_weight_ratio: int = 5
-    """A microbatch writes at least this many times the bytes of the weights, which every microbatch reads again (in a
-    loop at each step) and whose gradient it adds to."""
+    """Fewest bytes of activations of a microbatch, as a multiple of the bytes of the weights. Every microbatch reads
+    the weights and writes their gradient (in a loop at each step), which must be cheap by comparison."""
     sharing_flops: float = 50e9
-    """Floating-point operations a second of one device. A rough figure: it only decides what is far from worth it."""
+    """Floating-point operations per second of one device. A rough figure: it only excludes cases far from worth it."""
     sharing_overhead: float = 0.3
-    """Most extra time, as part of the time of a whole batch, for which two devices share a batch."""
+    """Most overhead, as a fraction of the time of a whole batch, with which two devices share a batch."""
     conv_groups: int = 64
-    """Channel groups up to which each has a product of its own; of more, neighbors share a product."""
+    """Most dot products of a grouped convolution; with more channel groups, neighboring groups share a product."""
     kernel_gradient_bytes: int = 2 << 20
-    """Bytes that the examples which are worked on together should touch at most."""
+    """Most bytes that one chunk of examples reads and writes in the gradient of a kernel."""
     full_conv_useful: float = 0.52
-    """Part of what a kernel meets that is no padding, up to which a convolution is computed as a scatter where it has
-    few channels or skips pixels."""
+    """Fraction of kernel entries that meet pixels and not padding, up to which a convolution with few channels or with
+    input dilation is computed as a scatter."""
     full_conv_pixels: int = 16
-    """Fewest pixels of a batch that are worth a product."""
+    """Fewest pixels of a batch for which a convolution is computed as a scatter."""
     full_conv_taps: int = 16
-    """Most entries of a kernel with one axis that are unrolled."""
+    """Most entries of a one-dimensional kernel that are unrolled."""
     grouped_conv_bytes: int = 2 << 30
-    """Most bytes of the patches of all groups together; beyond it groups are computed in a loop."""
+    """Most bytes of the patches of all groups together; with more, groups are computed in a loop."""
     recurrent_weight_ratio: int = 4
-    """How many times as large weights are at least as their product's input and output; below it, reading them at every
-    time step costs nothing extra."""
+    """Fewest bytes of weights, as a multiple of the input and output of their product in a scan body. Smaller weights
+    are read at every time step at no extra cost."""
     recurrent_product_ratio: int = 8
-    """How many times as large an accumulated product is at least as its factors; below it, adding it up in the cache is
+    """Fewest bytes of an accumulated product, as a multiple of its factors. Smaller ones are accumulated in the cache
     as fast."""
     recurrent_steps: int = 16
-    """Fewest time steps that are worth a transposed copy of the weights."""
+    """Fewest time steps that outweigh a transposed copy of the weights."""
     random_bits: int = 1 << 12
-    """Fewest random numbers that are worth the longer program of unrolled Threefry."""
+    """Fewest random numbers that outweigh the longer program of unrolled Threefry."""
     sine_numbers: int = 1 << 12
-    """Fewest sines or cosines that are worth the longer program of a polynomial."""
+    """Fewest sines or cosines that outweigh the longer program of a polynomial."""
 
 
 @dataclass(frozen=True)
@@ -108,17 +109,18 @@ class Options:
     """
 
     disabled: frozenset[PassName] = frozenset()
-    """Passes that are off."""
+    """Disabled passes."""
     limits: Limits = field(default_factory=Limits)
-    """Sizes from which on the others apply."""
+    """Sizes above which the other passes apply."""
 
     def __post_init__(self) -> None:
         unknown = sorted(self.disabled - set(get_args(PassName)))
         if unknown:
-            raise FedraxError(f"no compiler pass is called {unknown[0]!r}: one of {', '.join(get_args(PassName))}")
+            raise FedraxError(f"no compiler pass is called {unknown[0]!r}: use {', '.join(get_args(PassName))}")
 
 
 def _from_environment() -> Options:
+    """The options that the environment variable sets."""
     names = os.environ.get(VARIABLE, "").replace(",", " ").split()
     return Options(disabled=frozenset(names))  # type: ignore[arg-type]
 
@@ -149,28 +151,28 @@ def applied_passes() -> frozenset[PassName]:
 
 
 def current_options() -> Options:
-    """The options that are in force in this process."""
+    """The current options of this process."""
     return _current
 
 
 def limits() -> Limits:
-    """The limits that are in force in this process."""
+    """The current limits of this process."""
     return _current.limits
 
 
 def is_enabled(name: PassName) -> bool:
-    """Whether the pass of this name may run."""
+    """Whether a pass is not disabled."""
     return name not in _current.disabled
 
 
 @contextmanager
 def use_options(options: Options) -> Iterator[None]:
-    """Compile what is traced inside with ``options``, in all threads of the process.
+    """Compile functions that are traced inside with ``options``, in all threads of the process.
 
-    Programs that were compiled before keep the options of their time.
+    Programs that were compiled before keep the options that they were traced with.
 
     Args:
-        options: passes that are off, and limits.
+        options: disabled passes, and limits.
     """
     global _current
     before, _current = _current, options

@@ -1,10 +1,14 @@
 """Sums of clipped per-example gradients, without materializing those that are outer products (ghost norms).
 
-Matches outputs of a per-example gradient that are outer products: the gradient of example b in a dense layer's weight
-is a_b g_b', of the layer's input and the gradient of its output. Its norm is |a_b| |g_b|, and the sum of c_b a_b g_b'
-is one matrix product, so that neither needs the gradients themselves (ghost norms: Goodfellow 2015; book-keeping: Bu
-et al. 2023). :func:`clipped_gradient_sum` finds them in the trace of any function and materializes all other leaves,
-[B, ...].
+- Before: leaves of a per-example gradient that are outer products: for a dense layer's weight the gradient of example b
+  is a_b g_b', with the layer's input a_b and the gradient g_b of its output.
+- After: the norm |a_b| |g_b|, and the sum of c_b a_b g_b' as one matrix product.
+- Why: neither needs the gradients themselves, B times the memory of the weight (ghost norms: Goodfellow 2015;
+  book-keeping: Bu et al. 2023).
+- Not for: leaves that are anything else, such as the gradient of a convolution's kernel, which are materialized
+  [B, ...]; half precision.
+
+:func:`clipped_gradient_sum` finds outer products in the trace of any gradient function.
 """
 
 from __future__ import annotations
@@ -24,16 +28,23 @@ from fedrax.xla.pipeline import optimize
 from fedrax.xla.rewriting import evaluate_subgraph, trace_inlined
 
 _MIN_LOOP_SIZE = 1 << 12
-"""Fewest numbers of a gradient that are worth a step of a loop."""
+"""Fewest entries of an example's gradient that outweigh a step of a loop."""
 
 
 def clipped_gradient_sum(
     gradient: Callable[..., Tree], params: Tree, *samples: Tree, bound: Any, counts: Array
 ) -> Tree:
-    """sum_b min(1, bound / |g_b|) g_b, with g_b = gradient(params, *samples_b) and the length over all its leaves.
+    """Compute sum_b min(1, bound / |g_b|) g_b with g_b = gradient(params, *samples_b), without outer products.
 
-    samples: pytrees of arrays [B, ...]. counts: bool [B], False for samples to leave out. A gradient with a length that
-    is not finite counts as zero. Each g_b computed in float32 or above is within the bound but for float rounding.
+    Each clipped gradient that is computed in float32 or wider is within the bound up to float rounding. A gradient
+    whose norm is not finite is replaced by zero.
+
+    Args:
+        gradient: gradient of one example.
+        params: parameters.
+        samples: pytrees of arrays [B, ...].
+        bound: largest norm, over all leaves of a gradient.
+        counts: bool [B], False for examples to leave out.
     """
     closed, structure, found = _trace_gradients(gradient, params, *samples)
     wanted = [
@@ -46,14 +57,14 @@ def clipped_gradient_sum(
     leaves = [
         _Factored(product, next(values), next(values)) if product else _Materialized(next(values)) for product in found
     ]
-    length = jnp.sqrt(sum((leaf.length() ** 2 for leaf in leaves), jnp.zeros(())))
-    factor = jnp.where(length > bound, bound / jnp.where(length > 0, length, 1), 1)
-    keep = jnp.isfinite(length) & counts
-    return jax.tree.unflatten(structure, [leaf.summed(keep, factor) for leaf in leaves])
+    norm = jnp.sqrt(sum((leaf.norms() ** 2 for leaf in leaves), jnp.zeros(())))
+    factor = jnp.where(norm > bound, bound / jnp.where(norm > 0, norm, 1), 1)
+    keep = jnp.isfinite(norm) & counts
+    return jax.tree.unflatten(structure, [leaf.weighted_sum(keep, factor) for leaf in leaves])
 
 
 def materialized_bytes(gradient: Callable[..., Tree], params: Tree, *samples: Tree) -> int:
-    """Of the gradients of ``samples``, the bytes of those leaves that :func:`clipped_gradient_sum` writes out."""
+    """Bytes of the per-example gradients that :func:`clipped_gradient_sum` materializes."""
     closed, _, found = _trace_gradients(gradient, params, *samples)
     whole = [v.aval for v, product in zip(closed.jaxpr.outvars, found, strict=True) if product is None]
     return sum(aval.size * aval.dtype.itemsize for aval in whole)  # type: ignore[attr-defined]
@@ -62,7 +73,7 @@ def materialized_bytes(gradient: Callable[..., Tree], params: Tree, *samples: Tr
 def _trace_gradients(
     gradient: Callable[..., Tree], params: Tree, *samples: Tree
 ) -> tuple[Any, Any, list[_OuterProduct | None]]:
-    """(the gradients of all samples as a jaxpr, their structure, which leaves are products of what)."""
+    """(jaxpr of the gradients of all examples, structure of the gradient, outer product or None for each leaf)."""
     batched = optimize(jax.vmap(gradient, (None, *(0 for _ in samples))), per_example=True)
     closed, structure = trace_inlined(batched, params, *samples)
     makers = {v: equation for equation in closed.jaxpr.eqns for v in equation.outvars}
@@ -74,21 +85,21 @@ def _trace_gradients(
     return closed, structure, products
 
 
-# -- leaves -----------------------------------------------------------------------------------------------------------
+# -- Leaves of a gradient ---------------------------------------------------------------------------------------------
 
 
 class _Materialized(NamedTuple):
-    """Gradients that are written out."""
+    """Per-example gradients of a leaf as an array."""
 
     gradients: Array
     """[B, ...]."""
 
-    def length(self) -> Array:
-        """Of each sample's, [B]."""
+    def norms(self) -> Array:
+        """Norm of each example's gradient, [B]."""
         return jnp.sqrt(jnp.sum(jnp.square(self.gradients), range(1, self.gradients.ndim)))
 
-    def summed(self, keep: Array, factor: Array) -> Array:
-        """sum_b factor_b g_b over those that are kept."""
+    def weighted_sum(self, keep: Array, factor: Array) -> Array:
+        """sum_b factor_b g_b over examples with ``keep``."""
         g = self.gradients
         if math.prod(g.shape[1:]) < _MIN_LOOP_SIZE:
             return _weighted_sum(g, keep, factor)
@@ -96,40 +107,44 @@ class _Materialized(NamedTuple):
 
 
 def _weighted_sum(g: Array, keep: Array, factor: Array) -> Array:
+    """sum_b factor_b g_b over examples with ``keep``, which may be the only finite ones."""
     return jnp.where(_broadcast_along(keep, g), _broadcast_along(factor, g).astype(g.dtype) * g, 0).sum(0)
 
 
 def _weighted_sum_in_loop(g: Array, keep: Array, factor: Array) -> Array:
-    """One example after another: XLA:CPU would sum long gradients element by element, with large strides."""
-    add = lambda b, total: total + jnp.where(keep[b], factor[b].astype(g.dtype) * g[b], 0)  # noqa: E731
+    """:func:`_weighted_sum` in a loop over examples: XLA:CPU would sum long gradients entry by entry with a stride."""
+
+    def add(b: Array, total: Array) -> Array:
+        return total + jnp.where(keep[b], factor[b].astype(g.dtype) * g[b], 0)
+
     return lax.fori_loop(0, len(g), add, jnp.zeros(g.shape[1:], g.dtype))
 
 
 class _OuterProduct(NamedTuple):
-    """An output that is, but for the order and grouping of its axes, the outer products of two arrays."""
+    """An output that is the outer products of two arrays, up to transposes and reshapes."""
 
     factors: tuple[Any, Any]
     """The variables (a, g)."""
     axes: tuple[tuple[int, ...], tuple[int, ...]]
-    """Of each: its samples, then those of size one that the product sums over."""
+    """For each factor its batch axis, then the contracted axes, which have length one."""
     relabeled: tuple[core.JaxprEqn, ...]
-    """The transpositions and reshapes between the product [B, ...] and the output, the first one first."""
+    """Transposes and reshapes between the product [B, ...] and the output, in order."""
 
 
 class _Factored(NamedTuple):
-    """Gradients a_b g_b'."""
+    """Per-example gradients a_b g_b' of a leaf as their factors."""
 
     found: _OuterProduct
     left: Array
     right: Array
 
-    def length(self) -> Array:
-        """Of each sample's, [B]."""
+    def norms(self) -> Array:
+        """Norm of each example's gradient, [B]."""
         (left, right), (of_left, of_right) = (self.left, self.right), self.found.axes
         return _norms(left, of_left[0]) * _norms(right, of_right[0])
 
-    def summed(self, keep: Array, factor: Array) -> Array:
-        """sum_b factor_b a_b g_b' over those that are kept: one matrix product, as exact as the device can."""
+    def weighted_sum(self, keep: Array, factor: Array) -> Array:
+        """sum_b factor_b a_b g_b' over examples with ``keep``: one matrix product in the highest precision."""
         (left, right), (of_left, of_right) = (self.left, self.right), self.found.axes
         left = jnp.where(
             _broadcast_along(keep, left, of_left[0]),
@@ -147,28 +162,28 @@ class _Factored(NamedTuple):
 
 
 def _broadcast_along(values: Array, array: Array, axis: int = 0) -> Array:
-    """values [B] in the shape in which they go along ``axis`` of ``array``."""
+    """Reshape ``values`` [B] to broadcast along ``axis`` of ``array``."""
     return values.reshape([-1 if i == axis else 1 for i in range(array.ndim)])
 
 
 def _norms(array: Array, axis: int) -> Array:
-    """The length of each part along ``axis``, [B]; no square of a number of the array overflows or vanishes.
+    """Norms [B] of the slices along ``axis``, scaled so that no square overflows or underflows.
 
-    The other factor may be as large as this one is small.
+    One factor of an outer product can be very large and the other very small.
     """
     others = tuple(i for i in range(array.ndim) if i != axis)
-    # As XLA does not know it: it would square both sides of a quotient with a constant before it divides them.
+    # The barrier keeps XLA from simplifying (c / size)^2 to c^2 / size^2 for a constant c, which overflows
     array = lax.optimization_barrier(array)
     largest = jnp.abs(array).max(others, keepdims=True)
     size = jnp.where(largest > 0, largest, 1)
     return jnp.sqrt(jnp.sum(jnp.square(array / size), others)) * size.reshape(-1)
 
 
-# -- the search -------------------------------------------------------------------------------------------------------
+# -- Matching ---------------------------------------------------------------------------------------------------------
 
 
 def _match_outer_product(output: Any, makers: dict) -> _OuterProduct | None:
-    """The two factors of an output [B, ...]; None where it is anything else."""
+    """The outer product that an output [B, ...] is; None for other outputs."""
     between: list[core.JaxprEqn] = []
     while (equation := makers.get(output)) is not None and _keeps_batch_axis(equation):
         between.append(equation)
@@ -186,7 +201,7 @@ def _match_outer_product(output: Any, makers: dict) -> _OuterProduct | None:
 
 
 def _keeps_batch_axis(equation: core.JaxprEqn) -> bool:
-    """Whether an equation only moves numbers about, none from one sample to another."""
+    """Whether an equation is a transpose or reshape that keeps the batch axis first."""
     name, params = equation.primitive.name, equation.params
     if name == "transpose":
         return params["permutation"][0] == 0

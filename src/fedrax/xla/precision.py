@@ -1,8 +1,12 @@
-"""Operands of matrix products and convolutions rounded to a shorter format, accumulated in float32.
+"""Reduced operand precision of matrix products and convolutions, with accumulation in float32.
 
-Matches float32 ``dot_general`` and ``conv_general_dilated``. Accelerators multiply TensorFloat-32 (10 bits of mantissa)
-and bfloat16 (7 bits) several times as fast as float32. A CPU lacks these formats and rounds the operands all the same:
-the numbers are those of a device that has them, up to the order of sums, and nothing is gained in speed.
+- Before: ``dot_general`` and ``conv_general_dilated`` of float32 operands.
+- After: the same with operands in TensorFloat-32 (10 bits of mantissa) or bfloat16 (7 bits).
+- Why: accelerators multiply these formats several times as fast as float32. A CPU has no such units and rounds the
+  operands explicitly: it gives the numbers of an accelerator up to the order of sums, and is not faster.
+- Not for: other dtypes, and the format "highest".
+
+Not in the table of passes: the user chooses the format (``fedrax.Settings.precision``).
 """
 
 from __future__ import annotations
@@ -20,13 +24,14 @@ from jax.extend.core import primitives
 from fedrax.xla.rewriting import rewrite
 
 OperandFormat = Literal["highest", "tensorfloat32", "bfloat16"]
+"""Format of the operands; "highest" leaves them as they are."""
 
 _MANTISSA_BITS = {"tensorfloat32": 10, "bfloat16": 7}
 _PRODUCTS = (primitives.dot_general_p, primitives.conv_general_dilated_p)
 
 
 def with_operand_format(function: Callable, format: OperandFormat) -> Callable:
-    """``function`` with the operands of its float32 products in ``format``; itself for "highest".
+    """Transform a function to round operands of float32 products to ``format``; unchanged for "highest".
 
     To cover the products of a gradient, wrap the gradient: ``with_operand_format(jax.grad(f), "bfloat16")``.
     """
@@ -36,6 +41,7 @@ def with_operand_format(function: Callable, format: OperandFormat) -> Callable:
 
 
 def _product(primitive: Any, format: OperandFormat, inputs: list[Array], equation: core.JaxprEqn) -> Array | None:
+    """Rule for products; None unless all operands are float32."""
     params = equation.params
     if any(x.dtype != jnp.float32 for x in inputs):
         return None

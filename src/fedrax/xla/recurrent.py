@@ -1,16 +1,16 @@
-"""Products that leave the loop of a recurrent network: batched over time steps before or after the scan, on CPUs.
+"""Recurrent networks: dot products with weights are moved out of the scan over time steps, on CPUs.
 
-Matches a ``scan`` whose body multiplies few rows by large weights that are constant over the steps. At each step such a
-product reads all of the weights.
+- Before: a ``scan`` whose body multiplies few rows by large weights that are constant over the steps.
+- After, for each product in the body:
 
-- Products of weights and the scan's inputs need no earlier step: they are computed for all steps before the scan.
-- Products of weights that only the stacked outputs need (the gradients of inputs) are computed after it.
-- A product that is accumulated in the carry (the gradient of a weight) becomes one product over steps and rows after
-  the scan.
-- Weights whose products stay are transposed once before the scan, where that layout is faster.
+  - of weights and scanned inputs only: one product for all steps before the scan;
+  - read by stacked outputs only (the gradients of inputs): one product for all steps after the scan;
+  - accumulated in the carry (the gradient of a weight): one product over steps and rows after the scan;
+  - others: the weights are transposed once before the scan, where that layout is faster.
 
-It does not apply to small weights (`Limits.recurrent_weight_ratio`), where a step reads them at no extra cost, where
-saved factors exceed 256 MiB, and to bodies with effects.
+- Why: at every step such a product reads all of the weights. XLA hoists loop-invariant operations only.
+- Not for: small weights (`Limits.recurrent_weight_ratio`), which are read at no extra cost; factors above 256 MiB that
+  would have to be stored; bodies with effects.
 """
 
 from __future__ import annotations
@@ -33,90 +33,97 @@ from fedrax.xla.threefry import is_unbatchable
 from fedrax.xla.tracing import scan_counts
 
 _MAX_BYTES = 1 << 28
-"""Bytes of factors that are kept, and of products made ahead."""
+"""Most bytes of stored factors, and of products computed before the scan: it bounds the additional memory."""
 _EXPENSIVE = ("dot_general", "conv_general_dilated", "scan", "while", "cond", "custom_vjp_call")
+"""Primitives that are not evaluated twice, before the scan and in its body."""
 _FEW_ROWS = 48
-"""Of a product by weights: with more, it takes no longer where the axis that is summed over is the weights' last."""
+"""Most rows of a product for which weights are transposed. With more rows both layouts take the same time."""
 _LINEAR_RESHAPES = ("transpose", "reshape", "squeeze", "slice", "split")
-"""Of a sum they are the sum of each."""
+"""Operations that commute with a sum over steps."""
 _COMBINING = ("add", "add_any", "transpose", "reshape", "squeeze")
-"""What products are put together with: nothing that would rather be fused into the loop."""
+"""Operations that may combine products after the scan. Others stay in the loop, where XLA fuses them."""
 
 
 class ScanBody(NamedTuple):
-    """The body of a scan, inlined, with its inputs by kind."""
+    """The inlined body of a scan, with its inputs by kind."""
 
     closed: core.ClosedJaxpr
-    fixed: tuple
-    """Constants: the same at every step."""
-    carried: tuple
-    cut: tuple
-    """Scanned inputs: one slice a step."""
+    constants: tuple
+    """Inputs that are the same at every step."""
+    carry: tuple
+    """Inputs from the previous step."""
+    scanned: tuple
+    """Inputs with a slice for each step."""
     length: int
+    """Number of steps."""
 
     @property
-    def given(self) -> Sequence:
-        """Stacked outputs."""
-        return self.closed.jaxpr.outvars[len(self.carried) :]
+    def stacked_outputs(self) -> Sequence:
+        """Outputs that the scan stacks."""
+        return self.closed.jaxpr.outvars[len(self.carry) :]
 
     @property
-    def ends(self) -> Sequence:
+    def new_carry(self) -> Sequence:
         """The carry after the step."""
-        return self.closed.jaxpr.outvars[: len(self.carried)]
+        return self.closed.jaxpr.outvars[: len(self.carry)]
 
 
 class Accumulation(NamedTuple):
-    """An accumulator in the carry: what is added to it at every step; nothing else reads it."""
+    """What is added at every step to a part of the carry that nothing else reads."""
 
     root: core.JaxprEqn
-    """A product, or a sum over some axes."""
+    """A dot product, or a sum over some axes."""
     then: tuple[tuple[core.JaxprEqn, int], ...]
-    """What comes between it and the addition, in this order, and which output of it."""
+    """Linear operations between root and addition, in order, with the number of the output that the next one reads."""
 
 
 def hoist_dots_from_scan(rules: Rules, inputs: list, equation: core.JaxprEqn) -> list | None:
-    """The outputs of a scan, whose body is rewritten by ``rules``; None where it holds no such products."""
+    """Rule for ``scan``: its outputs, with ``rules`` for the body; None where no product can be moved or transposed."""
     if equation.params["jaxpr"].effects:
         return None
     body = _scan_body(inputs, equation)
     before = _dots_before(body)
     added = _profitable(_accumulations(body), body)
-    kept = {*body.cut, *before, *(v for sum_ in added.values() for v in sum_.root.invars)}
+    kept = {*body.scanned, *before, *(v for sum_ in added.values() for v in sum_.root.invars)}
     after = _dots_after(body, kept)
-    turned = _weights_to_transpose(body)
-    if not (before or added or after or turned):
+    transposed = _weights_to_transpose(body)
+    if not (before or added or after or transposed):
         return None
     note_applied("recurrent")
-    fixed, carried = len(body.fixed), len(body.carried)
-    known: dict[Any, Any] = dict(zip(body.fixed, inputs[:fixed], strict=True))
-    stacked: dict[Any, Array] = dict(zip(body.cut, inputs[fixed + carried :], strict=True))
+    fixed, carried = len(body.constants), len(body.carry)
+    known: dict[Any, Any] = dict(zip(body.constants, inputs[:fixed], strict=True))
+    stacked: dict[Any, Array] = dict(zip(body.scanned, inputs[fixed + carried :], strict=True))
     stacked.update(_batch_over_steps(body, known, stacked, before, rules))
     ahead = list(stacked)
     left = [i for i in range(carried) if i not in added]
     factors = [v for sum_ in added.values() for v in sum_.root.invars] + [v for vs in after.values() for v in vs]
-    made = list(dict.fromkeys(v for v in (*_nonliterals(body.given), *factors) if v not in stacked and v not in after))
-    wanted = [body.ends[i] for i in left] + made
-    laid_out = (
-        {"dot_general": partial(_dot_with_transposed, _transposed_weights(body, known, turned))} if turned else {}
-    )
+    outputs = (*_nonliterals(body.stacked_outputs), *factors)
+    made = list(dict.fromkeys(v for v in outputs if v not in stacked and v not in after))
+    wanted = [body.new_carry[i] for i in left] + made
+    if transposed:
+        weights = _transposed_weights(body, known, transposed)
+        body_rules: Rules = {**rules, "dot_general": partial(_dot_with_transposed, weights)}
+    else:
+        body_rules = rules
 
-    def turn(carry: list, xs: list) -> tuple[list, list]:
-        given = {body.carried[i]: value for i, value in zip(left, carry, strict=True)}
-        now = known | given | dict(zip(ahead, xs, strict=True))
-        outputs = evaluate_subgraph(body.closed, now, wanted, {**rules, **laid_out})
+    def step(carry: list, xs: list) -> tuple[list, list]:
+        carried_values = {body.carry[i]: value for i, value in zip(left, carry, strict=True)}
+        values = known | carried_values | dict(zip(ahead, xs, strict=True))
+        outputs = evaluate_subgraph(body.closed, values, wanted, body_rules)
         return outputs[: len(left)], outputs[len(left) :]
 
     how = {name: equation.params[name] for name in ("reverse", "unroll")}
-    carry, rows = lax.scan(turn, [inputs[fixed + i] for i in left], list(stacked.values()), body.length, **how)
+    carry, rows = lax.scan(step, [inputs[fixed + i] for i in left], list(stacked.values()), body.length, **how)
     stacked.update(zip(made, rows, strict=True))
     for v, sources in after.items():
         stacked.update(_batch_over_steps(body, known, {source: stacked[source] for source in sources}, [v], rules))
     ends = dict(zip(left, carry, strict=True)) | _final_sums(added, stacked, inputs[fixed : fixed + carried])
-    return [*(ends[i] for i in range(carried)), *(_stacked_output(v, stacked, body.length) for v in body.given)]
+    outputs = [_stacked_output(v, stacked, body.length) for v in body.stacked_outputs]
+    return [*(ends[i] for i in range(carried)), *outputs]
 
 
 def _scan_body(inputs: list, equation: core.JaxprEqn) -> ScanBody:
-    """The body with calls inlined, inputs deduplicated, and common subexpressions eliminated."""
+    """The body with calls inlined, equal inputs merged, and common subexpressions eliminated."""
     closed, length = equation.params["jaxpr"], equation.params["length"]
     flat = inline_calls(closed)
     fixed, carried = scan_counts(equation)
@@ -134,30 +141,37 @@ def _batch_over_steps(body: ScanBody, known: dict, stacked: dict, wanted: list, 
     """Evaluate ``wanted`` for all steps at once, by ``vmap`` over the stacked arrays."""
     if not wanted:
         return {}
-    one = lambda xs: evaluate_subgraph(body.closed, known | dict(zip(stacked, xs, strict=True)), wanted, rules)  # noqa: E731
-    return dict(zip(wanted, jax.vmap(one)(list(stacked.values())), strict=True))
+
+    def evaluate_step(xs: list) -> list:
+        return evaluate_subgraph(body.closed, known | dict(zip(stacked, xs, strict=True)), wanted, rules)
+
+    return dict(zip(wanted, jax.vmap(evaluate_step)(list(stacked.values())), strict=True))
 
 
 def _nonliterals(atoms: Iterable) -> list:
+    """The variables among the atoms."""
     return [v for v in atoms if not isinstance(v, core.Literal)]
 
 
 def _makers(body: ScanBody) -> dict[Any, core.JaxprEqn]:
+    """The equation that computes each variable."""
     return {v: equation for equation in body.closed.jaxpr.eqns for v in equation.outvars}
 
 
 def _uses(body: ScanBody) -> Counter:
+    """Number of times that each variable is read."""
     uses = Counter(v for equation in body.closed.jaxpr.eqns for v in _nonliterals(equation.invars))
     uses.update(_nonliterals(body.closed.jaxpr.outvars))
     return uses
 
 
 def _bytes(variables: Iterable) -> int:
+    """Bytes of all variables."""
     return sum(v.aval.size * v.aval.dtype.itemsize for v in variables)
 
 
 def _computed_from(body: ScanBody, sources: Iterable) -> set:
-    """Variables that are computed from ``sources`` and constants alone."""
+    """Variables that depend on ``sources`` and constants of the jaxpr alone."""
     found = {*sources, *body.closed.jaxpr.constvars}
     for equation in body.closed.jaxpr.eqns:
         if all(v in found for v in _nonliterals(equation.invars)) and not is_unbatchable(equation):
@@ -166,7 +180,7 @@ def _computed_from(body: ScanBody, sources: Iterable) -> set:
 
 
 def _weight_dot_input(equation: core.JaxprEqn, weights: Collection) -> Any:
-    """The variable that a product multiplies by large weights; None for other equations."""
+    """The operand that a ``dot_general`` multiplies by large weights; None for other equations."""
     if equation.primitive.name != "dot_general" or any(equation.params["dimension_numbers"][1]):
         return None
     factors = _nonliterals(equation.invars)
@@ -179,18 +193,18 @@ def _weight_dot_input(equation: core.JaxprEqn, weights: Collection) -> Any:
     return others[0] if large else None
 
 
-# -- before the loop --------------------------------------------------------------------------------------------------
+# -- Products before the scan -----------------------------------------------------------------------------------------
 
 
 def _dots_before(body: ScanBody) -> list:
     """Products that depend on weights and scanned inputs alone."""
-    weights = _computed_from(body, body.fixed)
-    known = _computed_from(body, (*body.fixed, *body.cut))
+    weights = _computed_from(body, body.constants)
+    known = _computed_from(body, (*body.constants, *body.scanned))
     found, room = [], _MAX_BYTES
     for equation in body.closed.jaxpr.eqns:
         if _weight_dot_input(equation, weights) not in known:
             continue
-        between = dependency_slice(body.closed, equation.outvars, weights.union(body.cut, found))
+        between = dependency_slice(body.closed, equation.outvars, weights.union(body.scanned, found))
         size = body.length * sum(_bytes(each.outvars) for each in between)
         if size <= room and not any(map(_is_expensive, between[:-1])):
             found.extend(equation.outvars)
@@ -199,27 +213,27 @@ def _dots_before(body: ScanBody) -> list:
 
 
 def _is_expensive(equation: core.JaxprEqn) -> bool:
-    """Whether recomputing it is expensive: gradients need the inputs of a product inside the loop, too."""
+    """Whether an equation is too expensive to evaluate twice: the body may need the inputs of a product as well."""
     return equation.primitive.name in _EXPENSIVE
 
 
-# -- in it ------------------------------------------------------------------------------------------------------------
+# -- Products in the scan ---------------------------------------------------------------------------------------------
 
 
 def _weights_to_transpose(body: ScanBody) -> list:
-    """Weights that are transposed before the loop, so that the contracted axis comes first."""
-    weights, found = _computed_from(body, body.fixed), []
+    """Weights that are transposed before the scan, so that the contracted axis comes first."""
+    weights, found = _computed_from(body, body.constants), []
     for equation in body.closed.jaxpr.eqns if body.length >= limits().recurrent_steps else ():
         place = _weight_operand(equation, weights)
         if place is not None:
             v = equation.invars[place]
-            if v not in found and (v not in body.fixed or _contracted_axis(equation, place) == 1):
+            if v not in found and (v not in body.constants or _contracted_axis(equation, place) == 1):
                 found.append(v)
     return found
 
 
 def _weight_operand(equation: core.JaxprEqn, weights: Collection) -> int | None:
-    """Which factor of a product are weights [A, B], by which few rows are multiplied; None where it is none such."""
+    """Which operand of a ``dot_general`` is weights [A, B] that multiply few rows; None for other equations."""
     if equation.primitive.name != "dot_general" or any(equation.params["dimension_numbers"][1]):
         return None
     places = [i for i, v in enumerate(equation.invars) if not isinstance(v, core.Literal) and v in weights]
@@ -231,25 +245,26 @@ def _weight_operand(equation: core.JaxprEqn, weights: Collection) -> int | None:
 
 
 def _contracted_axis(equation: core.JaxprEqn, place: int) -> int:
-    """The axis that a product sums over, in one of its factors."""
+    """The contracted axis of an operand."""
     return equation.params["dimension_numbers"][0][place][0]
 
 
 def _rows(equation: core.JaxprEqn, place: int) -> int:
+    """Size of an operand without its contracted axis."""
     shape = equation.invars[place].aval.shape  # type: ignore[attr-defined]
     return math.prod(shape) // max(1, shape[_contracted_axis(equation, place)])
 
 
-def _transposed_weights(body: ScanBody, known: dict, turned: list) -> dict[Any, tuple[Array, Array]]:
-    """The weights, and the weights with their axes exchanged."""
-    values = evaluate_subgraph(body.closed, known, turned)
-    return {v: (value, value.T) for v, value in zip(turned, values, strict=True)}
+def _transposed_weights(body: ScanBody, known: dict, transposed: list) -> dict[Any, tuple[Array, Array]]:
+    """(weights, transposed weights) by variable."""
+    values = evaluate_subgraph(body.closed, known, transposed)
+    return {v: (value, value.T) for v, value in zip(transposed, values, strict=True)}
 
 
 def _dot_with_transposed(
     weights: dict[Any, tuple[Array, Array]], inputs: list, equation: core.JaxprEqn
 ) -> Array | None:
-    """A product with weights that were transposed before the loop."""
+    """Rule for ``dot_general`` with weights of which both layouts exist."""
     place = _weight_operand(equation, weights)
     if place is None:
         return None
@@ -260,19 +275,19 @@ def _dot_with_transposed(
     return equation.primitive.bind(*inputs, **{**equation.params, "dimension_numbers": (over, batch)})
 
 
-# -- after it ---------------------------------------------------------------------------------------------------------
+# -- Products after the scan ------------------------------------------------------------------------------------------
 
 
 def _dots_after(body: ScanBody, kept: set) -> dict[Any, list]:
-    """Stacked outputs that are products with weights, or sums of such: their inputs.
+    """Stacked outputs that are products with weights, or sums of such, with the inputs of these products.
 
-    The inputs are saved for all steps: only if they are saved anyway, or are no larger than the outputs.
+    The scan must stack the inputs instead. They are stacked anyway (``kept``), or are no larger than the outputs.
     """
-    makers, uses, weights = _makers(body), _uses(body), _computed_from(body, body.fixed)
-    found, given = {}, Counter(_nonliterals(body.given))
-    uses.subtract({v: times - 1 for v, times in given.items()})
-    made = {v: _dot_sources(v, kept, makers, uses, weights) for v in given if uses[v] == 1}
-    kept = kept | {v for v in given if v not in made or not made[v][1]}
+    makers, uses, weights = _makers(body), _uses(body), _computed_from(body, body.constants)
+    found, outputs = {}, Counter(_nonliterals(body.stacked_outputs))
+    uses.subtract({v: times - 1 for v, times in outputs.items()})
+    made = {v: _dot_sources(v, kept, makers, uses, weights) for v in outputs if uses[v] == 1}
+    kept = kept | {v for v in outputs if v not in made or not made[v][1]}
     for v, (sources, products) in made.items():
         more = [source for source in sources if source not in kept]
         if products and _bytes(more) <= _bytes([v]):
@@ -282,7 +297,7 @@ def _dots_after(body: ScanBody, kept: set) -> dict[Any, list]:
 
 
 def _dot_sources(v: Any, kept: set, makers: dict, uses: Counter, weights: Collection) -> tuple[list, int]:
-    """(what ``v`` is made of, but for weights; of how many products)."""
+    """(variables other than weights that ``v`` is computed from by products and sums, number of products)."""
     maker = makers.get(v)
     multiplied = None if maker is None or v in kept else _weight_dot_input(maker, weights)
     if multiplied is not None:
@@ -296,20 +311,21 @@ def _dot_sources(v: Any, kept: set, makers: dict, uses: Counter, weights: Collec
 
 
 def _stacked_output(v: Any, stacked: dict, length: int) -> Array:
+    """A stacked output of the scan."""
     if isinstance(v, core.Literal):
         return jnp.full((length,), v.val, v.aval.dtype)  # type: ignore[attr-defined]
     return stacked[v]
 
 
-# -- sums over all steps ----------------------------------------------------------------------------------------------
+# -- Sums over all steps ----------------------------------------------------------------------------------------------
 
 
 def _accumulations(body: ScanBody) -> dict[int, Accumulation]:
-    """By the number of the carried array."""
+    """Accumulations, by number of the part of the carry."""
     makers, uses = _makers(body), _uses(body)
     found: dict[int, Accumulation] = {}
     readers: dict[Any, set[int]] = {}
-    for i, (before, after) in enumerate(zip(body.carried, body.ends, strict=True)):
+    for i, (before, after) in enumerate(zip(body.carry, body.new_carry, strict=True)):
         last = None if isinstance(after, core.Literal) else makers.get(after)
         if last is None or last.primitive.name not in ("add", "add_any") or uses[before] != 1 or uses[after] != 1:
             continue
@@ -324,19 +340,18 @@ def _accumulations(body: ScanBody) -> dict[int, Accumulation]:
                 break
             then.append((made, list[Any](made.outvars).index(at)))
             at = made.invars[0]
-    # nothing is saved of a product whose result is used otherwise too
-    only = lambda v: len(readers[v]) == uses[v]  # noqa: E731
-    return {i: added for i, added in found.items() if only(added.root.outvars[0])}
+    # a product whose result is read otherwise has to stay in the body
+    return {i: a for i, a in found.items() if len(readers[a.root.outvars[0]]) == uses[a.root.outvars[0]]}
 
 
 def _profitable(added: dict[int, Accumulation], body: ScanBody) -> dict[int, Accumulation]:
-    """Products that are much larger than what must be kept for them, and sums of what is kept all the same."""
-    kept, fixed = set(body.cut), {*body.fixed, *body.carried, *body.closed.jaxpr.constvars}
-    known = lambda v: not isinstance(v, core.Literal) and v not in fixed  # noqa: E731
+    """Accumulated products much larger than the factors to store, and sums of arrays that are stored anyway."""
+    kept, unstacked = set(body.scanned), {*body.constants, *body.carry, *body.closed.jaxpr.constvars}
     chosen, room = {}, _MAX_BYTES
     for name in ("dot_general", "reduce_sum"):
         for i, each in added.items():
-            if each.root.primitive.name != name or not all(map(known, each.root.invars)):
+            factors = each.root.invars
+            if each.root.primitive.name != name or any(isinstance(v, core.Literal) or v in unstacked for v in factors):
                 continue
             more = set(each.root.invars) - kept
             large = (
@@ -352,49 +367,46 @@ def _profitable(added: dict[int, Accumulation], body: ScanBody) -> dict[int, Acc
 
 
 def _final_sums(added: dict[int, Accumulation], stacked: dict, start: Sequence[Array]) -> dict[int, Array]:
-    """What the carried arrays end with to which something is added."""
+    """Final values of the accumulating parts of the carry."""
     totals: dict[Any, tuple[Array, bool]] = {}
     ends = {}
     for i, sum_ in added.items():
         of = sum_.root.outvars[0]
         if of not in totals:
             totals[of] = _sum_over_steps(sum_.root, [stacked[v] for v in sum_.root.invars])
-        total, turned = totals[of]
+        total, is_transposed = totals[of]
         for each, output in sum_.then:
-            total, turned = _apply_linear(each, output, total, turned)
-        ends[i] = start[i] + (total.T if turned else total)
+            total, is_transposed = _apply_linear(each, output, total, is_transposed)
+        ends[i] = start[i] + (total.T if is_transposed else total)
     return ends
 
 
-def _apply_linear(each: core.JaxprEqn, output: int, total: Array, turned: bool) -> tuple[Array, bool]:
-    """What ``each`` makes of a total, or ``turned`` of one [B, A] that stands for [A, B]."""
+def _apply_linear(each: core.JaxprEqn, output: int, total: Array, is_transposed: bool) -> tuple[Array, bool]:
+    """Apply a linear equation to a total, which may be stored transposed; (result, whether it is transposed)."""
     name, params = each.primitive.name, dict(each.params)
-    if turned and name == "transpose":
+    if is_transposed and name == "transpose":
         return total, params["permutation"] == (0, 1)
-    if turned and name == "slice":
+    if is_transposed and name == "slice":
         ends = ("start_indices", "limit_indices", "strides")
         params |= {key: params[key] and tuple(params[key])[::-1] for key in ends}
-    elif turned and name == "split":
+    elif is_transposed and name == "split":
         params["axis"] = 1 - params["axis"]
-    elif turned:
-        total, turned = total.T, False
+    elif is_transposed:
+        total, is_transposed = total.T, False
     found = each.primitive.bind(total, **params)
-    return found[output] if each.primitive.multiple_results else found, turned
+    return found[output] if each.primitive.multiple_results else found, is_transposed
 
 
 def _sum_over_steps(root: core.JaxprEqn, factors: Sequence[Array]) -> tuple[Array, bool]:
-    """The sum over all steps, from inputs [steps, ...]; and whether its axes are exchanged.
-
-    Of a product [A, B] the larger axis is best the last.
-    """
+    """(sum over all steps, from inputs [steps, ...]; whether it is transposed, to have the larger axis last)."""
     params = root.params
     if root.primitive.name == "reduce_sum":
-        kind: Any = root.outvars[0].aval
-        return jnp.sum(factors[0], (0, *(axis + 1 for axis in params["axes"])), kind.dtype), False
+        aval: Any = root.outvars[0].aval
+        return jnp.sum(factors[0], (0, *(axis + 1 for axis in params["axes"])), aval.dtype), False
     (summed, batch) = params["dimension_numbers"]
     summed = tuple((0, *(axis + 1 for axis in axes)) for axes in summed)
     if not batch[0] and all(axes == tuple(range(len(axes))) for axes in summed):
-        # one axis to sum over: of several XLA makes a transposed copy first
+        # merge the contracted axes: XLA:CPU copies operands with several of them
         free = [a.shape[len(axes) :] for a, axes in zip(factors, summed, strict=True)]
         factors = [a.reshape(-1, *rest) for a, rest in zip(factors, free, strict=True)]
         summed = ((0,), (0,))

@@ -1,9 +1,10 @@
 """Threefry random bits with all rounds unrolled, on CPUs.
 
-Matches ``random_bits`` with keys of JAX's default kind. JAX lowers Threefry for CPUs to a loop over five groups of
-rounds, each of which reads and writes every number. With all twenty rounds written out XLA makes one pass over the
-output, in registers. The bits are the same. It does not apply to small arrays (`Limits.random_bits`), other kinds of
-keys, and ``jax_threefry_partitionable=False``.
+- Before: ``random_bits`` with keys of JAX's default kind.
+- After: all twenty rounds of Threefry-2x32 as integer operations. The bits are the same.
+- Why: JAX lowers Threefry for CPUs to a loop over five groups of rounds, each of which reads and writes every number.
+  Of the unrolled rounds XLA makes one pass over the output, in registers.
+- Not for: small arrays (`Limits.random_bits`), other kinds of keys, and ``jax_threefry_partitionable=False``.
 """
 
 from __future__ import annotations
@@ -21,16 +22,21 @@ from fedrax.xla.options import limits
 from fedrax.xla.tracing import equations_in, sub_jaxprs
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+"""Rotations of even and odd groups of four rounds (Salmon et al. 2011)."""
 _PARITY = 0x1BD11BDA
+"""Constant of the key schedule (Salmon et al. 2011)."""
 _ROUNDS = 20
 KEY_DTYPE = "key<fry>"
-"""The type of JAX's keys of its default kind."""
+"""Dtype of keys of JAX's default kind."""
 
 
 def threefry(key: Any, first: Array, second: Array) -> tuple[Array, Array]:
-    """Threefry-2x32 with 20 rounds (Salmon et al. 2011) of a counter's two words, all its rounds written out.
+    """Threefry-2x32 with 20 rounds (Salmon et al. 2011), unrolled.
 
-    key: two words, uint32, in a shape that broadcasts with the counters'.
+    Args:
+        key: two words, uint32, that broadcast with the counters.
+        first: first words of the counters, uint32.
+        second: second words of the counters, uint32.
     """
     keys = key[0], key[1], key[0] ^ key[1] ^ np.uint32(_PARITY)
     first, second = first + keys[0], second + keys[1]
@@ -44,7 +50,7 @@ def threefry(key: Any, first: Array, second: Array) -> tuple[Array, Array]:
 
 
 def lower_random_bits(inputs: list, equation: core.JaxprEqn) -> Array | None:
-    """The rule for ``random_bits``: as ``jax.random.bits``, of keys of JAX's default kind."""
+    """Rule for ``random_bits``: the bits of ``jax.random.bits``; None for other kinds of keys and for few numbers."""
     (keys,), width, shape = inputs, equation.params["bit_width"], tuple(equation.params["shape"])
     size = math.prod(shape)
     if not is_threefry(keys) or width > 32 or size >= 2**32 or keys.size * size < limits().random_bits:
@@ -54,17 +60,18 @@ def lower_random_bits(inputs: list, equation: core.JaxprEqn) -> Array | None:
 
 
 def is_threefry(keys: Any) -> bool:
-    """Whether an array of keys, or its shape, is of JAX's default kind, and each bit follows from its place alone."""
+    """Whether keys are of JAX's default kind, with bits that depend on the key and their position alone."""
     return str(keys.dtype) == KEY_DTYPE and bool(jax.config.values["jax_threefry_partitionable"])
 
 
 def is_unbatchable(equation: core.JaxprEqn) -> bool:
-    """Whether under ``vmap`` it is not what it is by itself, or fails: most generators take one key for all then."""
+    """Whether an equation fails under ``vmap`` or computes something else: most generators use one key for all rows."""
     inside = (e for function in sub_jaxprs(equation) for e in equations_in(function))
     return any(map(_is_unbatchable_primitive, (equation, *inside)))
 
 
 def _is_unbatchable_primitive(equation: core.JaxprEqn) -> bool:
+    """:func:`is_unbatchable` without sub-jaxprs."""
     name = equation.primitive.name
     if name == "random_bits":
         return str(equation.invars[0].aval.dtype) != KEY_DTYPE  # type: ignore[attr-defined]
@@ -72,15 +79,15 @@ def _is_unbatchable_primitive(equation: core.JaxprEqn) -> bool:
 
 
 def counter_bits(words: Array, first: Array, count: int) -> Array:
-    """[count] bits of width 32, from the place ``first`` on, of the key with these two words."""
+    """``count`` 32-bit numbers, from position ``first`` on, of the key with two ``words``."""
     return _bits(words[None], first, count)[0]
 
 
 def _bits_of_keys(words: Array, size: int) -> Array:
-    """[K, size] of the words [K, 2] of K keys.
+    """Bits [K, size] of K keys with words [K, 2], computed in a loop of two steps.
 
-    In a loop of two steps, which writes them to memory. XLA would recompute them for each use, such as four times
-    in the gradient of a pooling after dropout, and minds no barrier there.
+    A loop writes its result to memory. Otherwise XLA:CPU recomputes the bits for each use, such as four times in the
+    gradient of pooling after dropout, and an optimization barrier does not prevent it.
     """
     if len(words) == 1:
         half = -(-size // 2)
@@ -92,6 +99,6 @@ def _bits_of_keys(words: Array, size: int) -> Array:
 
 
 def _bits(words: Array, first: Array, count: int) -> Array:
-    """[K, count], from the place ``first`` on."""
+    """Bits [K, count] of K keys from position ``first`` on."""
     left, right = threefry((words[:, :1], words[:, 1:]), jnp.uint32(0), first + lax.iota(jnp.uint32, count)[None])
     return left ^ right

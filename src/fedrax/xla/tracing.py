@@ -1,9 +1,9 @@
-"""Traces that are shared between programs, compiled functions shared by their text, and queries of jaxprs."""
+"""Caches of traces and of compiled functions, and queries of jaxprs."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -25,23 +25,28 @@ P = ParamSpec("P")
 T = TypeVar("T")
 NO_RULES: Rules = {}
 NO_MESH = AbstractMesh((), ())
+"""Mesh of cached traces, which are inlined into programs for any mesh."""
 _FUNCTIONS = (core.ClosedJaxpr, core.Jaxpr)
 _NUMBERS = (bool, int, float)
 INLINE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
-"""For ``jax.jit(inline=...)``: inlined at trace time, which ``True`` no longer means in JAX 0.11 and newer."""
+"""Value of ``jax.jit(inline=...)`` for inlining at trace time. ``True`` means something else from JAX 0.11 on."""
 CACHE_SIZE = 32
-"""Traces of one function."""
+"""Number of traces of one function that are cached."""
 
 
 def trace_once(
     fixed: int, axes: Callable[..., list[tuple[str, int]]] = lambda *_: [], rules: Rules = NO_RULES
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A decorator for functions whose first ``fixed`` arguments are hashable and whose others are pytrees of arrays.
+    """Decorator: cache the traces of a function and inline them where it is called.
 
-    The function is inlined where it is called. ``jax.jit`` with ``inline`` would trace it again inside every
-    ``shard_map``; here a trace is found again wherever the shapes and JAX's settings are the same. Of the axes of a
-    mesh the function may speak of those that ``axes`` names with their sizes, from the fixed arguments. Python's
-    numbers among the arrays stay constants. ``rules``: for operations on a CPU that are better in other forms.
+    ``jax.jit`` with ``inline`` would trace the function again inside every ``shard_map``. Here a trace is reused
+    wherever shapes, settings of JAX and the user's code are the same.
+
+    Args:
+        fixed: number of leading arguments that are static and hashable; the others are pytrees of arrays, in which
+            Python numbers are constants.
+        axes: from the static arguments, names and sizes of the mesh axes that the function may use.
+        rules: rewrite rules that are applied on CPUs.
     """
 
     def decorated(function: Callable[P, T]) -> Callable[P, T]:
@@ -56,7 +61,7 @@ def trace_once(
                 leaves = [next(rest) if number is None else number[1] for number in numbers]
                 return inner(*statics, *jax.tree.unflatten(structure, leaves))
 
-            with use_abstract_mesh(NO_MESH):  # what is made here goes into programs for any mesh
+            with use_abstract_mesh(NO_MESH):
                 names = axes(*statics) or None
                 made, shape = jax.make_jaxpr(of_arrays, axis_env=names, return_shape=True)(*shapes)
                 made = fuse_norms_of_differences(made)
@@ -79,7 +84,8 @@ def trace_once(
             arrays = [leaf for leaf, number in zip(leaves, numbers, strict=True) if number is None]
             known = (CodeFingerprint(*args[:fixed]), *trace_settings())  # type: ignore[misc]
             made, shape = trace(args[:fixed], structure, tuple(map(shape_struct, arrays)), numbers, known)
-            results = jaxpr_as_function(made)(*arrays)  # of which constants are no arrays yet
+            results = jaxpr_as_function(made)(*arrays)
+            # constant results are NumPy arrays
             return jax.tree.unflatten(shape, [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in results])
 
         return call
@@ -88,7 +94,7 @@ def trace_once(
 
 
 def cached_trace(function: Callable, *args: Any) -> core.ClosedJaxpr:
-    """The trace of a function of pytrees of arrays that holds none of a program which is being traced; remembered."""
+    """The cached trace of a function of pytrees of arrays, which must not close over tracers."""
     leaves, structure = jax.tree.flatten(args)
     return _cached_trace(
         function, structure, tuple(map(shape_struct, leaves)), (CodeFingerprint(function), *trace_settings())
@@ -97,13 +103,13 @@ def cached_trace(function: Callable, *args: Any) -> core.ClosedJaxpr:
 
 @lru_cache(CACHE_SIZE)
 def _cached_trace(function: Callable, structure: Any, shapes: tuple, _: tuple) -> core.ClosedJaxpr:
-    with use_abstract_mesh(NO_MESH):  # for programs of any mesh
+    with use_abstract_mesh(NO_MESH):
         return jax.make_jaxpr(function)(*jax.tree.unflatten(structure, shapes))
 
 
 @contextmanager
 def garbage_collection_paused() -> Iterator[None]:
-    """While Python traces and nothing is thrown away: its garbage collector would go over all of it again and again."""
+    """Pause Python's garbage collector during tracing, which creates many objects and releases few."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -114,15 +120,15 @@ def garbage_collection_paused() -> Iterator[None]:
 
 
 def untraced(function: Callable[P, T]) -> Callable[P, T]:
-    """The function behind one that is :func:`trace_once`."""
+    """The function that :func:`trace_once` wraps."""
     return function.__wrapped__  # type: ignore[attr-defined]
 
 
 def run_cached(function: Callable[..., T], *args: Any) -> T:
-    """What ``jax.jit(function)`` makes of pytrees of arrays, for functions made anew that compute the same.
+    """Run ``jax.jit(function)``; functions whose jaxprs have the same text share a compiled program.
 
-    They share a compiled program, and where the result is nothing but arguments there is none: most methods start so.
-    What a program's text does not show, arrays that functions inside it hold and calls of Python, is not shared.
+    A new closure is not compiled again this way. A function that only returns arguments, such as the ``init`` of most
+    methods, is not compiled at all. Jaxprs with constants or callbacks, which the text does not show, are not shared.
     """
     compiled = jax.jit(function)
     traced = compiled.trace(*args)
@@ -135,7 +141,7 @@ def run_cached(function: Callable[..., T], *args: Any) -> T:
 
 
 def equations_in(program: core.ClosedJaxpr | core.Jaxpr) -> Iterator[core.JaxprEqn]:
-    """The program's equations and those of all functions inside them."""
+    """The equations of a program and of its sub-jaxprs."""
     for equation in (program.jaxpr if isinstance(program, core.ClosedJaxpr) else program).eqns:
         yield equation
         for function in sub_jaxprs(equation):
@@ -143,76 +149,82 @@ def equations_in(program: core.ClosedJaxpr | core.Jaxpr) -> Iterator[core.JaxprE
 
 
 def constants_in(program: core.ClosedJaxpr) -> list[Any]:
-    """The arrays that the program holds and those that functions inside it do."""
+    """Arrays that are constants of a program or of its sub-jaxprs."""
     equations = list(equations_in(program))
-    inside = [function for equation in equations for function in sub_jaxprs(equation)]
-    standing = [v.val for e in equations for v in e.invars if isinstance(v, core.Literal) and np.ndim(v.val) > 0]
-    return [array for one in [program, *inside] for array in getattr(one, "consts", ())] + standing
+    inner = [function for equation in equations for function in sub_jaxprs(equation)]
+    literals = [v.val for e in equations for v in e.invars if isinstance(v, core.Literal) and np.ndim(v.val) > 0]
+    return [array for one in [program, *inner] for array in getattr(one, "consts", ())] + literals
 
 
 def sub_jaxprs(equation: core.JaxprEqn) -> list[core.ClosedJaxpr | core.Jaxpr]:
-    """The functions that an equation holds."""
+    """The jaxprs in the parameters of an equation."""
     values = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda value: isinstance(value, _FUNCTIONS))
     return [value for value in values if isinstance(value, _FUNCTIONS)]
 
 
 def output_sources(program: core.ClosedJaxpr | core.Jaxpr) -> list[Any]:
-    """Of each output the variable that it is, though calls hand it on under other names; of a constant its place."""
+    """For each output the variable that it equals, followed through calls; for a literal the ID of its value."""
     jaxpr = program.jaxpr if isinstance(program, core.ClosedJaxpr) else program
     of: dict[Any, Any] = {}
-    source = lambda atom: id(atom.val) if isinstance(atom, core.Literal) else of.get(atom, atom)  # noqa: E731
+
+    def source(atom: Any) -> Any:
+        return id(atom.val) if isinstance(atom, core.Literal) else of.get(atom, atom)
+
     for equation in jaxpr.eqns:
         if equation.primitive.name in CALL_PRIMITIVES:
-            inside = sub_jaxprs(equation)[0]
-            given = dict(zip(getattr(inside, "jaxpr", inside).invars, map(source, equation.invars), strict=True))
-            found = zip(equation.outvars, output_sources(inside), strict=True)
-            of.update((v, given[inner]) for v, inner in found if inner in given)
+            inner = sub_jaxprs(equation)[0]
+            arguments = dict(zip(getattr(inner, "jaxpr", inner).invars, map(source, equation.invars), strict=True))
+            outputs = zip(equation.outvars, output_sources(inner), strict=True)
+            of.update((v, arguments[inner_source]) for v, inner_source in outputs if inner_source in arguments)
     return list(map(source, jaxpr.outvars))
 
 
 def dependent_leaves(function: Callable[..., Tree], secret: Tree, *others: Tree) -> list[str]:
-    """The names of the leaves of ``function(secret, *others)`` that are computed from ``secret``.
+    """Names of the output leaves of ``function(secret, *others)`` that may depend on ``secret``.
 
-    ``function`` is traced and not run. Whatever an operation reads is taken to matter for all that it gives, loops and
-    calls as a whole: a leaf that is not named does not depend on ``secret``; one that is named may.
+    The function is traced and not run. The analysis is conservative: all outputs of an equation, loops and calls as a
+    whole, are taken to depend on all of its inputs.
     """
     with jax.disable_jit(False):
         closed, shape = jax.make_jaxpr(function, return_shape=True)(secret, *others)
     jaxpr = closed.jaxpr
-    touched = set(jaxpr.invars[: len(jax.tree.leaves(secret))])
+    dependent = set(jaxpr.invars[: len(jax.tree.leaves(secret))])
     for equation in jaxpr.eqns:
-        if any(not isinstance(v, core.Literal) and v in touched for v in equation.invars):
-            touched.update(equation.outvars)
+        if any(not isinstance(v, core.Literal) and v in dependent for v in equation.invars):
+            dependent.update(equation.outvars)
     outputs = zip(tree.leaf_names(shape), jaxpr.outvars, strict=True)
-    return [name for name, v in outputs if not isinstance(v, core.Literal) and v in touched]
+    return [name for name, v in outputs if not isinstance(v, core.Literal) and v in dependent]
 
 
 def scan_counts(equation: core.JaxprEqn) -> tuple[int, int]:
     """(number of constants, number of carried arrays) of a scan; its other inputs are scanned.
 
-    By the shapes, since versions of JAX name the numbers otherwise.
+    Determined from the ranks of the arrays, since the parameters' names differ between versions of JAX.
     """
     body = equation.params["jaxpr"]
     body = body.jaxpr if isinstance(body, core.ClosedJaxpr) else body
-    alike = lambda outer, inner: sum(a.aval.ndim == b.aval.ndim for a, b in zip(outer, inner, strict=True))  # noqa: E731
-    carried = alike(equation.outvars, body.outvars)
-    return alike(equation.invars, body.invars) - carried, carried
+
+    def not_sliced(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+        return sum(a.aval.ndim == b.aval.ndim for a, b in zip(outer, inner, strict=True))
+
+    carried = not_sliced(equation.outvars, body.outvars)
+    return not_sliced(equation.invars, body.invars) - carried, carried
 
 
 def aval_bytes(atom: Any) -> int:
-    """Of a variable of a jaxpr."""
+    """Bytes of a jaxpr's atom."""
     return atom.aval.size * atom.aval.dtype.itemsize
 
 
 class JaxprText(NamedTuple):
-    """A program, known by its text."""
+    """A jaxpr that is compared and hashed by its text."""
 
     text: str
     made: core.ClosedJaxpr
 
     @classmethod
     def of(cls, made: core.ClosedJaxpr) -> JaxprText | None:
-        """None where the text does not show all that is computed."""
+        """The text of a jaxpr; None if it has constants or callbacks, which the text does not show."""
         calls_python = any("callback" in equation.primitive.name for equation in equations_in(made))
         return None if calls_python or constants_in(made) else cls(str(made), made)
 
@@ -224,24 +236,25 @@ class JaxprText(NamedTuple):
 
 
 @lru_cache(CACHE_SIZE)
-def _compiled_from_text(known: JaxprText) -> Callable[..., list]:
-    return jax.jit(core.jaxpr_as_fun(known.made))
+def _compiled_from_text(program: JaxprText) -> Callable[..., list]:
+    """The compiled program of a jaxpr, cached by its text."""
+    return jax.jit(core.jaxpr_as_fun(program.made))
 
 
 def cpu_passes_apply() -> bool:
-    """Whether functions are put in the forms that XLA's CPU backend is fast at.
+    """Whether passes for CPUs run: on the CPU backend, and not under ``jax.disable_jit``.
 
-    Not where nothing is compiled: plan debug computes what stands in a model, by which the other plans are checked.
+    The executor for debugging disables ``jit`` and evaluates models as they are written, to check the other executors.
     """
     return jax.default_backend() == "cpu" and not jax.config.values["jax_disable_jit"]
 
 
 def trace_settings() -> tuple:
-    """JAX's settings and the compiler options, on which traces depend."""
+    """Settings of JAX and compiler options, which are part of the key of a trace."""
     return (*jax.config.values.items(), current_options())
 
 
 def shape_struct(a: Any) -> jax.ShapeDtypeStruct:
-    """What a function of the array ``a`` is traced with."""
+    """Shape, dtype and weak type of an array, to trace a function of it."""
     aval = jax.typeof(a)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
