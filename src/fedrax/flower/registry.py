@@ -73,7 +73,8 @@ class ClientRegistry:
                 time.sleep(POLL_SECONDS)
         for node in sorted(set(known) - set(self.node_of.values())):
             number = known[node].get("client")
-            log.warning("node %d (partition-id %s) is ignored: there are %d clients already", node, number, count)
+            message = "node %d (partition-id %s) is ignored: another node has its number or the %d clients are complete"
+            log.warning(message, node, number, count)
         facts = [found[self.node_of[client]] for client in range(count)]
         self.sizes, self.test_sizes = (np.array([one[name] for one in facts], int) for name in ("size", "test_size"))
         kinds = [_sample_kind(one) for one in facts]
