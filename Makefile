@@ -11,14 +11,19 @@
 #   make oldest the test suite with the oldest versions that pyproject.toml allows (PYTHON=python3.11)
 #   make reliability  thousands of odd inputs and hundreds of kills, see docs/reliability.md
 #   make docs   the documentation, into docs/_build/html
+#   make lock   requirements.lock, the newest versions that pyproject.toml allows, which the environments below install
 #   make figures  what README and documentation show of the demo, into docs/results
-# PYTHON=/path/to/python3.12 chooses the interpreter; any from 3.11 on will do.
+# PYTHON=/path/to/python3.12 chooses the interpreter; any from 3.11 on will do. LOCK= installs the newest allowed versions
+# instead of those of requirements.lock.
 
 SHELL := /bin/bash
 PYTHON ?= python3 python3.13 python3.12 python3.11
 BIN := .venv/bin
+LOCK ?= requirements.lock
+# pip installs, because it follows the mirrors that a machine is configured for; uv computes the lock.
+INSTALL := -m pip install --quiet $(if $(LOCK),--constraint $(LOCK))
 
-.PHONY: demo test test-all test-torch test-huggingface test-libraries test-ray oldest reliability coverage lint docs figures clean
+.PHONY: demo test test-all test-torch test-huggingface test-libraries test-ray oldest reliability coverage lint lock docs figures clean
 
 demo: .venv/.user
 	$(BIN)/fedrax compare examples/digits.toml
@@ -66,6 +71,12 @@ lint: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+lock: .venv/.made
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip compile pyproject.toml --extra all --group dev --universal --python-version 3.11 --upgrade \
+		--no-emit-index-url --no-annotate --no-header --quiet \
+		--output-file requirements.lock
+
 docs: .venv/.dev
 	$(BIN)/sphinx-build -W --keep-going -q docs docs/_build/html
 
@@ -94,19 +105,19 @@ clean:
 	rm -rf .venv .venv-oldest .venv-torch .venv-huggingface .venv-libraries .venv-ray docs/_build
 
 # A stamp is newer than pyproject.toml once everything it asks for is installed.
-.venv/.user: .venv/.made pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable .
+.venv/.user: .venv/.made pyproject.toml $(LOCK)
+	$(BIN)/python $(INSTALL) --editable .
 	@touch $@
 
-.venv/.dev: .venv/.made pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+.venv/.dev: .venv/.made pyproject.toml $(LOCK)
+	$(BIN)/python $(INSTALL) --editable '.[all]' --group dev
 	@touch $@ .venv/.user
 
 .venv/.made:
 	@for python in $(PYTHON); do \
 	    $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \
 	    echo "making .venv with $$($$python --version)"; \
-	    $$python -m venv --clear .venv && touch $@ && exit 0; \
+	    $$python -m venv --clear .venv && $(BIN)/python -m pip install --quiet 'pip>=25.1' && touch $@ && exit 0; \
 	    echo "$$python cannot make virtual environments (on Debian and Ubuntu: apt install python3-venv)" >&2; \
 	    exit 1; \
 	done; \
@@ -117,12 +128,14 @@ clean:
 # PyTorch is large: whatever build of 2.6 or newer pip is configured for.
 .venv-torch/.made: .venv/.made pyproject.toml
 	$(BIN)/python -m venv .venv-torch
-	.venv-torch/bin/python -m pip install --quiet --editable '.[test,torch]'
+	.venv-torch/bin/python -m pip install --quiet 'pip>=25.1'
+	.venv-torch/bin/python $(INSTALL) --editable '.[all,torch]' --group test
 	@touch $@
 
 .venv-huggingface/.made: .venv/.made pyproject.toml
 	$(BIN)/python -m venv .venv-huggingface
-	.venv-huggingface/bin/python -m pip install --quiet --editable '.[huggingface,test]'
+	.venv-huggingface/bin/python -m pip install --quiet 'pip>=25.1'
+	.venv-huggingface/bin/python $(INSTALL) --editable '.[all,huggingface]' --group test
 	@touch $@
 
 # Beside them only what tests need: what they ask of other packages need not suit fedrax.
@@ -133,5 +146,6 @@ clean:
 
 .venv-ray/.made: .venv/.made pyproject.toml
 	$(BIN)/python -m venv .venv-ray
-	.venv-ray/bin/python -m pip install --quiet --editable '.[ray,test]'
+	.venv-ray/bin/python -m pip install --quiet 'pip>=25.1'
+	.venv-ray/bin/python $(INSTALL) --editable '.[all,ray]' --group test
 	@touch $@

@@ -5,16 +5,16 @@ import sys
 import tomllib
 from pathlib import Path
 
-TESTED = ("test",)
-"""Extras whose packages the test suite uses."""
+EXTRA, GROUP = "all", "test"
+"""The extra and the dependency group that the test suite uses."""
 
 
 def requirements(path: Path) -> list[str]:
-    """All of the project's, and of the extras that the tests use."""
-    project = tomllib.loads(path.read_text("utf-8"))["project"]
-    extras = project["optional-dependencies"]
-    found = list(project["dependencies"])
-    wanted = list(TESTED)
+    """The requirements of the project, and of the extra and the group that the tests use."""
+    settings = tomllib.loads(path.read_text("utf-8"))
+    extras = settings["project"]["optional-dependencies"]
+    found = [*settings["project"]["dependencies"], *settings["dependency-groups"][GROUP]]
+    wanted = [EXTRA]
     for extra in wanted:
         for requirement in extras[extra]:
             if own := re.fullmatch(r"fedrax\[(.*)\]", requirement):

@@ -11,8 +11,15 @@ from packaging.requirements import Requirement
 from tests.oldest import oldest, requirements
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
-PROJECT = tomllib.loads(PYPROJECT.read_text("utf-8"))["project"]
-ALL = [*PROJECT["dependencies"], *(r for extra in PROJECT["optional-dependencies"].values() for r in extra)]
+SETTINGS = tomllib.loads(PYPROJECT.read_text("utf-8"))
+PROJECT, GROUPS = SETTINGS["project"], SETTINGS["dependency-groups"]
+GROUPED = [r for group in GROUPS.values() for r in group if isinstance(r, str)]
+ALL = [*PROJECT["dependencies"], *(r for extra in PROJECT["optional-dependencies"].values() for r in extra), *GROUPED]
+LOCK = [
+    Requirement(line)
+    for line in (PYPROJECT.parent / "requirements.lock").read_text("utf-8").splitlines()
+    if line[0].isalnum()
+]
 
 
 @pytest.mark.parametrize("requirement", sorted({r for r in ALL if not r.startswith("fedrax[")}))
@@ -23,6 +30,17 @@ def test_both_bounds_hold(requirement: str):
         assert parsed.specifier.contains(version(parsed.name), prereleases=True)
     except PackageNotFoundError:
         pytest.skip(f"{parsed.name} is not installed")
+
+
+def test_the_lock_satisfies_what_the_tests_need():
+    locked = {pin.name.lower().replace("_", "-"): [] for pin in LOCK}
+    for pin in LOCK:
+        (part,) = pin.specifier
+        assert part.operator == "==" and pin.url is None
+        locked[pin.name.lower().replace("_", "-")].append(part.version)
+    for requirement in map(Requirement, [*requirements(PYPROJECT), *GROUPED]):
+        versions = locked[requirement.name.lower()]
+        assert versions and all(requirement.specifier.contains(v, prereleases=True) for v in versions), requirement
 
 
 def test_the_oldest_versions_are_those_of_the_lower_bounds():
