@@ -302,17 +302,11 @@ class Algorithm(ABC):
         """
         return ()
 
-    def init_local(self, params: Tree) -> Tree:
-        """Create what local training keeps between rounds on a client, besides its client state.
 
-        Args:
-            params: pytree of the global parameters.
-
-        Returns:
-            The state of the local optimizer where it is carried over rounds; otherwise ().
-        """
-        local = self.local_steps
-        return () if local is None else local.init_carried(params)
+def init_local_state(algorithm: Algorithm, params: Tree) -> Tree:
+    """The state of the local optimizer of a client if it is carried over rounds (`LocalSGD.carry`); otherwise ()."""
+    local = algorithm.local_steps
+    return () if local is None else local.init_carried(params)
 
 
 def keeps(init: Callable[[Tree], Tree]) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 
 from fedrax.config.hyperparameters import hyperparameters
-from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase, keeps
+from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, Phase, init_local_state, keeps
 from fedrax.contract.checks import kind
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.hooks import same_structure
@@ -263,10 +264,6 @@ class Wrapper(Algorithm):
         """The state of ``inner`` with the wrapper's own."""
         return self._join_state(self.inner.init_client(params), self.init_client_own(params))
 
-    def init_local(self, params: Tree) -> Tree:
-        """As ``inner``."""
-        return self.inner.init_local(params)
-
     @property
     def traits(self) -> Traits:
         """Those of ``inner`` and the wrapper's own."""
@@ -328,5 +325,5 @@ def uploads_depend_on_state(algorithm: Algorithm) -> bool:
         if uploads_depend_on_state(algorithm.inner):
             return True
     else:
-        own, keeps_state = algorithm.traits, keeps(algorithm.init_client) or keeps(algorithm.init_local)
+        own, keeps_state = algorithm.traits, keeps(algorithm.init_client) or keeps(partial(init_local_state, algorithm))
     return own.personal_statistics or (keeps_state and not own.unsent_state)

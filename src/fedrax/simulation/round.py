@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax import tree
-from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, summed_dtype
+from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, init_local_state, summed_dtype
 from fedrax.contract.checks import checked_client, checked_output, checked_received, checked_server, checked_state
 from fedrax.contract.client_data import ClientAssignment, ClientData, Layout, TrainState
 from fedrax.contract.vectors import holds_vectors
@@ -83,7 +83,7 @@ class ClientRecord(NamedTuple):
         """Of a client that has not taken part."""
         at_home = statistics if algorithm.traits.personal_statistics else ()
         state = checked_client(algorithm, algorithm.init_client(tree.rebuilt(params)))
-        return cls(state, algorithm.init_local(params), at_home)
+        return cls(state, init_local_state(algorithm, params), at_home)
 
 
 class Keys(NamedTuple):
