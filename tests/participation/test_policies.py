@@ -107,6 +107,25 @@ def test_an_adaptive_policy_goes_on_from_a_checkpoint(tmp_path: Path):
     assert_identical(run(Scaffold(local=LOCAL), **options, rounds=8, resume=True), whole)
 
 
+def edited_policy(last: int) -> type[ParticipationPolicy]:
+    """A policy of this name, in a version of its code."""
+
+    @dataclass(frozen=True)
+    class Edited(ParticipationPolicy):
+        def sample(self, state: Any, round: int, population: Population, rng: np.random.Generator) -> np.ndarray:
+            return np.array([0, last])
+
+    return Edited
+
+
+def test_a_run_is_not_resumed_with_edited_code_of_a_policy(tmp_path: Path):
+    options: dict[str, Any] = {"cohort_size": 2, "directory": tmp_path}
+    run(FedAvg(LOCAL), **options, rounds=2, participation=edited_policy(1)())
+    run(FedAvg(LOCAL), **options, rounds=3, participation=edited_policy(1)(), resume=True)
+    with pytest.raises(FedraxError, match="its participation code differ"):
+        run(FedAvg(LOCAL), **options, rounds=4, participation=edited_policy(2)(), resume=True)
+
+
 def test_cohorts_of_an_adaptive_policy_are_known_only_during_the_run():
     sampler = cohort_sampler(Settings(cohort_size=3, participation=PowerOfChoice()), np.array(SIZES))
     sampler.cohort(0)

@@ -1,5 +1,7 @@
 """Identity of a run: digests of everything that determines its numbers.
 
+The code of a method and of a task is part of it by the traced programs, that of a participation policy by its bytecode.
+
 A checkpoint stores the identity of its run, and a run is resumed only where its own identity is the same.
 """
 
@@ -23,7 +25,7 @@ from fedrax.simulation.evaluation import TracedEvaluation
 from fedrax.simulation.persistence.checkpoint import FORMAT
 from fedrax.simulation.settings import Script, Settings
 from fedrax.tree import Tree
-from fedrax.xla import constants_in
+from fedrax.xla import CodeFingerprint, constants_in
 
 _WHOLE = 1 << 28
 """Bytes up to which all of an array is hashed. A larger one may be mapped from disk: only samples of it are hashed."""
@@ -69,6 +71,7 @@ def identify(
         **{_SETTING + f.name: _digest([repr(_plain(getattr(settings, f.name)))]) for f in _deciding(settings)},
         f"{_SETTING}script": _digest(given),
         **({"participation trace": _digest(from_file)} if from_file else {}),
+        "participation code": _digest([CodeFingerprint(settings.participation).describe()]),
         "starting parameters": _digest(jax.tree.leaves(start)),
         "program": _of_programs([program]),
         "evaluation": _digest([evaluation.words, _of_programs(evaluation.programs)]),
