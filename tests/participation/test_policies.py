@@ -122,7 +122,7 @@ def test_a_run_is_not_resumed_with_edited_code_of_a_policy(tmp_path: Path):
     options: dict[str, Any] = {"cohort_size": 2, "directory": tmp_path}
     run(FedAvg(LOCAL), **options, rounds=2, participation=edited_policy(1)())
     run(FedAvg(LOCAL), **options, rounds=3, participation=edited_policy(1)(), resume=True)
-    with pytest.raises(FedraxError, match="its participation code differ"):
+    with pytest.raises(FedraxError, match="its participation code differs"):
         run(FedAvg(LOCAL), **options, rounds=4, participation=edited_policy(2)(), resume=True)
 
 

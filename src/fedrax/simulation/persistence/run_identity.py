@@ -131,7 +131,7 @@ def difference(kept: Any, now: dict[str, str]) -> str | None:
     parts = [name for name in differing if not name.startswith(_SETTING)]
     if settings := [name.removeprefix(_SETTING) for name in differing if name.startswith(_SETTING)]:
         parts.append(f"settings ({', '.join(settings)})")
-    differ = "differs" if parts in (["method"], ["program"], ["evaluation"]) else "differ"
+    differ = "differs" if parts in (["method"], ["participation code"], ["program"], ["evaluation"]) else "differ"
     return f"its {' and '.join(parts)} {differ}" if parts else None
 
 
