@@ -81,7 +81,7 @@ def test_the_problem_is_heterogeneous_and_the_steps_are_stable():
     assert np.linalg.norm(biased_point() - optimum()) > 0.01
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("method", "options", "mu"),
     [
@@ -99,7 +99,7 @@ def test_local_steps_without_correction_end_at_the_biased_point(method: str, opt
     assert distance(result, optimum()) > 3e-3
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("method", ["Scaffold", "MimeSVRG", "Episode"])
 def test_momentum_of_an_optimizer_sees_the_correction_and_leaves_no_drift(method: str, nesterov: bool):
@@ -110,7 +110,7 @@ def test_momentum_of_an_optimizer_sees_the_correction_and_leaves_no_drift(method
     assert distance(before, optimum()) > 1e-3
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("method", "options"),
     [
@@ -217,6 +217,7 @@ def test_the_regularized_problem_is_solved(method: str, options: dict, cohort: i
     np.testing.assert_allclose(gradient[~zero], -weight * np.sign(w[~zero]), atol=1e-7)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("gamma", [1.0, 3.0])
 def test_the_two_clients_of_the_episode_paper(gamma: float):
     """Section 4.1: f_k = x^2 / 2 + a_k x; CELGC stays at 0 for ever, EPISODE reaches the minimum, -1/2."""

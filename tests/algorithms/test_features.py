@@ -201,7 +201,7 @@ def test_features_that_are_the_samples_are_told():
             method.traits.check_parts(TASK, as_fedrax(start()), samples()[0])
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("local", [{"momentum": 0.5, "weight_decay": 0.1}, {"batch_size": "full"}], ids=str)
 @pytest.mark.parametrize("kind", [MOON, FedMLB])
 def test_terms_reach_every_kind_of_local_step(kind: Any, local: dict):

@@ -33,7 +33,7 @@ SCRIPT = [
 ]
 
 
-@pytest.mark.slow(keep=4)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("rounds", range(1, len(SCRIPT) + 1))
 def test_the_memory_forgets_whom_algorithm_4_says(rounds: int):
     cohorts, kept = [cohort for cohort, _, _ in SCRIPT[:rounds]], SCRIPT[rounds - 1][1]
@@ -96,6 +96,7 @@ def tug_of_war(beta2: float, rounds: int) -> float:
     return float(fedrax.simulate(algorithm, TUG_OF_WAR, federation, script=script, **settings).params["x"])
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("beta2", [0.1, 0.5, 0.9])
 def test_a_client_absent_for_long_still_counts(beta2: float):
     """D[0] shrinks below the smallest float32, its direction remains: nothing agrees with both, so x stays."""

@@ -42,7 +42,7 @@ def fedavg() -> np.ndarray:
     return run("FedAvg", {"local": LOCAL})
 
 
-@pytest.mark.slow(keep=5)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("method", "options"),
     [
@@ -136,6 +136,7 @@ def test_fedadmm_with_one_step_is_exact_admm_where_the_curvature_is_one_over_eta
     close(admm_on_parabolas(1 / eta, 1, eta, rho), z)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("lr", [0.2, 0.5])
 def test_fedadmm_with_many_steps_and_a_strong_pull_is_gradient_descent_with_one_over_rho(lr: float):
     """The multiplier has brought x_i back to z, where it is -g_i(z): whatever the local step size."""
@@ -145,6 +146,7 @@ def test_fedadmm_with_many_steps_and_a_strong_pull_is_gradient_descent_with_one_
     close(admm_on_parabolas(0.7, 400, lr, rho), z)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("inner", ["FedAvg", "Scaffold"])
 def test_upcycling_is_a_longer_server_step(inner: str):
     longer = {"local": LOCAL, "server_optimizer": ("SGD", {"lr": 1.4})}
@@ -162,7 +164,7 @@ WEIGHED = [(name, weights) for name in NOVA for weights in ("uniform", "samples"
 TURNS = {(name, ("uniform", "samples")[i % 2]) for i, name in enumerate(NOVA)}
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("name", "weights"), slow_cases(WEIGHED, TURNS))
 def test_fednova_with_equal_steps_is_plain_averaging(name: str, weights: str):
     """T_i = T: what each update is divided by is what the mean is multiplied with."""
@@ -217,7 +219,7 @@ def test_a_clipped_step_of_celgc_is_gamma_long():
 ONE_STEP = {"lr": 0.3, "steps": 1, "batch_size": "full"}
 
 
-@pytest.mark.slow(keep=4)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("method", "options"),
     [
@@ -349,7 +351,7 @@ def test_fedadmms_server_remembers_absent_clients_too():
     close(clients[6]["model"], make_problem("softmax").x0)
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("rounds", [1, 2, 4])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_losacs_phi_is_the_sum_of_all_delayed_gradients(reduction: str, rounds: int):

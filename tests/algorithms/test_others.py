@@ -109,6 +109,7 @@ def test_signs_that_are_shortened_alike_have_the_same_majority():
         jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(("steps", "bytes_of_steps"), [(1, 2), (7, 2), (8, 4), (127, 4), (128, 8)])
 def test_signs_of_fedlion_go_up_in_the_shortest_whole_numbers(steps: int, bytes_of_steps: int):
     """Four parameters, and a momentum of four floats beside them; each way down x and m."""

@@ -115,6 +115,7 @@ def test_a_step_of_one_over_lambda_makes_w_the_personal_model():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), own, result.params)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("room", "rows"), [(1 << 20, 229), (4000, 169), (1, 129)])
 def test_streamed_samples_reach_the_devices_by_clients(room: int, rows: int, monkeypatch: pytest.MonkeyPatch):
     """Four, two or one of the seven on each of two devices, with the same numbers."""

@@ -34,7 +34,7 @@ def test_a_step_size_that_is_not_the_methods_is_refused(make: Any, sentence: str
         check(make())
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "make",
     [

@@ -70,6 +70,7 @@ def on_a_clock(rounds: int, at_work: int, buffer: int, power: float) -> tuple[li
     return found, ticks, delays
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(("at_work", "buffer", "power"), [(3, 2, 0.5), (1, 1, 0.5), (5, 3, 0.0), (4, 1, 2.0)])
 def test_fedbuff_is_the_asynchronous_server(trace: Path, at_work: int, buffer: int, power: float):
     xs, ticks, delays = on_a_clock(8, at_work, buffer, power)

@@ -66,14 +66,15 @@ class Seen(PowerOfChoice):
         return super().observe(state, round, clients, info)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("algorithm", "options"),
     [
         (FedAvg(local=LOCAL), {"plan": "scan"}),
         (Scaffold(local=LOCAL), {"plan": "vmap", "devices": 2, "chunk": 2}),
         (Scaffold(local=LOCAL), {"plan": "loop"}),
-        (Scaffold(local=LOCAL), {"plan": "debug"}),
         (Scaffold(local=LOCAL), {"plan": "scan", "samples": "streamed", "states": "spilled"}),
+        (Scaffold(local=LOCAL), {"plan": "debug"}),
     ],
 )
 def test_an_adaptive_policy_sees_the_loss_of_each_client(algorithm: fedrax.Algorithm, options: dict[str, Any]):

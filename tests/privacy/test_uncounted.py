@@ -84,6 +84,7 @@ def constant() -> Task:
     return Task(lambda key: {"w": jnp.zeros(2000)}, lambda p, b, k: 0 * p["w"].sum() * b.x[:, 0])
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("draw", ["round robin", "trace"])
 def test_the_noise_does_not_tell_how_many_there_were(draw: str, tmp_path: Path):
     """A last group of one, and one available client, have the noise of two."""

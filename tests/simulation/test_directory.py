@@ -223,6 +223,7 @@ def test_a_failure_that_found_no_room_does_not_hide_the_run(tmp_path: Path):
 # -- told to stop --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_signal_leaves_a_checkpoint(number: signal.Signals, tmp_path: Path, request: pytest.FixtureRequest):
     if signal.getsignal(number) is signal.SIG_IGN:  # as under nohup, where a run goes on

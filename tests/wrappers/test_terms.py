@@ -28,6 +28,7 @@ LOCAL = LocalSGD(lr=0.1, steps=2, batch_size="full")
 FIRST = tuple(name for name in fedrax.tree.leaf_names(TASK.init(jax.random.key(0))) if name.startswith("dense1"))
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     "method", [FedMLB(LOCAL), MOON(LOCAL), FedAvg(LOCAL), fedrax.algorithms.PFedMe(LOCAL)], ids=repr
 )
@@ -111,6 +112,7 @@ def test_ditto_takes_steps_of_its_own_beside_drawn_ones():
     assert run(method, task=TASK, rounds=1, weights="uniform").events
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     "method",
     [fedrax.algorithms.FedCM(LOCAL), fedrax.algorithms.FedNova(LOCAL), fedrax.algorithms.QFedAvg(LOCAL)],
