@@ -51,7 +51,7 @@ def test_a_file_system_that_syncs_no_folders(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "page").read_text() == "new"
 
 
-def test_a_name_that_is_no_text_is_a_sentence(tmp_path: Path) -> None:
+def test_a_name_that_is_no_text_raises_a_clear_error(tmp_path: Path) -> None:
     """As of an argument in another encoding."""
     with pytest.raises(FedraxError, match="is no text in UTF-8"):
         write_text(tmp_path / "page", os.fsdecode(b"name = 'n\xff'"))

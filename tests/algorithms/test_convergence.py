@@ -237,7 +237,7 @@ def test_the_two_clients_of_the_episode_paper(gamma: float):
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["Scaffold", "FedDyn"])
-def test_short_uploads_of_methods_that_remember(name: str):
+def test_quantized_uploads_of_methods_with_client_states_converge(name: str):
     """What clients keep and what the server adds up part where both are rounded; TopK makes up for what it left out."""
     inner = make_algorithm(name, {"local": FULL} | ({"alpha": 0.5} if name == "FedDyn" else {}))
     wrapped = {

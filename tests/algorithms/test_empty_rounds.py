@@ -19,7 +19,7 @@ OTHERS = ["episode", "fedadmm", "fedavg", "fedexp", "fednova", "qfedavg", "scaff
 
 @pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("name", [*KEPT, *OTHERS])
-def test_nothing_moves(name: str):
+def test_an_empty_round_moves_no_parameters(name: str):
     settings = {"cohort_size": 1, "participation": Poisson(), "seed": SEED}
     one, two = (run(find_algorithm(name)(), rounds=rounds, **settings) for rounds in (1, 2))
     assert one.events[0]["clients"] and not two.events[1]["clients"]
@@ -32,7 +32,7 @@ def test_nothing_moves(name: str):
 
 
 @pytest.mark.parametrize("name", ["signsgd", "naiveparallelclip"])
-def test_decay_and_prox_wait_for_somebody(name: str):
+def test_decay_and_prox_do_not_act_in_an_empty_round(name: str):
     prox = {} if name == "signsgd" else {"prox": L1(0.1)}
     local = fedrax.LocalSGD(steps=1, weight_decay=0.5, **prox)
     settings = {"cohort_size": 1, "participation": Poisson(), "seed": SEED}

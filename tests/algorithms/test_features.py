@@ -190,7 +190,7 @@ def test_a_network_of_one_block_has_no_hybrids():
     close(found.params, run(FedAvg(LOCAL), linear).params)
 
 
-def test_features_that_are_the_samples_are_told():
+def test_features_that_are_the_samples_are_noted():
     linear = Linear().build(SIZES[:1], SIZES[-1])
     with pytest.warns(FedraxWarning, match="do not depend on its parameters: the method has no effect"):
         found = run(Upcycled(MOON(LOCAL), a=0.0), linear)
@@ -221,7 +221,7 @@ def test_dead_features_have_no_slope():
 
 
 @pytest.mark.parametrize(("kind", "lacks"), [(MOON, "features"), (FedMLB, "blocks")])
-def test_models_that_cannot_are_refused(kind: Any, lacks: str):
+def test_models_that_cannot_are_rejected(kind: Any, lacks: str):
     with pytest.raises(FedraxError, match=f"{kind.__name__} needs a model .*{lacks}"):
         run(kind(LOCAL), Model(NETWORK.init, NETWORK.apply))
 
@@ -240,7 +240,7 @@ def test_models_that_cannot_are_refused(kind: Any, lacks: str):
     ],
     ids=["features", "block", "loss", "one output"],
 )
-def test_parts_that_cannot_be_used_are_a_sentence(kind: Any, task: Any, sentence: str):
+def test_parts_that_cannot_be_used_raise_a_clear_error(kind: Any, task: Any, sentence: str):
     x, _ = samples()
     federation = Federation.from_arrays(x, (x[:, 0] > 0).astype(int), offsets=np.array(OFFSETS))
     with pytest.raises(FedraxError, match=sentence):

@@ -69,7 +69,7 @@ def run(algorithm: Any, problem: Any, cohorts: list, dtype: str = "float64") -> 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("rounds", [1, 3, 6])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_the_server_moves_against_nobody_it_remembers(rounds: int, dtype: str):
+def test_the_server_step_opposes_no_stored_update(rounds: int, dtype: str):
     case = Case("GradMAS", {"local": LOCAL, "beta1": 0.9, "beta2": 0.9}, varying=True, rounds=rounds)
     problem = make_problem().problem
     state = server_vectors(problem, case.algorithm(), simulate(case, dtype=dtype).server)
@@ -113,7 +113,7 @@ def test_without_memory_of_the_past_the_absent_are_forgotten():
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("beta1", [0.0, 0.5])
-def test_the_server_stops_where_no_direction_suits_everybody(beta1: float):
+def test_the_server_stops_where_the_cone_is_empty(beta1: float):
     """With everybody in every round GradMA-S ends at a point, not the optimum, where the clients' updates cancel
     with some positive weights: there is no direction that agrees with all of them.
     """

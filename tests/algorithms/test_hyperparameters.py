@@ -169,7 +169,7 @@ def bad(**options: Any) -> dict[str, Any]:
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )  # fmt: skip
-def test_bad_values_are_refused_by_name(algorithm: Any, sentence: str):
+def test_bad_values_are_rejected_by_name(algorithm: Any, sentence: str):
     with pytest.raises(FedraxError, match=re.escape(sentence)):
         check(algorithm)
 
@@ -185,7 +185,7 @@ class Silent(fedrax.LocalSGD):
 
 
 @pytest.mark.parametrize("algorithm", [Unmarked(), fedrax.FedAvg(Silent())], ids=["method", "part"])
-def test_a_class_without_the_decorator_is_refused(algorithm: Any):
+def test_a_class_without_the_decorator_is_rejected(algorithm: Any):
     sentence = "(Unmarked|Silent) lacks the decorator @hyperparameters"
     with pytest.raises(FedraxError, match=sentence):
         check(algorithm)
@@ -305,7 +305,7 @@ class Warmup:
         return jnp.minimum((round + 1) / self.rounds, 1.0)
 
 
-def test_parts_of_ones_own_are_taken_where_several_are_known():
+def test_user_classes_are_accepted_where_several_classes_are_known():
     """They need what the known ones have in common; a method is no schedule, and a schedule no server rule."""
     check(fedrax.FedAvg(local=fedrax.LocalSGD(schedule=Warmup())))  # type: ignore[arg-type]
     for wrong in (

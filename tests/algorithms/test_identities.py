@@ -204,7 +204,7 @@ def test_one_local_step_leaves_gradmas_workers_nothing_to_correct():
     close(run("GradMA", one), run("GradMAS", one))
 
 
-def test_losac_readings_agree_for_one_block_and_everybody():
+def test_losac_readings_agree_for_one_block_and_full_participation():
     local = {"lr": 0.05, "steps": 3, "blocks": 1}
     close(*(run("LoSAC", {"local": local, "reading": reading}) for reading in ("printed", "consistent")))
 
@@ -344,7 +344,7 @@ def test_mifas_server_steps_on_the_mean_of_the_memory(rounds: int):
     close(kept["mean"], kept["memory"].mean(0))
 
 
-def test_fedadmms_server_remembers_absent_clients_too():
+def test_fedadmms_server_keeps_terms_of_absent_clients():
     """Its sum is over all N clients: those that never took part add rho z, from x_i = z and pi_i = 0."""
     server, clients = _states(Case("FedADMM", {"local": LOCAL, "rho": 2.0}, varying=True))
     close(server["total"], sum(client["dual"] + 2.0 * client["model"] for client in clients))

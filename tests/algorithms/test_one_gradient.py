@@ -52,7 +52,7 @@ def test_a_whole_gradient_makes_no_running_statistics():
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
-def test_options_of_local_steps_are_refused(method: Algorithm, sentence: str):
+def test_options_of_local_steps_are_rejected(method: Algorithm, sentence: str):
     with pytest.raises(FedraxError, match=sentence):
         check(method)
 
@@ -92,7 +92,7 @@ def test_options_of_local_steps_are_refused(method: Algorithm, sentence: str):
         "Ditto",
     ],
 )
-def test_what_counts_for_nothing_is_told(method: Algorithm, sentence: str):
+def test_what_counts_for_nothing_is_noted(method: Algorithm, sentence: str):
     """A file for several methods may say it for the others."""
     with pytest.warns(UserWarning, match=sentence):
         check(method)

@@ -69,7 +69,7 @@ def test_the_cohort_takes_as_many_steps_and_each_round_others():
     assert steps != other
 
 
-def test_h_sums_to_zero_whoever_takes_part():
+def test_h_sums_to_zero_for_any_cohort():
     result = run(Scaffnew(LocalSGD(lr=0.05, batch_size=2), p=0.4), rounds=6, cohort_size=3, dtype="float64")
     controls = np.array([result.client_state(i).control["w"] for i in range(7)])
     assert np.abs(controls).max() > 1e-2
@@ -148,7 +148,7 @@ def test_a_vote_is_a_bit():
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
-def test_bad_values_end_in_a_sentence(method: Any, sentence: str):
+def test_bad_values_raise_a_clear_error(method: Any, sentence: str):
     with pytest.raises(FedraxError, match=sentence):
         check(method)
 

@@ -29,7 +29,7 @@ FINISHED, OURS = Optax(optax.sgd(0.01)), Optax.of(optax.sgd)
     ],
     ids=["q-FedAvg", "EPISODE", "EPISODE, lr", "prox"],
 )
-def test_a_step_size_that_is_not_the_methods_is_refused(make: Any, sentence: str):
+def test_a_step_size_that_is_not_the_methods_is_rejected(make: Any, sentence: str):
     with pytest.raises(FedraxError, match=sentence):
         check(make())
 

@@ -83,7 +83,7 @@ def test_a_loss_is_best_where_it_is_least():
     assert "loss on 24 held-out rows" in told and f"{scores[0]:.4f}" in told
 
 
-def test_what_cannot_be_tried_is_said(digits):
+def test_what_cannot_be_tried_is_reported(digits):
     by_samples = dataclasses.replace(SETTINGS, weights="samples")
     found = try_methods(*digits, by_samples, LOCAL, methods=("FedAvg", "SCAFFOLD"))
     assert [trial.method for trial in found.tried] == ["FedAvg"]
@@ -96,7 +96,7 @@ def test_what_cannot_be_tried_is_said(digits):
         try_methods(*digits, SETTINGS, LOCAL, methods=())
 
 
-def test_what_diverges_at_every_step_size_is_said(digits, monkeypatch: pytest.MonkeyPatch):
+def test_what_diverges_at_every_step_size_is_reported(digits, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(method_trials, "LEARNING_RATES", (1e38, 2e38))
     with pytest.raises(FedraxError, match=r"FedAvg: diverges at every learning rate from 1e\+38 to 2e\+38"):
         try_methods(*digits, SETTINGS, LOCAL, methods=("FedAvg",))
@@ -278,7 +278,7 @@ def test_methods_are_tried_where_the_experiments_own_step_size_diverges(capsys: 
     assert "not finite" in told["not_measured"] or "diverge" in told["not_measured"]
 
 
-def test_what_is_not_measured_is_said(tmp_path, capsys: pytest.CaptureFixture[str]):
+def test_what_is_not_measured_is_reported(tmp_path, capsys: pytest.CaptureFixture[str]):
     private = ["--algorithm", "outputperturbation", "--run.epsilon-budget", "100", "--tune", "never"]
     assert "ignored        everything of outputperturbation but its local steps, including its privacy" in said(
         capsys, *private
@@ -302,7 +302,7 @@ def test_what_is_not_measured_is_said(tmp_path, capsys: pytest.CaptureFixture[st
     assert told["trials"] is None and "--tune always" in told["not_tried"] and len(told["ignored"]) == 1
 
 
-def test_what_of_the_file_is_for_comparisons_is_said(tmp_path, capsys: pytest.CaptureFixture[str]):
+def test_what_of_the_file_is_for_comparisons_is_reported(tmp_path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "many.toml"
     file.write_text(
         'seeds = [0, 1]\ndata = {name = "digits"}\npartition = {name = "shards", clients = 10}\n'

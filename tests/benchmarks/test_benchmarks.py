@@ -49,7 +49,7 @@ def test_arithmetic_of_a_round(regression):
     assert steps_per_round(workload, regression.offsets, regression.cohorts) == 3000
 
 
-def test_a_short_file_is_refused(tmp_path):
+def test_a_short_file_is_rejected(tmp_path):
     np.save(tmp_path / "a.npy", np.arange(100))
     (tmp_path / "a.npy").write_bytes((tmp_path / "a.npy").read_bytes()[:-1])
     with pytest.raises(ValueError, match="ends early"):
@@ -131,7 +131,7 @@ def run(simulator, loss, milliseconds, workload="W1", repeat=1, foreign=0.0):
     }
 
 
-def test_who_did_other_work_is_named(tmp_path):
+def test_a_simulator_that_did_other_work_is_named(tmp_path):
     session = Session(tmp_path / "a.jsonl", {}, [run("A", 1.0, 10), run("B", 1.0005, 20), run("C", 1.01, 5)])
     assert len(disagreements(session)) == 1
     assert "C (any) ends W1 at test loss 1.0100" in disagreements(session)[0]

@@ -299,7 +299,7 @@ def hide(module: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=[name.replace(" ", "-") for name in CASES])
-def test_one_sentence(
+def test_bad_input_raises_one_clear_message(
     case: Case, fedrax: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if case.prepare is not None:

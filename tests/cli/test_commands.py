@@ -175,7 +175,7 @@ def test_a_relative_path_is_read_once(
 
 
 @pytest.mark.slow
-def test_compare_goes_on_from_another_directory(
+def test_compare_resumes_from_another_directory(
     fedrax: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "trace.csv").write_text(TRACE)
@@ -237,7 +237,7 @@ def test_compare(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_compare_goes_on(fedrax: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_resumes(fedrax: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second call simulates what is missing only: here a third seed."""
     from fedrax.experiments import jobs
 

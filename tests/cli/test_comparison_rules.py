@@ -132,7 +132,7 @@ WITHOUT_EFFECT = {
 
 
 @pytest.mark.parametrize("name", WITHOUT_EFFECT)
-def test_settings_without_effect_are_refused(name: str, fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
+def test_settings_without_effect_are_rejected(name: str, fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
     text, flags, says = WITHOUT_EFFECT[name]
     (tmp_path / "c.toml").write_text(text)
     refused = fedrax("compare", "c.toml", *flags.split(), "--out", "c", "--quiet")

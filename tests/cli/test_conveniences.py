@@ -43,7 +43,7 @@ def test_own_methods_appear_by_their_names(fedrax: Callable[..., Outcome], tiny:
     assert "target" in outcome.out and "95 % of the best" in outcome.out and "best accuracy (round)" in outcome.out
 
 
-def test_a_finished_run_goes_on(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
+def test_a_finished_run_continues_with_more_rounds(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
     """To the numbers of a run that was longer from the start."""
     tiny.write_text(TINY.replace("eval_every = 2", "eval_every = 1"))
     assert fedrax("run", tiny, "--run.rounds", 2, "--out", "short", "--quiet").status == 0
@@ -64,7 +64,7 @@ def test_the_target_that_ends_all_runs_is_the_tables(fedrax: Callable[..., Outco
     assert "target 0.2: as given" in fedrax("show", "c", "--target", 0.2).out
 
 
-def test_clients_that_the_default_partition_deals_out_anew_are_told(fedrax: Callable[..., Outcome]) -> None:
+def test_clients_that_the_default_partition_deals_out_anew_are_noted(fedrax: Callable[..., Outcome]) -> None:
     flags = ("run", "--data", "synthetic", "--data.devices", 12, "--run.rounds", 1, "--model", "linear", "--json")
     said = "warning: the data have 12 clients, and the partition shards assigns their rows to other clients"
     assert said in fedrax(*flags).err

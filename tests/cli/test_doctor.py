@@ -117,7 +117,7 @@ LOST = {
 
 
 @pytest.mark.parametrize("name", LOST)
-def test_what_is_lost_is_said(name: str, whole: Path, tmp_path: Path, fedrax: Any):
+def test_what_is_lost_is_reported(name: str, whole: Path, tmp_path: Path, fedrax: Any):
     damage, says = LOST[name]
     shutil.copytree(whole, tmp_path / "r")
     damage(tmp_path / "r")

@@ -163,7 +163,7 @@ def test_flags_that_all_methods_take(fedrax: Callable[..., Outcome], quick: Path
         (["--algorithm.local.lrr", "1"], "unknown key 'lrr'"),
     ],
 )
-def test_grids_that_are_none(
+def test_malformed_grids_are_rejected(
     fedrax: Callable[..., Outcome], file: Path, tmp_path: Path, flags: list, words: str
 ) -> None:
     outcome = fedrax("compare", file, *flags, "--out", "c", "--quiet")
@@ -202,7 +202,7 @@ def test_after_a_wider_grid_each_method_is_shown_once(
 
 
 @pytest.mark.slow
-def test_a_search_on_data_that_has_changed_is_refused(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
+def test_a_search_on_data_that_has_changed_is_rejected(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
     """Before anything is run, although the trials, several in one program, left no checkpoint."""
     data = ["a,b,label", *(f"{i % 7},{i % 5},{i % 2}" for i in range(60))]
     (tmp_path / "d.csv").write_text("\n".join(data))
@@ -232,7 +232,7 @@ def model(input_shape, num_outputs):
 
 
 @pytest.mark.slow
-def test_a_search_with_a_program_that_has_changed_is_refused(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
+def test_a_search_with_a_program_that_has_changed_is_rejected(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
     (tmp_path / "s.toml").write_text(
         "seeds = [0]\ngrid = { algorithm.local.lr = [0.01, 0.1] }\n"
         + TINY.replace('"logistic"', '"own.py:model"').replace("rounds = 4", "rounds = 1")
@@ -255,7 +255,7 @@ def test_a_search_with_a_program_that_has_changed_is_refused(fedrax: Callable[..
 
 
 @pytest.mark.slow
-def test_several_in_one_program_that_are_cut_short_go_on(
+def test_interrupted_vectorized_trials_resume(
     fedrax: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cut while it keeps the last of them; all run once more, as alone the last one would differ by rounding."""

@@ -64,7 +64,7 @@ def test_labels_are_shown_and_not_interpreted(tmp_path: Path, fedrax: Any):
         ([" "], "is empty or not printable"),
     ],
 )
-def test_labels_that_cannot_be_are_refused_before_anything_runs(
+def test_labels_that_cannot_be_are_rejected_before_anything_runs(
     labels: list[str], says: str, tmp_path: Path, fedrax: Any
 ):
     (tmp_path / "x.toml").write_text(comparison(labels))
@@ -109,7 +109,7 @@ def test_folders_whose_names_are_no_text(tmp_path: Path, fedrax: Any):
     assert outcome.status == 2 and "d.csv is no text in UTF-8" in outcome.err and outcome.err.count("\n") == 1
 
 
-def test_a_sentence_holds_no_control_characters(tmp_path: Path, fedrax: Any):
+def test_messages_hold_no_control_characters(tmp_path: Path, fedrax: Any):
     """Names of files' columns and classes move no cursor, in notes and errors alike."""
     (tmp_path / "d.csv").write_text("\x1b[31mred,\x1b]0;title\x07\n1,2\n")
     for command in (("run",), ("partition",), ("compare", "--algorithms", "fedavg")):

@@ -62,7 +62,7 @@ sys.exit(cli.main())
 """
 
 
-def test_an_interrupted_command_waits_for_nobody() -> None:
+def test_an_interrupted_command_ends_at_once() -> None:
     """A round of a million steps may take an hour, for whose end JAX waits before a process may go."""
     done = subprocess.run([sys.executable, "-c", WAITING], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (130, "at work\n", "fedrax: interrupted\n")

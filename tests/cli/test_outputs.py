@@ -53,7 +53,7 @@ def command(folder: Path, *arguments: str, stdout: Any = subprocess.PIPE, **envi
     )
 
 
-def test_a_full_disk_behind_the_output_is_a_sentence(shown: Path):
+def test_a_full_disk_behind_the_output_raises_a_clear_error(shown: Path):
     with open("/dev/full", "w") as full:
         done = command(shown, "show", ".", "--json", stdout=full)
     assert (done.returncode, done.stderr) == (2, "fedrax: cannot write the output: No space left on device\n")
@@ -88,7 +88,7 @@ BROKEN_RUNS = {
 
 
 @pytest.mark.parametrize("name", BROKEN_RUNS)
-def test_broken_runs_are_a_sentence(name: str, tmp_path: Path, fedrax: Any):
+def test_broken_runs_raise_a_clear_error(name: str, tmp_path: Path, fedrax: Any):
     written, events, says = BROKEN_RUNS[name]
     file("r/experiment.toml", written)(tmp_path)
     file("r/events.jsonl", events)(tmp_path)
@@ -115,7 +115,7 @@ def test_targets_are_accuracies(target: str, shown: Path, fedrax: Any):
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "name = 'x'\nnormalize = true\n"])
 @pytest.mark.parametrize("name", ["run", "compare", "partition", "profile"])
-def test_a_file_that_says_nothing_runs_nothing(name: str, text: str, tmp_path: Path, fedrax: Any):
+def test_an_empty_file_runs_nothing(name: str, text: str, tmp_path: Path, fedrax: Any):
     (tmp_path / "x.toml").write_text(text)
     outcome = fedrax(name, "x.toml")
     assert outcome.status == 2 and "x.toml is not an experiment" in outcome.err
@@ -147,7 +147,7 @@ class Mine(FedAvg):
 
 @pytest.mark.parametrize("error", ["SystemExit(0)", "ValueError('gone')", "KeyError(3)", "OSError('no')"])
 @pytest.mark.parametrize(("part", "line"), [("data", 7), ("model", 13), ("algorithm", 18)])
-def test_errors_of_own_code_are_said_to_be_its_own(part: str, line: int, error: str, tmp_path: Path, fedrax: Any):
+def test_errors_of_user_code_are_attributed_to_it(part: str, line: int, error: str, tmp_path: Path, fedrax: Any):
     (tmp_path / "mine.py").write_text(OWN.format(error=error))
     name = {"data": "data", "model": "model", "algorithm": "Mine"}[part]
     outcome = fedrax("run", f"--{part}", f"mine.py:{name}", "--out", "r", "--quiet")
@@ -255,7 +255,7 @@ def test_a_terminal_too_narrow_for_the_table_has_it_method_by_method(columns: in
     assert (printed.count("rounds to 0.4") == 1) == (columns == 200)
 
 
-def test_a_reader_who_has_seen_enough_of_a_table_is_no_failure(tmp_path: Path) -> None:
+def test_a_closed_pipe_is_no_failure(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as pipe:
@@ -295,7 +295,7 @@ SMALL = "--data digits --partition shards --partition.clients 8 --model logistic
         f"diagnose {SMALL} --comparison None --tune never --run.rounds 1 --run.cohort-size 2",
     ],
 )
-def test_what_was_found_is_printed_where_its_picture_cannot_be(
+def test_results_are_printed_even_if_the_picture_cannot_be_written(
     arguments: str, fedrax: Callable[..., Outcome], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("no folder")
@@ -314,7 +314,7 @@ def test_a_profile_does_not_take_the_place_of_a_run(fedrax: Callable[..., Outcom
 GOING_ON = [sys.executable, "-m", "fedrax", "run", "tiny.toml", "--run.rounds", "1000000", "--out", "r"]
 
 
-def test_an_interrupt_that_cannot_be_told_is_one(tiny: Path) -> None:
+def test_an_interrupt_with_closed_streams_leaves_a_checkpoint(tiny: Path) -> None:
     """As of `fedrax run ... 2>&1 | tee log`, where Ctrl-C ends both."""
     reader, writer = os.pipe()
     paths = os.pathsep.join(path for path in sys.path if path)

@@ -140,7 +140,7 @@ def test_code_that_ends_the_process_is_an_error(code: str, tmp_path: Path, fedra
     ("apply", "says"),
     [("lambda params: params", "takes 1 positional argument"), ("lambda params, x, y, z: x", "missing 1 required")],
 )
-def test_a_model_of_other_arguments_is_a_sentence(apply: str, says: str, tmp_path: Path, fedrax: Any):
+def test_a_model_of_other_arguments_raises_a_clear_error(apply: str, says: str, tmp_path: Path, fedrax: Any):
     (tmp_path / "mine.py").write_text(
         f"from fedrax.models import Model\n\ndef model():\n    return Model(lambda key: 1.0, {apply})\n"
     )
@@ -178,7 +178,7 @@ def model(input_shape, num_outputs, width: int = WIDTH):
 """
 
 
-def test_own_code_imports_what_lies_beside_it(tmp_path: Path) -> None:
+def test_user_code_imports_modules_of_its_folder(tmp_path: Path) -> None:
     """And nothing of an equal name that lies beside other code."""
     before = list(sys.path)
     for folder, width in (("a", 3), ("b", 5)):
@@ -189,7 +189,7 @@ def test_own_code_imports_what_lies_beside_it(tmp_path: Path) -> None:
         assert made.model.width == width and sys.path == before
 
 
-def test_files_of_one_folder_share_what_lies_beside_them(tmp_path: Path) -> None:
+def test_files_of_one_folder_share_its_modules(tmp_path: Path) -> None:
     """Also where code of another folder has imported a module of that name in between."""
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
@@ -215,7 +215,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("part", NAMED)
-def test_a_parameter_called_name_is_refused(part: str, tmp_path: Path) -> None:
+def test_a_parameter_called_name_is_rejected(part: str, tmp_path: Path) -> None:
     """In a file that key says whose parameters they are, so that this one would keep its default."""
     (tmp_path / "mine.py").write_text(HEAD + NAMED[part])
     with pytest.raises(FedraxError, match=r"has a parameter or field called name, .*: rename it"):
@@ -256,7 +256,7 @@ class Prox:
 """
 
 
-def test_a_part_of_a_method_may_be_ones_own(tmp_path: Path) -> None:
+def test_a_part_of_a_method_may_be_user_code(tmp_path: Path) -> None:
     """A schedule in a file, as in Python, and in the file that a run keeps; one that is none is a sentence."""
     (tmp_path / "mine.py").write_text(SCHEDULE)
 

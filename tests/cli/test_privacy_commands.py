@@ -70,7 +70,7 @@ def test_privacy_says_what_no_number_holds_of(fedrax: Any, private: Path):
     assert refused.status == 2 and "QFedAvg also sends upload/params/output/bias, computed from data" in refused.err
 
 
-def test_a_warning_is_a_sentence_too(fedrax: Any, private: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_warning_raises_a_clear_error_too(fedrax: Any, private: Path, monkeypatch: pytest.MonkeyPatch):
     seen = []
     show = lambda w: seen.append(warnings.formatwarning(w.message, w.category, w.filename, w.lineno))  # noqa: E731
     monkeypatch.setattr(warnings, "_showwarnmsg_impl", show)  # pytest's own keeps them without a format
@@ -115,7 +115,7 @@ def test_a_run_that_ends_with_its_budget_says_so(fedrax: Any, private: Path, tmp
         (["run", "--algorithm", "fedavg", "--run.epsilon-budget", "3"], "FedAvg adds no noise"),
     ],
 )
-def test_bad_input_is_a_sentence(fedrax: Any, arguments: list[str], sentence: str):
+def test_bad_input_raises_a_clear_error(fedrax: Any, arguments: list[str], sentence: str):
     said = fedrax(*arguments)
     assert said.status == 2 and sentence in said.err and said.err.count("\n") == 1
 

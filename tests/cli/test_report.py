@@ -163,7 +163,7 @@ def test_no_script_of_a_name_runs(tmp_path: Path, fedrax: Any):
 
 
 @pytest.mark.slow
-def test_runs_that_go_on_failed_or_have_not_begun_are_shown(tmp_path: Path, fedrax: Any, tiny: Path):
+def test_running_failed_and_unstarted_runs_are_shown(tmp_path: Path, fedrax: Any, tiny: Path):
     assert fedrax("run", tiny, "--out", "r/0", "--quiet").status == 0
     shutil.copytree(tmp_path / "r/0", tmp_path / "r/1")
     (tmp_path / "r/1/experiment.toml").write_text(
@@ -210,7 +210,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_damaged_directories_are_a_sentence(name: str, tmp_path: Path, fedrax: Any):
+def test_damaged_directories_raise_a_clear_error(name: str, tmp_path: Path, fedrax: Any):
     files, says = DAMAGED[name]
     (tmp_path / "r").mkdir()
     for file, text in ({"experiment.toml": RUN, "events.jsonl": EVENT} | files if files else {}).items():
@@ -220,7 +220,7 @@ def test_damaged_directories_are_a_sentence(name: str, tmp_path: Path, fedrax: A
     assert not (tmp_path / "r" / "report.html").exists()
 
 
-def test_without_directories_or_with_a_target_that_is_none(tmp_path: Path, fedrax: Any):
+def test_missing_directories_and_malformed_targets_are_rejected(tmp_path: Path, fedrax: Any):
     assert "no directory given" in fedrax("report").err
     assert "accuracy in (0, 1]" in fedrax("report", "x", "--target", "3").err
 
@@ -265,7 +265,7 @@ def test_the_head_names_the_models_of_all_runs(tmp_path: Path, monkeypatch: pyte
     assert "model logistic, 2nn · seed 0" in page(gather([Path("a"), Path("b")]))
 
 
-def test_directories_of_one_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_directories_of_one_name_are_distinguished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     for folder, accuracy in (("a", 0.3), ("b", 0.9)):
         make(Path(folder, "x", "m", "seed-0"), {"test_accuracy": accuracy})

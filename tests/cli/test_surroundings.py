@@ -21,14 +21,14 @@ NOBODY = "import os, fedrax.files, pwd; os.setuid(54321); fedrax.files.cache_dir
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_a_user_whom_a_container_does_not_know_has_no_home():
+def test_a_user_unknown_to_the_container_has_no_home_directory():
     known = {name: value for name, value in os.environ.items() if name not in ("HOME", "FEDRAX_CACHE")}
     done = subprocess.run([sys.executable, "-c", NOBODY], env=known, stderr=subprocess.PIPE, text=True)
     assert "FedraxError: this user has no home directory" in done.stderr and "set FEDRAX_CACHE" in done.stderr
 
 
 @pytest.mark.parametrize("streams", [(0, 1, 2), pytest.param((1,), marks=pytest.mark.slow)], ids=str)
-def test_a_run_with_closed_streams_is_a_run(streams: tuple[int, ...], tmp_path: Path):
+def test_a_run_with_closed_streams_writes_its_events(streams: tuple[int, ...], tmp_path: Path):
     closing = "".join(f"{number}>&- " for number in streams)
     call = [sys.executable, "-m", "fedrax", *RUN]
     paths = os.pathsep.join(path for path in sys.path if path)
@@ -47,7 +47,7 @@ def test_a_cache_that_cannot_be_written_is_one_warning(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("platform", slow_cases(["of_no_kind", "cuda"]))
-def test_devices_that_are_not_there_are_a_sentence(platform: str, tmp_path: Path):
+def test_devices_that_are_not_there_raise_a_clear_error(platform: str, tmp_path: Path):
     done = command(tmp_path, *RUN, JAX_PLATFORMS=platform)
     if done.returncode == 0:
         pytest.skip("this machine has them")
@@ -55,7 +55,7 @@ def test_devices_that_are_not_there_are_a_sentence(platform: str, tmp_path: Path
     assert f"no device of JAX_PLATFORMS={platform}" in done.stderr
 
 
-def test_a_current_directory_that_was_removed_is_a_sentence(
+def test_a_current_directory_that_was_removed_raises_a_clear_error(
     fedrax: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "gone").mkdir()
@@ -69,7 +69,7 @@ def test_a_current_directory_that_was_removed_is_a_sentence(
 
 
 @pytest.mark.slow
-def test_lists_without_docstrings_have_names_alone(tmp_path: Path):
+def test_lists_show_only_names_without_docstrings(tmp_path: Path):
     """In their place dataclasses have all of their fields."""
     done = command(tmp_path, "list", "partitions", PYTHONOPTIMIZE="2")
     assert done.returncode == 0 and "shards" in done.stdout and "Shards(" not in done.stdout

@@ -146,7 +146,9 @@ def test_ranges() -> None:
         (["--trials", 3], "no grid to search"),
     ],
 )
-def test_searches_that_are_none(fedrax: Callable[..., Outcome], tmp_path: Path, flags: list, words: str) -> None:
+def test_malformed_searches_are_rejected(
+    fedrax: Callable[..., Outcome], tmp_path: Path, flags: list, words: str
+) -> None:
     (tmp_path / "t.toml").write_text(TINY)
     printed = fedrax("compare", "t.toml", *flags, "--out", "c", "--quiet")
     assert printed.status == 2 and len(printed.err.splitlines()) == 1 and re.search(words, printed.err), printed.err

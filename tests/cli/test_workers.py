@@ -76,7 +76,7 @@ def broken() -> None:
     raise BrokenProcessPool("a worker was killed")
 
 
-def test_what_cannot_be_taken_up_is_said(tmp_path: Path) -> None:
+def test_what_cannot_be_taken_up_is_reported(tmp_path: Path) -> None:
     (tmp_path / "t.toml").write_text(SEARCHED)
     with Fragile(1) as fragile, pytest.raises(FedraxError, match="call again with a new one"):
         compare(tmp_path / "t.toml", directory=tmp_path / "a", executor=fragile)

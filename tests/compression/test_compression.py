@@ -172,7 +172,7 @@ def test_each_part_travels_in_its_own_form():
     ],
     ids=["order", "each", "none", "bits"],
 )
-def test_misuse_ends_in_a_sentence(method: Algorithm, sentence: str):
+def test_misuse_raises_a_clear_error(method: Algorithm, sentence: str):
     with pytest.raises(FedraxError, match=sentence):
         run(method, rounds=1)
 
@@ -241,7 +241,7 @@ def test_plans_agree(name: str, plan: str):
     assert_close(run(COMPRESSED[name], plan=plan, **options), run(COMPRESSED[name], **options))
 
 
-def test_a_resumed_run_goes_on_with_the_rest(tmp_path):
+def test_a_resumed_run_keeps_the_compression_error(tmp_path):
     method = COMPRESSED["both around SCAFFOLD"]
     options = {"cohort_size": 2, "devices": 1, "eval_every": 2}
     run(method, rounds=2, directory=tmp_path, **options)

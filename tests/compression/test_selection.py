@@ -29,6 +29,6 @@ def test_as_a_stable_sort_finds_them(dtype: str) -> None:
             np.testing.assert_array_equal([largest(vector, k) for vector in vectors], wanted)
 
 
-def test_numbers_that_are_none_count_as_the_largest() -> None:
+def test_nan_counts_as_the_largest() -> None:
     """As for ``jax.lax.top_k``: whoever sends them is found out by what arrives."""
     np.testing.assert_array_equal(largest(jnp.array([1.0, jnp.nan, 3.0, jnp.inf]), 2), [1, 3])

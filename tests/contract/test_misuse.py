@@ -175,7 +175,7 @@ CASES = {
 @pytest.mark.parametrize(
     "use", [lambda m: run(m, FEDERATION, rounds=1, devices=1), check_algorithm], ids=["simulate", "check"]
 )
-def test_misuse_ends_in_a_sentence(sentence: str, use: Callable):
+def test_misuse_raises_a_clear_error(sentence: str, use: Callable):
     with pytest.raises(FedraxError, match=sentence) as caught:
         use(CASES[sentence])
     assert "Traceback" not in str(caught.value)
@@ -231,7 +231,7 @@ def test_every_broken_rule_has_its_line():
         check_algorithm(both)
 
 
-def test_what_follows_from_another_fault_is_not_told():
+def test_consequences_of_another_error_are_not_reported():
     """The server expects other keys than the broken client would have sent."""
     mine = method(client=lambda self, m, s, d: m, server=lambda self, server, cohort: cohort.mean["delta"])
     with pytest.raises(FedraxError) as caught:
@@ -266,7 +266,7 @@ def test_a_method_of_some_layers_is_checked_on_a_task_that_has_them():
         check_algorithm(mine, TASK, ())  # type: ignore[arg-type]
 
 
-def test_a_value_kept_from_an_earlier_trace_is_a_sentence():
+def test_a_value_kept_from_an_earlier_trace_raises_a_clear_error():
     kept: list[Any] = []
 
     def leak(message: Any, state: Any, data: Any) -> ClientOutput:
@@ -278,7 +278,7 @@ def test_a_value_kept_from_an_earlier_trace_is_a_sentence():
         run(client(leak), FEDERATION, rounds=1)
 
 
-def test_a_class_without_the_decorator_is_refused():
+def test_a_class_without_the_decorator_is_rejected():
     class Bare(FedAvg):
         """No decorator."""
 
@@ -289,7 +289,7 @@ def test_a_class_without_the_decorator_is_refused():
             use(Bare(local=LocalSGD()))
 
 
-def test_a_base_without_what_it_leaves_open_is_refused():
+def test_a_base_without_what_it_leaves_open_is_rejected():
     @fedrax.hyperparameters
     class Idle(fedrax.Averaging):
         """No client."""
@@ -307,7 +307,7 @@ def test_a_base_without_what_it_leaves_open_is_refused():
     ],
     ids=["zero", "not finite"],
 )
-def test_a_model_that_an_empty_round_takes_away_is_found_out(server: Callable):
+def test_a_model_that_an_empty_round_takes_away_is_detected(server: Callable):
     models = lambda self, message, state, data: ClientOutput(upload=self.local.run(data, message).params)  # noqa: E731
     mine = method(client=models, server=server)
     with pytest.raises(FedraxError, match="Mine loses the model in a round with an empty cohort"):
@@ -352,7 +352,7 @@ def test_a_method_of_personal_models_alone_passes():
     )
 
 
-def test_impure_methods_are_found_out():
+def test_impure_methods_are_detected():
     """It counts its calls, which compiled programs make once; and it sums up what depends on the clients' order."""
     calls = []
 

@@ -78,7 +78,7 @@ LOSSY = ("efsign", "quantized", "randomk", "topk")
 
 
 @pytest.mark.parametrize("name", slow_cases(PAIRS, FIRST))
-def test_a_pair_of_wrappers_fits_or_is_refused_in_a_sentence(name: str):
+def test_a_pair_of_wrappers_fits_or_is_rejected_with_the_reason(name: str):
     """Whether it fits shows when the round is traced, before anything is compiled."""
     start = lambda: prepare(PAIRS[name], TASK, FEDERATION, fedrax.Settings(rounds=2, cohort_size=2))  # noqa: E731
     if name.rpartition("(")[0] in REFUSED:
@@ -102,7 +102,7 @@ ALIKE = {
 
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("name", slow_cases(TO_RUN, CHOICES.keys() - ALIKE))
-def test_clients_in_turn_and_side_by_side_agree(name: str):
+def test_sequential_and_vectorized_clients_agree(name: str):
     base, other = run(TO_RUN[name], rounds=2), run(TO_RUN[name], rounds=2, plan="vmap", chunk=2)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((base.params, other.params)))
     assert [event["bytes_up"] for event in other.events] == [event["bytes_up"] for event in base.events]

@@ -25,7 +25,7 @@ from tests.simulation.problems import FEDERATION, LOCAL, SIZES, TASK, assert_clo
 
 
 @pytest.mark.slow
-def test_runs_together_honor_what_runs_in_turn_do():
+def test_vectorized_runs_honor_all_settings():
     """Training data, each client apart, and fine-tuned models are evaluated in both."""
     methods = [Scaffold(local=LocalSGD(lr=lr, steps=2, batch_size=2)) for lr in (0.05, 0.1)]
     options: Any = {"rounds": 2, "cohort_size": 3, "eval_every": 2}
@@ -45,7 +45,7 @@ def test_runs_together_honor_what_runs_in_turn_do():
 # -- requirements --------------------------------------------------------------------------------------------------
 
 
-def test_samples_that_stored_order_never_comes_to_are_told():
+def test_samples_that_stored_order_never_comes_to_are_noted():
     """Every round begins with the first one again."""
     twelve = np.full(3, 12)
     stored = partial(fedrax.LocalSGD, batch_size=4, order="stored")

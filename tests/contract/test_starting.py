@@ -17,7 +17,7 @@ def own_task(init: object) -> Task:
     return Task(init, lambda params, batch, key: batch.x @ params["w"])  # type: ignore[arg-type]
 
 
-def test_what_draws_them_is_compiled_once_for_all_seeds_and_for_tasks_made_anew():
+def test_initialization_is_compiled_once_for_all_seeds_and_equal_tasks():
     before = initialization._cached_init.cache_info().misses
     for task in [classification(MLP(hidden=(7, 5)).build((6,), 3)) for _ in range(2)]:
         for seed in (0, 1):

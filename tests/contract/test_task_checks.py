@@ -85,13 +85,13 @@ SAYS: dict[str, tuple[Callable[[], Task], str]] = {
 
 
 @pytest.mark.parametrize("name", SAYS)
-def test_what_a_task_gets_wrong_is_a_sentence(name: str) -> None:
+def test_what_a_task_gets_wrong_raises_a_clear_error(name: str) -> None:
     make, says = SAYS[name]
     with pytest.raises(FedraxError, match=says):
         run(make())
 
 
-def test_an_error_of_ones_own_code_is_its_own() -> None:
+def test_an_error_of_user_code_is_passed_on() -> None:
     def broken(params: Any, batch: Any, key: Any) -> jax.Array:
         return batch.z
 
@@ -104,7 +104,7 @@ def test_an_optimizer_of_optax_is_wrapped() -> None:
         run(Task(zeros, errors), optimizer=optax.adam)
 
 
-def test_parameters_with_functions_among_them_are_told_how() -> None:
+def test_functions_among_parameters_are_rejected_with_the_remedy() -> None:
     start = lambda key: {"w": jnp.zeros(4), "activation": jax.nn.relu}  # noqa: E731
     with pytest.raises(FedraxError, match=r"for an Equinox module use fedrax\.models\.from_equinox"):
         run(Task(start, errors))

@@ -51,7 +51,7 @@ def test_other_partitions_leave_the_test_set_whole():
     assert federation.test_offsets is None and list(federation.test.y) == [0, 1, 2, 3, 4]
 
 
-def test_test_rows_of_strangers_only_belong_to_nobody():
+def test_test_rows_of_unknown_clients_belong_to_no_client():
     dataset = natural_dataset()
     strangers = Dataset("s", dataset.train, dataset.test, 6, (), (), dataset.train_clients, np.full(5, 100))
     assert Federation.from_dataset(strangers, Natural(), 0).test_offsets is None
@@ -172,12 +172,12 @@ BAD = [
 
 
 @pytest.mark.parametrize(("arguments", "words"), BAD, ids=[words for _, words in BAD])
-def test_bad_arrays_end_in_a_sentence(arguments, words):
+def test_bad_arrays_raise_a_clear_error(arguments, words):
     with pytest.raises(FedraxError, match=words):
         Federation.from_arrays(**arguments)
 
 
-def test_bad_data_sets_end_in_a_sentence():
+def test_bad_data_sets_raise_a_clear_error():
     x, y = np.zeros((4, 2), np.float32), np.array([0, 1, 1, 0], np.int32)
     good = Samples(x, y)
     for arguments, words in (
@@ -250,7 +250,7 @@ def test_owners_that_differ_little():
         assert Federation.from_arrays(x, y, names).client_names == ("a", "caf\\xe8", "caf\\xe9")
 
 
-def test_owners_that_are_none():
+def test_malformed_client_ids_are_rejected():
     pandas, x, y = pytest.importorskip("pandas"), np.zeros((2, 1)), np.arange(2)
     for ids in (["a", None], ["a", np.nan], pandas.Series([1, None], dtype="Int64"), [1.0, np.nan], [pandas.NaT, 1]):
         with pytest.raises(FedraxError, match=r"missing in 1 of 2 rows: leave out rows"):

@@ -48,7 +48,7 @@ def test_regression_has_sizes_only():
         label_counts(measured)
 
 
-def test_a_table_too_large_is_refused():
+def test_a_table_too_large_is_rejected():
     big = federation(np.arange(20_001), np.arange(20_001))
     with pytest.raises(FedraxError, match="too large"):
         label_counts(big)

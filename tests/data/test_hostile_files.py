@@ -85,7 +85,7 @@ def test_compressions_that_numpy_does_not_use_are_not_unpacked(method: int, tmp_
     refused(read_npz, tmp_path / "bad.npz", ["x"], says="compressed as NumPy does not")
 
 
-def test_every_damaged_byte_of_a_compressed_file_is_a_sentence(tmp_path: Path):
+def test_every_damaged_byte_of_a_compressed_file_raises_a_clear_error(tmp_path: Path):
     np.savez_compressed(tmp_path / "d.npz", **npz_arrays())
     whole, path = (tmp_path / "d.npz").read_bytes(), tmp_path / "d.npz"
     for place in range(0, len(whole), 3):

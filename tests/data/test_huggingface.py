@@ -163,7 +163,7 @@ def test_a_data_sets_code_is_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_splits_that_number_classes_differently_are_refused():
+def test_splits_that_number_classes_differently_are_rejected():
     """Encoded each by itself, a split without one of the classes has other numbers for the rest."""
     splits = datasets.DatasetDict(
         train=datasets.Dataset.from_dict({"x": [1.0, 2.0, 3.0], "label": ["a", "b", "c"]}),
@@ -187,7 +187,7 @@ def test_a_column_of_encoded_images(tmp_path):
     assert made.pixels and made.train.x.dtype == np.uint8 and made.train.x.shape[1:] == (4, 4, 3)
 
 
-def test_options_without_effect_are_refused() -> None:
+def test_options_without_effect_are_rejected() -> None:
     """Each kind of samples has options of its own."""
     texts = datasets.Dataset.from_dict({"text": ["good day", "bad day"] * 4, "label": ["up", "down"] * 4})
     lists = datasets.Dataset.from_dict({"x": [[1, 2], [3, 4]], "label": [0, 1]})
@@ -226,7 +226,7 @@ def test_numbers_to_partition_by_with_texts_among_them() -> None:
     assert made.vocabulary and made.partition_by is not None and made.partition_by.tolist() == [0, 1, 2, 3] * 2
 
 
-def test_splits_that_are_left_out_are_told() -> None:
+def test_splits_that_are_left_out_are_noted() -> None:
     splits = datasets.DatasetDict(train=table(), validation=table(6))
     assert any(
         "validation left out (train_split, test_split)" in n for n in from_huggingface(splits, label="ill").notes

@@ -48,7 +48,7 @@ def files(folder: Path) -> list[Path]:
     return sorted((folder.parent / "cache" / "images").glob("*"))
 
 
-def test_a_second_start_decodes_nothing(folder: Path, decodings: list[int]) -> None:
+def test_the_second_load_reads_the_cache(folder: Path, decodings: list[int]) -> None:
     first, second = read(folder), read(folder)
     assert decodings == [12]
     np.testing.assert_array_equal(first.train.x, second.train.x)
@@ -58,7 +58,7 @@ def test_a_second_start_decodes_nothing(folder: Path, decodings: list[int]) -> N
     np.testing.assert_array_equal(np.load(file, allow_pickle=False)[:, 0, 0, 0], [0, 10, 2, 4, 6, 8, 1, 11, 3, 5, 7, 9])
 
 
-def test_other_options_and_changed_files_are_decoded_anew(folder: Path, decodings: list[int]) -> None:
+def test_other_options_and_changed_files_are_decoded_again(folder: Path, decodings: list[int]) -> None:
     read(folder)
     assert read(folder, color="grey").train.x.shape[-1] == 1 and read(folder, size=(2, 2)).train.x.shape[1] == 2
     assert decodings == [12] * 3

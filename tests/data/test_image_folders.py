@@ -144,7 +144,7 @@ def test_folders_and_options_that_do_not_fit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [(1.5, 2), ("a", "b"), 5, None, (2,), (0, 1)])
-def test_sizes_that_are_none(size: object, tmp_path: Path) -> None:
+def test_malformed_sizes_are_rejected(size: object, tmp_path: Path) -> None:
     with pytest.raises(FedraxError, match="a height and a width of 1 to"):
         load("image_folder", path=tmp_path, size=size)
     with pytest.raises(FedraxError, match="cannot be read as a folder"):

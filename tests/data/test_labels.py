@@ -97,7 +97,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("x", "y", "words"), REFUSED)
-def test_what_cannot_be_a_sample_is_refused_in_one_sentence(x, y, words):
+def test_what_cannot_be_a_sample_is_rejected_in_one_sentence(x, y, words):
     with pytest.raises(FedraxError, match=words) as caught:
         Federation.from_arrays(x, y, offsets=np.array([0, 2]))
     assert "\n" not in str(caught.value)
@@ -209,7 +209,7 @@ def test_npz_says_whether_bytes_are_pixels_and_what_is_padding(tmp_path):
     assert not dataset.pixels and dataset.padding is None and dataset.num_classes == 256
 
 
-def test_labels_in_another_form_are_told_how():
+def test_labels_of_another_form_are_rejected_with_the_remedy():
     x = np.zeros((4, 2))
     with pytest.raises(FedraxError, match=r"np.unique\(labels, .*\) of training and test labels together"):
         Federation.from_arrays(x, ["a", "b", "a", "b"], [0, 0, 1, 1], test=(x, [0, 1, 0, 1]))
@@ -222,7 +222,7 @@ def test_labels_in_another_form_are_told_how():
             simulate(FedAvg(), classification(Linear().build((2,), 2)), made, rounds=1, cohort_size=2)
 
 
-def test_samples_that_are_no_plain_arrays_are_told_how():
+def test_samples_that_are_not_arrays_are_rejected_with_the_remedy():
     x, y, owner = np.arange(8.0).reshape(4, 2), np.array([0, 1, 0, 1]), [0, 0, 1, 1]
     sparse = pytest.importorskip("scipy.sparse").csr_matrix(x)
     for arrays, says in (

@@ -222,7 +222,7 @@ def test_a_thousand_users_are_quick(tmp_path: Path) -> None:
     assert len(federation.train.y) == 2000
 
 
-def test_whole_numbers_that_floats_do_not_tell_apart_are_no_labels(tmp_path: Path) -> None:
+def test_integers_beyond_float64_are_rejected_as_labels(tmp_path: Path) -> None:
     content = samples([[1.0], [2.0]], [2**53 + 1, 2**53])
     with pytest.raises(FedraxError, match=r"whole numbers beyond 2\^53"):
         load("leaf", path=write(tmp_path / "x.json", content))

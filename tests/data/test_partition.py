@@ -250,7 +250,7 @@ IMPOSSIBLE = [
 
 
 @pytest.mark.parametrize(("rule", "words"), IMPOSSIBLE, ids=repr)
-def test_impossible_rules_end_in_a_sentence(rule, words):
+def test_impossible_rules_raise_a_clear_error(rule, words):
     with pytest.raises(FedraxError, match=words):
         rule.assign(balanced(60), 0)
 
@@ -270,13 +270,13 @@ def test_regression_targets_can_be_sorted_but_not_counted():
         DirichletClasses(4).assign(dataset, 0)
 
 
-def test_a_table_of_a_billion_cells_is_refused():
+def test_a_table_of_a_billion_cells_is_rejected():
     dataset = labeled(np.zeros(2_000_000, np.int32), 1000)
     with pytest.raises(FedraxError, match="too many"):
         DirichletClasses(1_000_000).assign(dataset, 0)
 
 
-def test_negative_seed_is_refused():
+def test_negative_seed_is_rejected():
     with pytest.raises(FedraxError, match="seed"):
         Iid(2).assign(balanced(10), -1)
 

@@ -151,7 +151,7 @@ def test_experiments_scale_pixels_alone_and_know_the_padding():
     assert own.asked == ((2, 2, 1), 3)
 
 
-def test_a_model_of_one_output_a_sample_is_refused_for_many_labels():
+def test_a_model_of_one_output_a_sample_is_rejected_for_many_labels():
     x, y = sentences("uint8")
     federation = Federation.from_arrays(x, y, OWNER, padding=PADDING)
     task = classification(Linear().build((LENGTH,), TOKENS), padding=PADDING)

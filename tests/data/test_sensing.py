@@ -63,7 +63,7 @@ def test_starts():
 
 
 @pytest.mark.parametrize(("shape", "outputs"), [((4,), 1), ((2, 3, 4), 1), ((3, 4), 2)])
-def test_inputs_that_are_no_matrices_are_refused(shape: tuple, outputs: int):
+def test_inputs_that_are_no_matrices_are_rejected(shape: tuple, outputs: int):
     with pytest.raises(FedraxError, match="maps matrices to one number"):
         TraceRegression().build(shape, outputs)
 

@@ -259,7 +259,7 @@ def test_openml_without_network(monkeypatch):
         load("openml", dataset="iris")
 
 
-def test_numbers_that_are_classes_stay_apart_and_those_beyond_32_bits_are_refused(tmp_path):
+def test_numbers_that_are_classes_stay_apart_and_those_beyond_32_bits_are_rejected(tmp_path):
     (tmp_path / "d.csv").write_text("a,label\n" + "".join(f"{i},{v}\n" for i, v in enumerate([1e6 + 1, 1e6 + 2, 0.5])))
     made = load("csv", path=tmp_path / "d.csv", labels="classes", test_fraction=0.0)
     assert made.class_names == ("0.5", "1000001", "1000002")
@@ -272,7 +272,7 @@ def test_numbers_that_are_classes_stay_apart_and_those_beyond_32_bits_are_refuse
 
 
 @pytest.mark.parametrize("column", ["a", "label", "who"])
-def test_whole_numbers_beyond_64_bits_are_refused(column, tmp_path):
+def test_whole_numbers_beyond_64_bits_are_rejected(column, tmp_path):
     rows = [{"a": 1, "label": 0, "who": 2} | ({column: 10**30 + i} if i else {}) for i in range(3)]
     text = "a,label,who\n" + "".join(f"{row['a']},{row['label']},{row['who']}\n" for row in rows)
     (tmp_path / "d.csv").write_text(text)

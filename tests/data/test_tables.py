@@ -99,7 +99,7 @@ def test_numbers_with_a_few_texts_among_them_are_no_categories(tmp_path: Path) -
     assert len(load("csv", path=path, categorical=("age",)).feature_names) > 40
 
 
-def test_a_number_of_the_row_is_told_of(tmp_path: Path) -> None:
+def test_a_number_of_the_row_is_noted(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("id,x,label\n" + "".join(f"{i},{i % 7},{i % 2}\n" for i in range(60)))
     assert [
@@ -108,7 +108,7 @@ def test_a_number_of_the_row_is_told_of(tmp_path: Path) -> None:
     assert not any("'x' is another" in note for note in load("csv", path=path).notes)
 
 
-def test_many_whole_numbers_as_labels_are_told_of(tmp_path: Path) -> None:
+def test_many_whole_numbers_as_labels_are_noted(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("x,label\n" + "".join(f"{i % 7},{100 + i}\n" for i in range(60)))
     assert any('labels = "numbers" makes a regression' in note for note in load("csv", path=path).notes)
@@ -116,7 +116,7 @@ def test_many_whole_numbers_as_labels_are_told_of(tmp_path: Path) -> None:
         assert not any("regression" in note for note in load("csv", path=path, **options).notes)
 
 
-def test_labels_that_name_the_rows_are_told_of(tmp_path: Path) -> None:
+def test_labels_that_name_the_rows_are_noted(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("x,label\n" + "".join(f"{i % 7},film {i}\n" for i in range(20)))
     assert any("'label' has 20 classes in 20 rows: it may name or date them" in n for n in load("csv", path=path).notes)

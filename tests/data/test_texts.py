@@ -61,7 +61,7 @@ def test_vectors_come_from_a_file_in_gloves_format(tmp_path: Path) -> None:
         (b"", "none of the 2 words"),
     ],
 )
-def test_other_files_are_refused(tmp_path: Path, content: bytes, says: str) -> None:
+def test_other_files_are_rejected(tmp_path: Path, content: bytes, says: str) -> None:
     path = tmp_path / "vectors.txt"
     path.write_bytes(content)
     with pytest.raises(FedraxError, match=says):
@@ -84,7 +84,7 @@ def test_files_of_vectors_as_the_world_writes_them(tmp_path: Path, content: byte
     np.testing.assert_array_equal(read_word_vectors(path, ("cat", "the")), [[0, 0], [0, 0], [-1, 0.5], [1, 2]])
 
 
-def test_what_is_no_text_or_no_list_of_words_is_a_sentence() -> None:
+def test_what_is_no_text_or_no_list_of_words_raises_a_clear_error() -> None:
     for missing in (None, float("nan"), b"bytes"):
         with pytest.raises(FedraxError, match=r"a text is wanted, not .*: leave rows without one out"):
             tokenize(missing)  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ def test_semicolons_and_decimal_commas(path: Path) -> None:
         (b'a,label\n"1,2\n', "a quotation mark is never closed"),
     ],
 )
-def test_what_cannot_be_read_is_said_in_one_line(path: Path, content: bytes, words: str) -> None:
+def test_unreadable_files_raise_one_clear_message(path: Path, content: bytes, words: str) -> None:
     path.write_bytes(content)
     with pytest.raises(FedraxError, match=words) as caught:
         load("csv", path=path)
@@ -45,7 +45,7 @@ def test_what_cannot_be_read_is_said_in_one_line(path: Path, content: bytes, wor
 
 
 @pytest.mark.parametrize("rest", ["\n", "\n\n", ",,\n", ",,\n\n1,2,a\n,,\n"])
-def test_rows_that_hold_nothing_are_none(path: Path, rest: str) -> None:
+def test_empty_rows_are_ignored(path: Path, rest: str) -> None:
     path.write_text("x,y,label\n1,2,a\n3,4,b\n" + rest)
     rows = 2 + rest.count("a")
     assert len(load("csv", path=path, test_fraction=0.0).train.y) == rows
@@ -68,13 +68,13 @@ def test_zeros_in_front_are_part_of_a_name(path: Path, tmp_path: Path) -> None:
     assert load("csv", path=path, client="who", test_fraction=0.0).client_names == ("0", "9", "10")
 
 
-def test_a_row_without_client_is_refused_whatever_stands_for_it(path: Path) -> None:
+def test_a_row_without_client_is_rejected_whatever_stands_for_it(path: Path) -> None:
     path.write_text("who,x,label\n1.5,1,0\nNaN,2,1\n2.5,3,1\n")
     with pytest.raises(FedraxError, match="'who' has missing values, which no row may have there"):
         load("csv", path=path, client="who")
 
 
-def test_texts_that_name_the_row_are_told_of(path: Path) -> None:
+def test_texts_that_name_the_row_are_noted(path: Path) -> None:
     path.write_text("day,ward,label\n" + "".join(f"2024-01-{i % 28 + 1},w{i % 3},{i % 2}\n" for i in range(50)))
     notes = load("csv", path=path).notes
     assert any("'day' has another text in most rows: drop it" in note for note in notes)
@@ -144,7 +144,7 @@ def test_names_of_columns_as_other_files_begin(path: Path) -> None:
 
 
 @pytest.mark.parametrize("cells", [("1.234", "12.500", "999"), ("1,5", " 12.500", "999"), ("1.234,5", "12", "999")])
-def test_points_between_thousands_are_none_before_fractions(path: Path, cells: tuple[str, ...]) -> None:
+def test_points_between_thousands_are_not_decimal_points(path: Path, cells: tuple[str, ...]) -> None:
     """1.234 would be a thousandth of what is meant."""
     path.write_text("x;label\n" + "".join(f"{cell};a\n" for cell in cells))
     with pytest.raises(FedraxError, match="numbers in another form: write them as plain numbers; categorical"):

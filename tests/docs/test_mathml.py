@@ -23,6 +23,6 @@ def test_every_formula_is_mathml():
     assert found > 100
 
 
-def test_a_command_that_has_no_form_is_refused():
+def test_a_command_that_has_no_form_is_rejected():
     with pytest.raises(Exception, match="nosuchcommand"):
         mathml.mathml(r"x = \nosuchcommand y")

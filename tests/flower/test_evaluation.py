@@ -98,7 +98,7 @@ def test_one_whose_metrics_make_no_sense_is_left_out(
     assert here.events[-1]["test_accuracy"] <= 1
 
 
-def test_who_has_no_test_samples_is_not_asked(caplog: pytest.LogCaptureFixture):
+def test_clients_without_test_samples_are_not_asked_to_evaluate(caplog: pytest.LogCaptureFixture):
     method, asked = Scaffold(local=LOCAL), []
 
     def data(context: Any) -> Any:
@@ -230,7 +230,7 @@ def test_noise_that_others_can_draw_is_warned_of():
         deployed(method, grid_of(method), rounds=1)
 
 
-def test_noise_in_bands_is_refused():
+def test_noise_in_bands_is_rejected():
     """It is for rounds that lie apart, and who will be there then is not known."""
     method = ClientDP(FedAvg(local=LOCAL), noise=5.0, bands=2)
     with pytest.raises(FedraxError, match="set bands to 1"):
@@ -249,7 +249,7 @@ def test_noise_in_bands_is_refused():
         ({"settings": fedrax.Settings(seed=3)}, "seed is a setting of simulations"),
     ],
 )
-def test_settings_of_simulations_and_wrong_ones_are_a_sentence(changes: dict[str, Any], words: str):
+def test_settings_of_simulations_and_wrong_ones_raise_a_clear_error(changes: dict[str, Any], words: str):
     method = Scaffold(local=LOCAL)
     with pytest.raises(FedraxError, match=words):
         deployed(method, grid_of(method), **changes)
@@ -280,7 +280,7 @@ def test_data_may_be_lists():
     "data",
     [lambda context: 3, lambda context: (X, Y, X), lambda context: (X, Y[:3]), lambda context: (X, Y.astype(str))],
 )
-def test_data_that_are_none_are_a_sentence_of_the_client(data: Any):
+def test_data_that_are_none_raise_a_clear_error_of_the_client(data: Any):
     grid = LocalGrid(client_app(Scaffold(local=LOCAL), TASK, data), 1)
     with pytest.raises(FedraxError, match="0 of 1 clients were connected"):
         federate(grid, Scaffold(local=LOCAL), TASK, clients=1, wait=0)

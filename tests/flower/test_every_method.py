@@ -40,7 +40,7 @@ def cohort(r: int) -> list[int]:
 
 @pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("kind", algorithms().values(), ids=algorithms().keys())
-def test_gives_what_the_simulator_gives(kind: type[Algorithm]):
+def test_every_method_gives_the_numbers_of_the_simulator(kind: type[Algorithm]):
     algorithm = example(kind)
     there = simulate(algorithm, TASK, FEDERATION, cohort_size=COHORT, amplification="none", **SIMULATED)
     here = deployed(algorithm, params=START)
@@ -62,7 +62,7 @@ OTHERS = {name: kind for name, kind in algorithms().items() if kind not in BY_TH
 
 @pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("kind", OTHERS.values(), ids=OTHERS.keys())
-def test_who_does_not_answer_was_never_asked(kind: type[Algorithm]):
+def test_a_client_without_a_reply_counts_as_not_sampled(kind: type[Algorithm]):
     """One client of each round works, and its answer is lost: nothing of it is left on either side."""
     algorithm, lost = example(kind), [cohort(r)[r % COHORT] for r in range(ROUNDS)]
     grid = Serialized(client_app(algorithm, TASK, own, seed=0), len(SIZES))

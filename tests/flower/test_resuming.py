@@ -62,7 +62,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("algorithm", METHODS, ids=lambda method: type(method).__name__)
-def test_what_was_stopped_goes_on_as_if_it_were_not(
+def test_a_resumed_federation_equals_an_uninterrupted_one(
     algorithm: Algorithm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("fedrax.flower.driver._CHECKPOINT_SECONDS", 0.0)
@@ -76,7 +76,7 @@ def test_what_was_stopped_goes_on_as_if_it_were_not(
     assert gone_on.events[-1]["test_loss"] == whole.events[-1]["test_loss"]
 
 
-def test_more_rounds_go_on_from_the_end(tmp_path: Path):
+def test_a_finished_federation_continues_with_more_rounds(tmp_path: Path):
     method = Scaffold(local=LOCAL)
     whole = run(method, tmp_path / "whole", rounds=7)
     run(method, tmp_path / "more", rounds=5)
@@ -84,7 +84,7 @@ def test_more_rounds_go_on_from_the_end(tmp_path: Path):
     assert_close(more.server, whole.server, 0)
 
 
-def test_a_budget_goes_on_from_what_was_spent(tmp_path: Path):
+def test_a_resumed_federation_keeps_the_spent_budget(tmp_path: Path):
     method = ClientDP(FedAvg(local=LOCAL), noise=5.0)
     whole = run(method, tmp_path / "whole", seed=None)
     run(method, tmp_path / "more", rounds=2, seed=None)
@@ -102,7 +102,7 @@ def test_a_round_that_was_asked_for_is_spent_though_the_run_was_cut_off_in_it(tm
     assert gone_on.spent is not None and gone_on.spent.count == 6
 
 
-def test_another_run_is_not_gone_on_with(tmp_path: Path):
+def test_another_run_does_not_resume(tmp_path: Path):
     run(Scaffold(local=LOCAL), tmp_path)
     with pytest.raises(FedraxError, match="belongs to another run: its method differs"):
         run(Scaffold(local=dataclasses.replace(LOCAL, lr=0.1)), tmp_path, resume=True)
@@ -120,7 +120,7 @@ def test_a_new_run_does_not_take_up_what_clients_kept_in_an_old_one(tmp_path: Pa
 
 
 @pytest.mark.parametrize("damage", [b"", b"no archive", None])
-def test_a_damaged_memory_is_a_sentence_of_the_client(
+def test_a_damaged_memory_raises_a_clear_error_of_the_client(
     damage: bytes | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     method = Scaffold(local=LOCAL)

@@ -82,7 +82,7 @@ def test_an_answer_that_makes_no_sense_is_left_out(how: str, caplog: pytest.LogC
     assert "round 2: client 2 is left out: its reply" in caplog.text
 
 
-def test_an_answer_of_which_nothing_finite_can_be_made_is_left_out(caplog: pytest.LogCaptureFixture):
+def test_a_reply_that_makes_the_model_infinite_is_left_out(caplog: pytest.LogCaptureFixture):
     """Whole numbers and a scale, finite both, whose product is not."""
     method = Quantized(FedAvg(local=LOCAL))
     grid = grid_of(method)
@@ -112,7 +112,7 @@ def test_numbers_of_64_bits_are_of_the_same_kind():
     assert_close(here.params, deployed(METHOD, grid_of(), params=START, rounds=2).params)
 
 
-def test_who_is_away_is_not_asked_and_comes_back_under_another_number():
+def test_a_client_that_reconnects_keeps_its_identity():
     grid = grid_of()
     node = next(node for node in grid.contexts if grid.contexts[node].node_config["partition-id"] == 3)
 
@@ -127,7 +127,7 @@ def test_who_is_away_is_not_asked_and_comes_back_under_another_number():
     assert_close(here.params, simulated([ALL, [c for c in ALL if c != 3], ALL]))
 
 
-def test_who_has_lost_its_memory_begins_anew(caplog: pytest.LogCaptureFixture):
+def test_a_client_that_lost_its_state_starts_with_the_initial_one(caplog: pytest.LogCaptureFixture):
     grid = grid_of()
 
     def forget(event: Any) -> None:
@@ -139,7 +139,7 @@ def test_who_has_lost_its_memory_begins_anew(caplog: pytest.LogCaptureFixture):
     assert [event["clients"] for event in here.events] == [6, 6] and np.isfinite(here.events[-1]["test_loss"])
 
 
-def test_who_has_lost_the_start_is_sent_it_again():
+def test_a_client_that_lost_the_initial_parameters_is_sent_them_again():
     """pFedMe's clients begin with the starting parameters: one without them is left out once."""
     method = PFedMe()
     grid = grid_of(method)
@@ -152,7 +152,7 @@ def test_who_has_lost_the_start_is_sent_it_again():
     assert [event["clients"] for event in here.events] == [6, 5, 6]
 
 
-def test_who_has_been_evaluated_first_has_the_start():
+def test_an_evaluation_also_delivers_the_initial_parameters():
     """A client is sent the start once, with its first message of either kind, and needs it until its round counts."""
     method = PFedMe()
     both = lambda context: (own(context), own(context))  # noqa: E731
@@ -163,7 +163,7 @@ def test_who_has_been_evaluated_first_has_the_start():
     assert [event["clients"] for event in here.events] == [6, 4, 6, 6]
 
 
-def test_who_worked_for_nothing_still_has_the_start():
+def test_a_client_whose_reply_was_lost_keeps_the_initial_parameters():
     """A first round of which the server can make no use leaves the clients as they were."""
     method = PFedMe()
     grid = grid_of(method)
@@ -177,7 +177,7 @@ def test_who_worked_for_nothing_still_has_the_start():
     assert [event["clients"] for event in here.events] == [0, 6, 6]
 
 
-def test_a_round_without_anybody_changes_nothing():
+def test_a_round_without_replies_changes_nothing():
     grid = grid_of()
     grid.lose = lambda message, client: is_round(message, 2)
     here = deployed(METHOD, grid, params=START, rounds=3, cohort_size=6)
@@ -217,7 +217,7 @@ def test_a_method_for_a_fixed_cohort_leaves_such_a_round_out():
     assert [event["clients"] for event in here.events] == [6, 0, 6]
 
 
-def test_who_answers_one_part_of_a_round_alone_is_as_before():
+def test_a_client_that_replies_to_one_phase_only_keeps_its_state():
     """EPISODE's second part without client 1, which then goes on from what it kept."""
     method = Episode(local=LocalSGD(lr=0.05, steps=2, batch_size=4))
     grid = grid_of(method)
@@ -267,7 +267,7 @@ def test_a_client_refuses_messages_of_others(content: dict[str, Any]):
         assert reply.has_error() and "malformed message" in str(reply.error.reason)
 
 
-def test_a_run_that_diverges_is_a_sentence():
+def test_a_run_that_diverges_raises_a_clear_error():
     """All clients' numbers are not finite; the rounds before are not lost."""
     grid = Serialized(client_app(METHOD, TASK, lambda context: (1e30 * own(context)[0], own(context)[1])), len(SIZES))
     with pytest.raises(NonFiniteError, match="round 1: no client's reply is finite: lower the learning rate") as told:
@@ -276,7 +276,7 @@ def test_a_run_that_diverges_is_a_sentence():
     assert_close(told.value.result.params, START, 0)
 
 
-def test_a_run_that_nobody_answers_is_a_sentence(caplog: pytest.LogCaptureFixture):
+def test_a_run_that_nobody_answers_raises_a_clear_error(caplog: pytest.LogCaptureFixture):
     """Not a result; and of each client it is said why."""
     grid = grid_of()
     grid.lose = lambda message, client: message.metadata.message_type == MessageType.TRAIN
@@ -313,12 +313,12 @@ def test_a_node_that_never_answers_does_not_hold_up_the_rounds():
     assert grid.queries == 1
 
 
-def test_too_few_clients_are_a_sentence():
+def test_too_few_clients_raise_a_clear_error():
     with pytest.raises(FedraxError, match="6 of 7 clients were connected after 0 seconds"):
         federate(grid_of(), METHOD, TASK, clients=7, wait=0)
 
 
-def test_numbers_that_do_not_fit_are_a_sentence():
+def test_numbers_that_do_not_fit_raise_a_clear_error():
     grid = Serialized(client_app(METHOD, TASK, own), [{"partition-id": k} for k in (0, 2, 2)])
     with pytest.raises(FedraxError, match="must be the numbers 0 to 2, and are 0, 2, 2"):
         federate(grid, METHOD, TASK, clients=3, wait=0)
@@ -343,7 +343,7 @@ def test_a_node_that_is_started_again_before_the_start_is_one(caplog: pytest.Log
     assert here.events[-1]["clients"] == 6 and asked.count(98) == 2 and asked.count(3) == 1
 
 
-def test_samples_of_different_kinds_are_a_sentence():
+def test_samples_of_different_kinds_raise_a_clear_error():
     def data(context: Any) -> Any:
         x, y = own(context)
         return (x[:, :2] if context.node_config["partition-id"] == 1 else x), y
@@ -385,5 +385,5 @@ def test_introductions_that_make_no_sense_are_left_out(changes: dict[str, Any], 
     assert "node 4 sent a malformed introduction" in introduced(changes, caplog)
 
 
-def test_another_version_is_told_of(caplog: pytest.LogCaptureFixture):
+def test_another_version_is_noted(caplog: pytest.LogCaptureFixture):
     assert "node 4 has fedrax 0.0.7, and the server" in introduced({"version": "0.0.7", "size": -1}, caplog)

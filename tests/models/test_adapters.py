@@ -171,7 +171,7 @@ def test_nnx_modules_that_are_given_their_randomness_at_each_call(needed):
     check_dropout(model)
 
 
-def test_an_equinox_module_of_the_other_layout_is_told_so():
+def test_an_equinox_module_of_the_other_layout_is_noted():
     eqx = pytest.importorskip("equinox")
     model = from_equinox(lambda key: eqx.nn.Conv2d(1, 2, 3, key=key))
     with pytest.raises(ValueError, match="feature") as raised:
@@ -233,7 +233,7 @@ def test_equinox_samples_get_different_masks():
 
 
 @pytest.mark.parametrize(("network", "adapt"), [(nnx_network, from_nnx), (equinox_network, from_equinox)])
-def test_functions_start_anew_for_each_key_and_modules_do_not(network, adapt):
+def test_functions_draw_new_parameters_for_each_key_and_modules_do_not(network, adapt):
     library, create = network()
     first, second = (adapt(create).init(jax.random.key(seed)) for seed in (0, 1))
     different = jax.tree.map(lambda a, b: bool((a != b).any()), first, second)
@@ -290,7 +290,7 @@ def test_a_missing_package_is_named(monkeypatch, hidden, adapt, package):
         adapt()
 
 
-def test_random_streams_of_any_name_begin_anew_with_every_key():
+def test_random_streams_of_any_name_depend_on_the_key():
     """In NNX also where a module made for each layer of a scan has streams of its own."""
     nn, nnx = pytest.importorskip("flax.linen"), pytest.importorskip("flax.nnx")
 
@@ -319,7 +319,7 @@ def test_random_streams_of_any_name_begin_anew_with_every_key():
         check_dropout(model)
 
 
-def test_what_flax_refuses_is_a_sentence():
+def test_what_flax_refuses_raises_a_clear_error():
     nn = pytest.importorskip("flax.linen")
 
     class Noisy(nn.Module):

@@ -121,7 +121,7 @@ def test_blocks_features_and_training_fit_together(model):
     np.testing.assert_allclose(losses[0], alone[0], rtol=1e-4)  # in evaluation samples do not mix
 
 
-def test_impossible_inputs_are_refused():
+def test_impossible_inputs_are_rejected():
     for name in ("lenet5", "vgg11", "resnet20"):
         with pytest.raises(FedraxError, match=f"{name} reads images"):
             MODELS[name]().build((7,), 10)

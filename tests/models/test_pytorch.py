@@ -97,12 +97,12 @@ class Wrong(nn.Module):
         (lambda y: y + torch.randn_like(y), "random numbers in evaluation too.*test_pytorch.py, line"),
     ],
 )
-def test_what_cannot_be_is_a_sentence_with_the_line(how, sentence):
+def test_what_cannot_be_raises_a_clear_error_with_the_line(how, sentence):
     with pytest.raises(FedraxError, match=sentence):
         from_torch(Wrong(how), torch.randn(3, 4))
 
 
-def test_other_mistakes_are_sentences():
+def test_other_mistakes_raise_a_clear_error():
     with pytest.raises(FedraxError, match=r"takes a torch\.nn\.Module"):
         from_torch(3, torch.randn(3, 4))
     with pytest.raises(FedraxError, match="nothing to train"):
@@ -198,7 +198,7 @@ def test_a_double_module_starts_a_run_of_double_precision_with_all_its_digits(gi
     assert short.params["out"]["weight"].dtype == np.float32
 
 
-def test_samples_of_the_other_layout_are_told_of():
+def test_samples_of_the_other_layout_are_noted():
     convolution = from_torch(torch.nn.Conv2d(1, 2, 3), torch.zeros(2, 1, 8, 8))
     params = convolution.init(jax.random.key(0))
     with pytest.raises(

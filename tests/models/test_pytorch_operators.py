@@ -227,7 +227,7 @@ class Sign(torch.autograd.Function):
         return gradients[0]
 
 
-def test_derivatives_that_a_trace_loses_are_refused():
+def test_derivatives_that_a_trace_loses_are_rejected():
     with pytest.raises(FedraxError, match=r"derivatives of its own.*\(Sign\).*detach"):
         from_torch(*of_vectors(Sign.apply))
     again = of_vectors(lambda y: torch.utils.checkpoint.checkpoint(torch.tanh, y, use_reentrant=True))
@@ -267,13 +267,13 @@ def hooked(y: Any) -> Any:
     ],
     ids=["in training alone", "a tensor's hook", "detached in place"],
 )
-def test_derivatives_that_a_trace_loses_in_other_ways_are_refused(function: Any, name: str):
+def test_derivatives_that_a_trace_loses_in_other_ways_are_rejected(function: Any, name: str):
     with pytest.raises(FedraxError, match=rf"derivatives of its own.*\({name}\)"):
         from_torch(Net(nn.Linear(6, 8), function), VECTORS)
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_of_parameters_are_refused(kind: str):
+def test_hooks_of_parameters_are_rejected(kind: str):
     net = nn.Linear(6, 8)
     getattr(net.bias, kind)(lambda gradient: None)
     with pytest.raises(FedraxError, match=r"hooks of gradients \(bias\)"):
@@ -309,7 +309,7 @@ def test_settings_of_pytorch_are_restored_after_two_threads():
     assert settings() == before
 
 
-def test_parameters_of_sixteen_bits_are_refused():
+def test_parameters_of_sixteen_bits_are_rejected():
     with pytest.raises(FedraxError, match=r"bfloat16: from_torch\(module\.float\(\), example\)"):
         from_torch(nn.Linear(6, 2).bfloat16(), VECTORS)
 

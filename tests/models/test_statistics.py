@@ -282,7 +282,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_modules_that_cannot_be_carried_are_refused_in_one_sentence(words):
+def test_modules_that_cannot_be_carried_are_rejected_in_one_sentence(words):
     with pytest.raises(FedraxError, match=words) as caught:
         REFUSED[words]()
     assert "\n" not in str(caught.value)

@@ -197,7 +197,7 @@ def test_several_targets_a_sample_are_averaged():
         (binary_classification, (4, 3), np.zeros((4, 1), np.int32), "outputs of shape .* per sample"),
     ],
 )
-def test_outputs_and_labels_that_do_not_fit_end_in_a_sentence(kind, outputs, labels, words):
+def test_outputs_and_labels_that_do_not_fit_raise_a_clear_error(kind, outputs, labels, words):
     task = kind(outputs_are_inputs())
     for function in (task.loss, lambda p, b, key: task.evaluation_loss(p, b)):
         with pytest.raises(FedraxError, match=words):

@@ -149,7 +149,7 @@ def test_models_that_read_amounts_take_no_words(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [-1, 5])
-def test_numbers_of_no_word_are_refused(number: int) -> None:
+def test_numbers_of_no_word_are_rejected(number: int) -> None:
     """Of which JAX would take the last word's vector: another's padding, or words of a longer vocabulary."""
     x = np.array([[2, 3], [4, 0], [3, 2]], np.int32)
     task = classification(Tweets(hidden=2, layers=1, embedding=2).build((2,), 2, vocabulary=WORDS))

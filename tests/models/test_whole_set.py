@@ -40,7 +40,7 @@ def test_of_targets() -> None:
         r2(LOGITS, LABELS)
 
 
-def test_in_a_run_and_a_loss_of_ones_own() -> None:
+def test_metrics_of_all_samples_in_a_run_with_a_user_loss() -> None:
     """The run's numbers are those of its last parameters, computed by hand; odd rows, so that chunks overlap."""
     x = RNG.normal(size=(330, 3)).astype(np.float32)
     y = (x[:, 0] + RNG.normal(size=330) > 0).astype(np.int32)
@@ -102,7 +102,7 @@ def test_the_class_that_f1_is_of() -> None:
             experiment.make_task(experiment.from_table({"task": {"name": "auto", **options}}, "made"), numbers)
 
 
-def test_a_metric_that_is_no_number_is_a_sentence() -> None:
+def test_a_metric_that_is_no_number_raises_a_clear_error() -> None:
     federation = fedrax.Federation.from_arrays(LOGITS, LABELS, LABELS)
     model = Linear().build((LOGITS.shape[1],), LOGITS.shape[1])
     made = fedrax.classification(model)

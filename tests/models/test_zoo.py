@@ -231,7 +231,7 @@ def test_configurations_are_hashable_values():
         (lambda: Linear().build((4,), 0), "positive"),
     ],
 )
-def test_impossible_models_are_refused_in_one_sentence(build_it, sentence):
+def test_impossible_models_are_rejected_in_one_sentence(build_it, sentence):
     with pytest.raises(FedraxError, match=sentence) as caught:
         build_it()
     assert "\n" not in str(caught.value)

@@ -79,7 +79,7 @@ def test_optimizers_that_go_by_the_loss(plan: str, name: str):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13), found, expected)
 
 
-def test_optimizers_that_go_by_a_loss_that_is_not_told():
+def test_optimizers_that_need_the_loss_are_rejected_without_it():
     rule = Optax(optax.polyak_sgd())
     private = SampleDP(FedAvg(local=LocalSGD(steps=2, batch_size=2, optimizer=rule)), clip=1.0, noise=1.0)
     for method in (private, FedAvg(server_optimizer=rule)):
@@ -160,7 +160,7 @@ def test_an_optimizer_that_draws_is_kept_with_a_server(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_optimizer_that_wants_parameters_of_its_own_form_is_a_sentence():
+def test_an_optimizer_that_wants_parameters_of_its_own_form_raises_a_clear_error():
     ahead = Optax(optax.lookahead(optax.sgd(0.1), 5, 0.5))
     for method in (FedAvg(local=LocalSGD(optimizer=ahead)), FedAvg(server_optimizer=ahead)):
         with pytest.raises(

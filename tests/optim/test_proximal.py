@@ -63,6 +63,6 @@ def test_leaves_that_are_no_matrix_have_no_nuclear_norm():
     np.testing.assert_allclose(result["kernel"], np.full((3, 3), 2 / 3), rtol=1e-6)
 
 
-def test_an_impossible_box_is_refused():
+def test_an_impossible_box_is_rejected():
     with pytest.raises(FedraxError, match=r"Box\.low must not exceed Box\.high"):
         check(Box(1.0, -1.0))

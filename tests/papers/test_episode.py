@@ -41,7 +41,7 @@ def test_the_pair_is_the_papers_with_noise_of_mean_zero(heterogeneity: int) -> N
     assert abs(line[episode.objective(h, line).argmin()] - data.truth[0]) < 1e-3
 
 
-def test_impossible_pairs_are_refused() -> None:
+def test_impossible_pairs_are_rejected() -> None:
     with pytest.raises(FedraxError, match="0 or more"):
         load("quartic_pair", heterogeneity=-1)
     with pytest.raises(FedraxError, match="0 or more"):

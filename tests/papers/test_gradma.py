@@ -55,7 +55,7 @@ def test_workers_are_those_of_the_authors_program() -> None:
     assert found == [sorted(first[0]), sorted(first[1])]
 
 
-def test_a_class_that_runs_out_is_a_sentence() -> None:
+def test_a_class_that_runs_out_raises_a_clear_error() -> None:
     samples = as_samples(np.zeros((40, 2)), np.array([0] * 39 + [1]))
     with pytest.raises(FedraxError, match=r"class 1 of 'made' has too few rows for 10 workers\."):
         DirichletWorkers(10, 0.1).assign(Dataset("made", samples, samples, 2), 0)

@@ -91,7 +91,7 @@ def test_the_experiment_files_are_the_papers(file: str, methods: int) -> None:
         assert local.steps is not None
 
 
-def test_what_was_not_reached_is_said() -> None:
+def test_what_was_not_reached_is_reported() -> None:
     assert losac.against(57, [], ".0f", 3) == ["57", "not reached", ""]
     assert losac.against(57, [60, 64], ".0f", 2) == ["57", "62 ± 3", "+5"]
     assert losac.against(57, [60, 64], ".0f", 3) == ["57", "62 ± 3 (2 runs)", "+5"]

@@ -166,7 +166,7 @@ def test_a_sweep_has_the_same_clock(trace: Path):
     ],
     ids=["FedAvg", "Robust", "no room", "no room inside"],
 )
-def test_methods_that_cannot_wait_are_refused(trace: Path, method: Any, sentence: str):
+def test_methods_that_cannot_wait_are_rejected(trace: Path, method: Any, sentence: str):
     settings: dict[str, Any] = {"rounds": 8, "cohort_size": 2, "participation": Asynchronous(trace, 3)}
     with pytest.raises(FedraxError, match=sentence):
         simulate(method, PROBLEM.task, PROBLEM.federation, **settings)
@@ -209,18 +209,18 @@ def test_a_client_that_is_never_heard_of_again(tmp_path: Path, monkeypatch: pyte
         ("client,seconds\n0,1\n1,2\n", "has no line for client 2"),
     ],
 )
-def test_broken_traces_end_in_a_sentence(tmp_path: Path, text: str, sentence: str):
+def test_broken_traces_raise_a_clear_error(tmp_path: Path, text: str, sentence: str):
     path = tmp_path / "t.csv"
     path.write_text(text)
     with pytest.raises(FedraxError, match=sentence):
         schedule(path, 30, at_work=6)
 
 
-def test_too_many_at_work_are_refused(trace: Path):
+def test_too_many_at_work_are_rejected(trace: Path):
     with pytest.raises(FedraxError, match="take 8 clients or more: there are 7"):
         schedule(trace, 2, buffer=3, at_work=6)
 
 
-def test_a_run_of_more_rounds_than_can_be_foreseen_is_refused(trace: Path):
+def test_a_run_of_more_rounds_than_can_be_foreseen_is_rejected(trace: Path):
     with pytest.raises(FedraxError, match="at most 1,000,000 rounds, not 2,147,483,647"):
         schedule(trace, 2**31 - 1)

@@ -96,7 +96,7 @@ def test_an_adaptive_policy_sees_the_loss_of_each_client(algorithm: fedrax.Algor
         known[clients] = np.float32(losses)
 
 
-def test_an_adaptive_policy_goes_on_from_a_checkpoint(tmp_path: Path):
+def test_an_adaptive_policy_resumes_from_a_checkpoint(tmp_path: Path):
     options: dict[str, Any] = {
         "cohort_size": 3,
         "eval_every": 1,

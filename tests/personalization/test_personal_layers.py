@@ -280,7 +280,7 @@ class TwoModels(FedAvg):
     ],
     ids=["TwoModels", "typo", "all", "Scaffold", "FedSGD", "FedADMM", "nothing"],
 )
-def test_misuse_ends_in_a_sentence(method: Personalized, sentence: str):
+def test_misuse_raises_a_clear_error(method: Personalized, sentence: str):
     with pytest.raises(FedraxError, match=sentence):
         run(method, task=LAYERS, rounds=1)
 

@@ -201,7 +201,7 @@ def test_the_papers_number_is_below_the_sound_one():
 
 
 @pytest.mark.parametrize("claim", ["poisson", "fixed"])
-def test_amplification_that_the_draw_does_not_have_is_refused(claim: str):
+def test_amplification_that_the_draw_does_not_have_is_rejected(claim: str):
     with pytest.raises(FedraxError, match=f"'{claim}' does not hold: cohorts are drawn in a way that hides nobody"):
         CohortSampling().claimed(claim)
     with pytest.raises(FedraxError, match="'poisson' does not hold: cohorts are drawn at a fixed size"):

@@ -130,7 +130,7 @@ def test_what_the_server_sees_is_what_the_client_of_a_run_sends():
     assert np.abs(seen).max() > 0.01
 
 
-def test_nobody_is_seen_where_nobody_takes_part():
+def test_an_empty_cohort_shows_no_client():
     """MIFA's server remembers each client's update: of one that never comes it has none."""
     method = fedrax.algorithms.MIFA(local=fedrax.LocalSGD(lr=0.1, steps=1, batch_size="full"), memory="server")
     seen = observe_client(method, TASK, PARAMS, WORLDS[0], 2, rounds=2, seen="public", drawn="poisson", rate=0.0)

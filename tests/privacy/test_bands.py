@@ -83,7 +83,7 @@ def test_sums_over_rounds_are_noised_less_than_by_independent_noise():
     assert np.square(sums).sum(1).max() < 0.2 * rounds
 
 
-def test_who_takes_part_in_turns():
+def test_clients_that_take_part_in_turns():
     sampler = cohort_sampler(Settings(rounds=9, cohort_size=4, participation=RoundRobin()), np.full(10, 2))
     cohorts = [sampler.cohort(r) for r in range(9)]
     assert sorted(np.concatenate(cohorts[:3])) == list(range(10))

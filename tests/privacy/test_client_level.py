@@ -175,7 +175,7 @@ def test_noise_at_the_server_is_that_of_the_sum_and_independent(at_server: np.nd
     assert abs(np.corrcoef(other.ravel(), at_server.ravel())[0, 1]) < 0.1
 
 
-def test_noise_at_clients_is_each_ones_own(at_clients: np.ndarray):
+def test_every_client_draws_its_own_noise(at_clients: np.ndarray):
     assert len(at_clients) == ROUNDS * 2 * 2 * COHORT
     assert_gaussian(at_clients, Z * C)
 
@@ -314,7 +314,7 @@ def refuse(algorithm: fedrax.Algorithm, match: str, **options: Any) -> None:
         run(algorithm, rounds=1, **options)
 
 
-def test_what_no_noise_covers_is_refused():
+def test_what_no_noise_covers_is_rejected():
     inner = FedAvg(local=LOCAL)
     refuse(ClientDP(fedrax.algorithms.MIFA(local=LOCAL, memory="server")), "cannot hide each/output/bias")
     refuse(ClientDP(inner), "uniform aggregation weights", weights="samples")
@@ -328,7 +328,7 @@ def test_what_no_noise_covers_is_refused():
     refuse(ClientDP(inner, noise=-1.0), "ClientDP.noise must be at least 0")
 
 
-def test_whole_numbers_that_are_summed_are_refused():
+def test_whole_numbers_that_are_summed_are_rejected():
     @hyperparameters
     class Counts(FedAvg):
         """Also tells how many samples there are."""

@@ -62,7 +62,7 @@ def test_the_draw_of_cohorts_amplifies_what_the_public_sees():
         ({"script": SCRIPT}, 2.0),
     ],
 )
-def test_a_draw_that_hides_nobody_amplifies_nothing(options: dict[str, Any], noise: float):
+def test_deterministic_participation_does_not_amplify(options: dict[str, Any], noise: float):
     result = run(PUBLIC, rounds=2, **options)
     assert result.spent is not None and result.spent.epsilon == of_one(result.spent.count, noise)
 
@@ -79,7 +79,7 @@ def test_a_release_without_noise_is_null_in_events(tmp_path: Path):
     assert line["epsilon"] is None
 
 
-def test_a_run_without_a_finite_epsilon_goes_on(tmp_path: Path):
+def test_a_run_without_a_finite_epsilon_continues(tmp_path: Path):
     silent, options = Noisy(local=LOCAL, noise=0.0), {"directory": tmp_path / "run", "eval_every": 2}
     run(silent, rounds=2, **options)
     resumed = run(silent, rounds=4, resume=True, **options)
@@ -176,7 +176,7 @@ def test_a_grid_of_noise_is_one_sweep():
         (LOUD, {"epsilon_budget": -1.0}, "run.epsilon_budget must be greater than 0"),
     ],
 )
-def test_what_no_ledger_can_keep_is_refused(method: Any, options: dict[str, Any], sentence: str, tmp_path: Path):
+def test_what_no_ledger_can_keep_is_rejected(method: Any, options: dict[str, Any], sentence: str, tmp_path: Path):
     with pytest.raises(FedraxError, match=sentence):
         run(method, directory=tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()

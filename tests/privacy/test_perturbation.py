@@ -138,7 +138,7 @@ def refuse(algorithm: fedrax.Algorithm, match: str, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [OutputPerturbation, lambda inner: ObjectivePerturbation(inner, guarantee="none")])
-def test_what_is_computed_from_the_exact_data_is_refused_by_name(kind: Any):
+def test_what_is_computed_from_the_exact_data_is_rejected_by_name(kind: Any):
     leak = "also sends {}, computed from data that no noise has covered"
     refuse(kind(SendsItsGradient(local=STEPS)), leak.format("upload/gradient/output/bias"))
     refuse(kind(SendsItLater(local=STEPS)), leak.format("upload/old/output/bias"))
@@ -159,7 +159,7 @@ def test_the_number_of_samples_does_not_leak_through_epochs():
 
 
 @pytest.mark.slow
-def test_two_local_runs_are_refused():
+def test_two_local_runs_are_rejected():
     refuse(
         OutputPerturbation(fedrax.personalization.Ditto(FedAvg(local=STEPS))), "takes local steps 2 times in a round"
     )

@@ -161,7 +161,7 @@ def refuse(algorithm: fedrax.Algorithm, match: str, **options: Any) -> None:
         run(algorithm, rounds=1, **options)
 
 
-def test_gradients_that_nobody_counts_are_refused():
+def test_gradients_that_nobody_counts_are_rejected():
     asks = {
         "all of a client's data": (fedrax.Scaffold(local=LOCAL, option="I"), fedrax.algorithms.Mime(local=LOCAL)),
         "besides those of its local steps": (fedrax.Episode(local=LOCAL), fedrax.algorithms.NaiveParallelClip()),
@@ -175,13 +175,13 @@ def test_gradients_that_nobody_counts_are_refused():
             refuse(SampleDP(method), f"one gradient in each local step, and this one also asks for .*{words}")
 
 
-def test_steps_without_noise_before_those_with_noise_are_refused():
+def test_steps_without_noise_before_those_with_noise_are_rejected():
     """What stays at home would be exact, and move the gradient of every other sample."""
     outside = fedrax.personalization.Personalized(SampleDP(FedAvg(local=LOCAL)), ("*bias",), alternate=LOCAL)
     refuse(outside, "look at samples without the noise of SampleDP")
 
 
-def test_local_work_that_cannot_be_counted_is_refused():
+def test_local_work_that_cannot_be_counted_is_rejected():
     refuse(SampleDP(FedAvg()), "local.steps given")
     refuse(SampleDP(FedAvg(local=LocalSGD(steps=2, batch_size="full"))), "set local.batch_size to a number")
     refuse(SampleDP(FedAvg(local=LocalSGD(steps=2, reduction="sum"))), "local.reduction to 'mean'")
@@ -189,14 +189,14 @@ def test_local_work_that_cannot_be_counted_is_refused():
     refuse(SampleDP(FedAvg(local=LOCAL)), "uniform aggregation weights", weights="samples")
 
 
-def test_a_sample_that_would_count_more_than_once_in_a_batch_is_refused():
+def test_a_sample_that_would_count_more_than_once_in_a_batch_is_rejected():
     """Each of its copies would be clipped for itself, and all of them noised as one."""
     twice = dataclasses.replace(LOCAL, order="replacement")
     refuse(SampleDP(FedAvg(local=twice)), "holds a sample at most once: set local.order")
     run(SampleDP(FedAvg(local=twice), rate=0.5), rounds=1)
 
 
-def test_steps_and_batches_of_a_script_are_refused():
+def test_steps_and_batches_of_a_script_are_rejected():
     """The ledger counts those that ``local`` has."""
     method = SampleDP(FedAvg(local=dataclasses.replace(LOCAL, order="stored")))
     steps = np.full((1, 3), 50)
@@ -208,7 +208,7 @@ def test_steps_and_batches_of_a_script_are_refused():
     run(method, rounds=1, script=fedrax.simulation.Script(cohorts=[[1, 2]]), cohort_size=2)
 
 
-def test_a_loss_of_a_whole_batch_is_refused():
+def test_a_loss_of_a_whole_batch_is_rejected():
     whole = fedrax.Task(
         init=lambda key: {"w": jnp.zeros(3)}, loss=lambda params, batch, key: (params["w"] ** 2).sum() + batch.x.mean()
     )

@@ -38,7 +38,7 @@ TASK = classification(Logistic().build((2,), 2))
     [SampleDP(FedAvg(local=LOCAL), rate=0.5), ClientDP(FedAvg(local=LOCAL), at="client"), OutputPerturbation()],
     ids=["SampleDP", "ClientDP", "OutputPerturbation"],
 )
-def test_who_is_drawn_by_numbers_of_samples_tells_of_them(method: Any):
+def test_sampling_by_numbers_of_samples_is_rejected(method: Any):
     with pytest.raises(FedraxError, match="cohorts that are sampled by numbers of samples tell the server"):
         run(method, participation=WeightedBySamples(), rounds=1)
 
@@ -74,7 +74,7 @@ def test_every_phases_steps_count():
         run(ObjectivePerturbation(FedProx(mu=0.5, local=LocalSGD(steps=3, reduction="sum"))), rounds=1)
 
 
-def test_steps_that_are_not_those_of_local_are_refused():
+def test_steps_that_are_not_those_of_local_are_rejected():
     with pytest.raises(FedraxError, match=r"also asks for 7 as local.steps instead of 2"):
         run(SampleDP(MoreSteps(local=LOCAL)), rounds=1)
 
@@ -101,7 +101,7 @@ def test_the_noise_does_not_tell_how_many_there_were(draw: str, tmp_path: Path):
         assert (after - before).std() == pytest.approx(50, rel=0.1)
 
 
-def test_models_of_ones_own_around_a_bound_that_moves():
+def test_personal_models_with_adaptive_clipping():
     """The bound goes down beside the parameters."""
     inner = FedAvg(local=LocalSGD(lr=0.1, steps=2, batch_size=2))
     moving = run(Ditto(ClientDP(inner, clip=Adaptive(), noise=0.0)), rounds=2, cohort_size=8)
@@ -154,7 +154,7 @@ def test_an_audit_refuses_what_a_run_does():
         audit_client(method, NORM, FEDERATION, Settings(cohort_size=1), runs=40)
 
 
-def test_nothing_is_proven_by_what_is_no_number():
+def test_nan_observations_prove_nothing():
     one, other = (np.random.default_rng(seed).normal(size=(400, 3)) for seed in (0, 1))
     for bad in (np.nan, np.inf):
         one[0, 0] = bad

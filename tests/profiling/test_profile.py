@@ -110,7 +110,7 @@ def test_products_are_counted_with_clients_side_by_side_and_on_one_device():
 
 
 @pytest.mark.slow
-def test_compilation_is_measured_anew_each_time():
+def test_compilation_is_measured_in_every_profile():
     first = run(devices=1).compile_seconds
     before = jax.config.jax_persistent_cache_min_compile_time_secs  # pyright: ignore
     assert run(devices=1).compile_seconds > 0.3 * first
@@ -174,7 +174,7 @@ def test_the_trace_is_kept_where_a_text_says(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_divergence_is_a_sentence():
+def test_divergence_raises_a_clear_error():
     with pytest.raises(FedraxError, match="diverges"):
         run(fedrax.FedAvg(local=fedrax.LocalSGD(lr=1e38, steps=STEPS)), TwoNN())
 

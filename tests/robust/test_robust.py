@@ -106,7 +106,7 @@ HONEST = np.random.default_rng(3).normal(size=(5, 4)) + np.array([2.0, 0, 0, 0])
 @pytest.mark.parametrize(
     "rule", [Median(), TrimmedMean(0.2), NormBound(9.0), GeometricMedian(), Krum(), Krum(keep=3)], ids=repr
 )
-def test_one_lie_of_any_size_moves_no_rule_far(rule: Any, lie: float):
+def test_one_outlier_of_any_size_moves_no_rule_far(rule: Any, lie: float):
     """Also where squares of it overflow, or it is no number: the attacker has the smallest number, and ties are its."""
     uploads = np.concatenate([np.full((1, 4), lie), HONEST])
     z = np.asarray(aggregate(rule, cohort_of({"z": uploads}))["z"])
@@ -259,13 +259,13 @@ def test_labels_of_two_classes_flip_to_one_another():
     assert simulate(Attacked(FEDAVG, LabelFlip(classes=2)), task, data, rounds=1).events
 
 
-def test_what_malicious_uploads_weigh_is_told():
+def test_what_malicious_uploads_weigh_is_noted():
     sizes = FEDERATION.sizes
     found = run(Attacked(FEDAVG, clients=(7,)), rounds=1, cohort_size=8, weights="samples")
     assert found.events[-1]["malicious"] == pytest.approx(sizes[7] / sizes.sum())
 
 
-def test_a_rule_of_ones_own():
+def test_a_user_defined_aggregation_rule():
     one = run(Robust(FEDAVG, First()), rounds=1, script=Script(cohorts=[[5, 2, 4]]))  # type: ignore[arg-type]
     alone = run(FEDAVG, rounds=1, script=Script(cohorts=[[2]]))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), one.params, alone.params)
@@ -285,7 +285,7 @@ def test_a_rule_of_ones_own():
     ],
     ids=["sums", "remembered", "attacked sums", "order", "trim", "twice", "nobody", "classes"],
 )
-def test_misuse_ends_in_a_sentence(method: Algorithm, sentence: str):
+def test_misuse_raises_a_clear_error(method: Algorithm, sentence: str):
     with pytest.raises(FedraxError, match=sentence):
         run(method, rounds=1)
 

@@ -25,7 +25,7 @@ from fedrax.xla.peak_memory import peak_bytes
 from tests.simulation.problems import FEDERATION, LOCAL, TASK, make_federation, run
 
 
-def test_where_things_lie_by_default():
+def test_default_placement_of_samples_and_states():
     """On CPU devices well-placed arrays are read in place, however large; what would be copied counts."""
     host_memory = 1 << 34
     choose = lambda *what, **how: streaming.choose(Settings(**how), *what, MemoryBudget(host_memory, on_cpu=True))  # noqa: E731
@@ -103,7 +103,7 @@ def test_memory_is_what_the_control_group_allows(
 
 
 @pytest.mark.parametrize(("side_by_side", "less"), [(0, "set a smaller batch"), (2, "set chunk below 2")])
-def test_too_little_memory_is_a_sentence(side_by_side: int, less: str, tmp_path: Path):
+def test_too_little_memory_raises_a_clear_error(side_by_side: int, less: str, tmp_path: Path):
     """As XLA says it; versions differ in what they lay out, so that no program is sure to take too much."""
     full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 70369012615352 bytes.")
     with (
@@ -115,14 +115,14 @@ def test_too_little_memory_is_a_sentence(side_by_side: int, less: str, tmp_path:
         raise full
 
 
-def test_a_server_beyond_memory_is_a_sentence():
+def test_a_server_beyond_memory_raises_a_clear_error():
     """Before any of it is made: GradMA's inner products of the updates of 400,000 clients alone are 640 GB."""
     federation = make_federation((1,) * 400_000)
     with pytest.raises(fedrax.FedraxError, match=r"GradMA's server would keep .* for 400,000 clients, more"):
         run(fedrax.GradMA(local=LOCAL, memory=400_000), federation)
 
 
-def test_memory_that_the_start_of_a_run_lacks_is_a_sentence(monkeypatch: pytest.MonkeyPatch):
+def test_memory_that_the_start_of_a_run_lacks_raises_a_clear_error(monkeypatch: pytest.MonkeyPatch):
     def begin(*_: Any) -> None:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 40000000000 bytes.")
 

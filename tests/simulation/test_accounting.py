@@ -135,7 +135,7 @@ def test_state_across_phases_rounds_and_devices(plan: dict):
         np.testing.assert_array_equal(state.rounds, [rounds[c], doubled[c]])
 
 
-def test_who_never_took_part_has_the_initial_state():
+def test_clients_that_never_took_part_have_the_initial_state():
     result = run(fedrax.LoSAC(local=BLOCKS), cohort_size=2, rounds=2)
     absent = set(range(len(SIZES))) - set(result.homes)
     assert absent and len(absent) >= 4
@@ -187,7 +187,7 @@ def test_float64_from_end_to_end(tmp_path):
         ({"output": {"weight": np.ones((3, 4)), "bias": np.zeros(3)}, "b": 1.0}, r"b is of shape \(\), .* missing"),
     ],
 )
-def test_initial_parameters_that_do_not_fit_are_refused(start, message):
+def test_initial_parameters_that_do_not_fit_are_rejected(start, message):
     with pytest.raises(FedraxError, match=message):
         run(params=start, rounds=1)
 

@@ -48,7 +48,7 @@ def test_there_and_back(saved: Path):
     assert [path.name for path in saved.iterdir()] == [checkpoint.FILE]
 
 
-def test_every_flipped_byte_and_truncation_is_refused_or_harmless(saved: Path):
+def test_every_flipped_byte_and_truncation_is_rejected_or_harmless(saved: Path):
     """A byte that no reader looks at, a date say, may change; what is read is never wrong."""
     file = saved / checkpoint.FILE
     whole, refused = file.read_bytes(), 0
@@ -71,7 +71,7 @@ def test_every_flipped_byte_and_truncation_is_refused_or_harmless(saved: Path):
 @pytest.mark.parametrize(
     "content", [b"", b"PK\x03\x04", b"\x93NUMPY\x01\x00", b"not a checkpoint", b"\x80\x04\x95pickle."]
 )
-def test_something_else_is_refused(content: bytes, saved: Path):
+def test_something_else_is_rejected(content: bytes, saved: Path):
     (saved / checkpoint.FILE).write_bytes(content)
     with pytest.raises(FedraxError, match="damaged or not a checkpoint"):
         checkpoint.load(saved, LIKE)
@@ -97,7 +97,7 @@ def test_a_bomb_is_not_unpacked(saved: Path):
         {"a": LIKE["a"], "b": (LIKE["b"][0], jnp.zeros(2))},
     ],
 )
-def test_other_shapes_are_refused(like: dict, saved: Path):
+def test_other_shapes_are_rejected(like: dict, saved: Path):
     with pytest.raises(FedraxError, match="belongs to another algorithm or model"):
         checkpoint.load(saved, like)
 
@@ -190,7 +190,7 @@ def test_no_directory_to_resume():
 # -- digests, formats, and the checkpoint before --------------------------------------------------------------------
 
 
-def test_an_array_that_is_not_as_it_was_written_is_refused(saved: Path):
+def test_an_array_that_is_not_as_it_was_written_is_rejected(saved: Path):
     """Also where the checksum of the ZIP file agrees: an array was replaced, with all that belongs to it."""
     with zipfile.ZipFile(saved / checkpoint.FILE) as file:
         members = {name: file.read(name) for name in file.namelist()}
@@ -270,7 +270,7 @@ def test_a_finished_run_without_client_states(options: dict, stopped: str, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
-def test_a_run_begun_in_a_terminal_goes_on_without_one(tmp_path: Path):
+def test_a_run_started_in_a_terminal_resumes_without_one(tmp_path: Path):
     """JAX writes its programs in color where it writes to a terminal; the run is known by the program all the same."""
     code = (
         "import sys; assert sys.stdout.isatty()\n"

@@ -78,7 +78,7 @@ def test_no_poisson_cohort_is_cut():
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("plan", ["vmap", "loop", "debug"])
-def test_rounds_that_nobody_takes_part_in_change_nothing(plan: str):
+def test_empty_rounds_change_nothing(plan: str):
     options: dict[str, Any] = {"cohort_size": 1, "participation": Poisson(), "rounds": 8, "trajectory": True}
     base = run(SCAFFOLD, **options)
     counts = [event["clients"] for event in base.events]
@@ -139,7 +139,7 @@ def test_a_fixed_list_limits_the_draw():
             cohort_sampler(Settings(cohort_size=1, participation=FixedList(wrong)), np.array(SIZES))
 
 
-def test_trace_decides_who_is_there_and_repeats(tmp_path: Path):
+def test_the_trace_decides_which_clients_are_available(tmp_path: Path):
     trace = write_trace(tmp_path / "t.csv", [(0, 1), (0, 3), (0, 5), (1, 2), (2, 0), (2, 7), (2, 6), (2, 0)])
     available = [{1, 3, 5}, {2}, {0, 6, 7}]
     drawn = cohorts(12, cohort_size=2, participation=trace)
@@ -174,7 +174,7 @@ def test_trace_decides_who_is_there_and_repeats(tmp_path: Path):
         (None, "columns round, client"),
     ],
 )
-def test_traces_that_are_refused(text: str | bytes | None, words: str, tmp_path: Path):
+def test_traces_that_are_rejected(text: str | bytes | None, words: str, tmp_path: Path):
     if text is not None:
         (tmp_path / "t.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(FedraxError, match=words) as caught:
@@ -194,7 +194,7 @@ def test_a_long_trace_is_read_quickly(tmp_path: Path):
 @pytest.mark.parametrize(
     "cohort", [[], [0, 8], [-1, 2], [1, 1], [0.5, 1.0], [True, False], [[0, 1], [2, 3]], ["a"], [None]]
 )
-def test_given_cohorts_that_are_refused(cohort: list):
+def test_given_cohorts_that_are_rejected(cohort: list):
     with pytest.raises(FedraxError, match="the given cohort of round 1 must hold different clients from 0 to 7"):
         run(script=Script(cohorts=[[0, 1], cohort]), rounds=2)
 
@@ -216,7 +216,7 @@ def test_too_few_given_cohorts_and_too_many_clients():
         run(cohort_size=9)
 
 
-def test_nobody_need_say_that_there_are_few_clients():
+def test_the_default_cohort_fits_few_clients():
     assert cohort_sampler(Settings(), np.array(SIZES)).largest == len(SIZES) < 10
     assert cohort_sampler(Settings(), np.ones(30, int)).largest == 10
     chosen = run(rounds=2, cohort_size=len(SIZES), participation=Poisson()).events[-1]
@@ -240,7 +240,7 @@ def test_given_cohorts_are_those_drawn():
         (np.full((2, 3, 2), -1), "from 0 to 1"),
     ],
 )
-def test_given_blocks_that_are_refused(blocks: np.ndarray, words: str):
+def test_given_blocks_that_are_rejected(blocks: np.ndarray, words: str):
     with pytest.raises(FedraxError, match=words):
         run(fedrax.FedAvg(local=BLOCKS), script=Script(blocks=blocks), rounds=2)
     with pytest.raises(FedraxError, match=r"no local\.blocks"):
@@ -275,7 +275,7 @@ def test_stragglers_are_as_many_as_asked_for_and_do_a_uniform_share():
 
 
 @pytest.mark.parametrize("local", [fedrax.LocalSGD(), fedrax.LocalSGD(steps=1)], ids=["epoch", "step"])
-def test_stragglers_that_count_for_nothing_are_warned_of(local: fedrax.LocalSGD):
+def test_stragglers_without_effect_are_warned_of(local: fedrax.LocalSGD):
     with pytest.warns(UserWarning, match="stragglers are ignored"):
         slow = run(fedrax.FedAvg(local=local), stragglers=1.0, rounds=1)
     assert slow.events[-1]["gradients"] == run(fedrax.FedAvg(local=local), rounds=1).events[-1]["gradients"]

@@ -119,7 +119,7 @@ fedrax.simulation.use_all_cores()
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_who_uses_jax_before_fedrax_is_told_that_cores_are_idle():
+def test_using_jax_before_fedrax_warns_of_idle_cores():
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     made = subprocess.run([sys.executable, "-c", ONE_CORE], capture_output=True, text=True, env=environment, check=True)
     assert made.stderr.count("call fedrax.simulation.use_all_cores()") == 1

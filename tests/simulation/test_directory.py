@@ -60,7 +60,7 @@ class At:
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_two_runs_in_one_directory_are_refused(resume: bool, tmp_path: Path):
+def test_two_runs_in_one_directory_are_rejected(resume: bool, tmp_path: Path):
     """The second one touches nothing, and the first one ends as if it had been alone."""
 
     def second() -> None:
@@ -101,7 +101,7 @@ def test_a_directory_that_holds_a_run_is_not_overwritten(tmp_path: Path):
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_directory_that_is_removed_ends_the_run_in_a_sentence(replaced: bool, tmp_path: Path):
+def test_a_removed_directory_ends_the_run_with_a_clear_error(replaced: bool, tmp_path: Path):
     where = tmp_path / "run"
 
     def remove() -> None:
@@ -204,7 +204,7 @@ def test_links_are_not_followed(name: str, tmp_path: Path):
     assert victim.read_text() == "precious"
 
 
-def test_a_checkpoint_elsewhere_is_refused(tmp_path: Path):
+def test_a_checkpoint_elsewhere_is_rejected(tmp_path: Path):
     (tmp_path / "victim").mkdir()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoint").symlink_to(tmp_path / "victim")

@@ -119,7 +119,7 @@ def test_the_loss_of_all_training_samples_is_told_from_that_of_the_local_steps()
         np.testing.assert_allclose(result.events[-1]["train_loss"], losses.mean(), rtol=1e-6)
 
 
-def test_per_client_is_of_the_training_data_where_test_data_are_nobodys():
+def test_per_client_metrics_use_training_data_without_test_data_of_clients():
     result = run(per_client=True)
     losses, _ = by_hand(result.params, *FEDERATION.train)
     ends = FEDERATION.offsets

@@ -134,7 +134,7 @@ def test_a_resumed_run_is_the_run_bit_for_bit(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_who_diverged_is_named():
+def test_a_diverged_client_is_named():
     x, y = np.array(FEDERATION.train[0]), FEDERATION.train[1]
     owner = np.repeat(np.arange(len(SIZES)), SIZES)
     x[owner == 4] = 3e38
@@ -143,7 +143,7 @@ def test_who_diverged_is_named():
         simulate(FedAvg(local=LOCAL), TASK, broken, rounds=3, cohort_size=7, plan="scan", devices=2)
 
 
-def test_nothing_is_joined_where_nobody_waits():
+def test_devices_work_alone_where_none_would_wait():
     equal = Federation.from_arrays(FEDERATION.train[0][:64], FEDERATION.train[1][:64], np.arange(64) // 8)
     plan = lambda size: simulate(FedAvg(local=LOCAL), TASK, equal, rounds=1, cohort_size=size).plan  # noqa: E731
     assert ["left over" in plan(size) for size in (3, 4)] == [True, False]

@@ -221,7 +221,7 @@ def test_clients_side_by_side_are_of_like_size():
 
 @pytest.mark.parametrize("stateful", [False, True])
 @pytest.mark.parametrize("devices", [1, 2, 3])
-def test_everybody_has_one_place_in_a_round(devices: int, stateful: bool):
+def test_every_client_has_one_place_in_a_round(devices: int, stateful: bool):
     sampler = cohort_sampler(Settings(rounds=30, cohort_size=5, stragglers=0.4), SIZES)
     made = Planner(sampler, OFFSETS, devices=devices, stateful=stateful, by_samples=True)
     made.go_side_by_side(2)

@@ -130,7 +130,7 @@ def test_a_short_format_has_no_place_in_float64():
         simulate(FedAvg(), task, make_federation(), dtype="float64", precision="bfloat16")
 
 
-def test_parameters_of_a_shorter_type_are_said_to_be_held_in_the_runs():
+def test_bfloat16_parameters_are_held_as_float32_and_the_plan_says_so():
     model = Model(
         lambda key: {"w": jnp.zeros((4, 3), jnp.bfloat16), "b": jnp.zeros(3)},
         lambda p, x, key=None: x @ p["w"] + p["b"],

@@ -176,7 +176,7 @@ def two_of(code: str, port: int, *arguments: Any) -> list[tuple[int, str, str]]:
 
 
 @pytest.mark.slow
-def test_all_go_on_from_one_checkpoint(port: int, tmp_path: Path) -> None:
+def test_all_processes_resume_from_one_checkpoint(port: int, tmp_path: Path) -> None:
     first, further = (in_two(tmp_path / "run", port, rounds) for rounds in (4, 8))
     whole = in_two(tmp_path / "whole", port, 8)
     assert [status for status, _, _ in (*first, *further, *whole)] == [0] * 6, further
@@ -207,7 +207,7 @@ def test_the_first_process_s_callback_ends_the_run_of_all(port: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_diverges_ends_in_a_sentence_in_all(port: int, tmp_path: Path) -> None:
+def test_a_run_that_diverges_raises_a_clear_error_in_all(port: int, tmp_path: Path) -> None:
     for status, _, said in in_two(tmp_path / "run", port, 20, 1e38):
         assert status == 1 and ": a number is not finite" in said and "Traceback" not in said
     assert (tmp_path / "run" / "failure" / "state.npz").exists()

@@ -87,7 +87,7 @@ def test_what_is_noted_is_what_travels(algorithm: fedrax.Algorithm) -> None:
         ((0, 1), "record must be a fedrax.simulation.MessageSelection"),
     ],
 )
-def test_a_record_of_what_there_is_not_is_refused(record: Any, sentence: str) -> None:
+def test_a_record_of_what_there_is_not_is_rejected(record: Any, sentence: str) -> None:
     with pytest.raises(fedrax.FedraxError, match=sentence):
         run(record=record)
 

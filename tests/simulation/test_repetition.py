@@ -75,7 +75,7 @@ def test_what_a_program_has_set_for_its_own_code_does_not_matter(own: Callable[[
     assert_identical(here, run(SCAFFOLD, task=task, **OPTIONS))
 
 
-def test_a_program_that_looks_for_nan_itself_is_told_by_the_run():
+def test_jax_debug_nans_gives_the_same_message():
     with jax.debug_nans(True), pytest.raises(NonFiniteError, match=r"^FedAvg, round 2, client \d+: .+ is not finite"):
         run(fedrax.FedAvg(local=dataclasses.replace(LOCAL, lr=1e38)), rounds=2)
 
@@ -87,7 +87,7 @@ def test_devices_agree_to_rounding(reference: fedrax.Result):
     assert [event["gradients"] for event in alone.events] == [event["gradients"] for event in reference.events]
 
 
-def test_other_floats_seeds_and_rounds_do_not_compile_anew(caplog: pytest.LogCaptureFixture):
+def test_other_floats_seeds_and_rounds_do_not_recompile(caplog: pytest.LogCaptureFixture):
     """The second round of runs finds the programs of the first, state on clients or not."""
     task, ends = dataclasses.replace(TASK, name="of its own"), []
     compiled = lambda: sum("Compiling jit(block_on_mesh)" in record.getMessage() for record in caplog.records)  # noqa: E731

@@ -117,7 +117,7 @@ def test_long_numbers_of_a_file_stay_as_they_are(tmp_path):
         stored("params/" + "a/" * 20_000, "F32", np.zeros(1, np.float32)),
     ],
 )
-def test_what_is_no_model_is_a_sentence(content, tmp_path):
+def test_what_is_no_model_raises_a_clear_error(content, tmp_path):
     (tmp_path / "model").write_bytes(content)
     with pytest.raises(FedraxError, match="model"):
         fedrax.simulation.load_model(tmp_path / "model")
@@ -171,7 +171,7 @@ def test_a_callback_sees_parameters_and_ends_the_run(tmp_path):
         (lambda: simulate(method, Linear().build((4,), 3), federation), r"classification\(model\)"),
     ],
 )
-def test_mistakes_are_one_sentence(mistake, sentence):
+def test_mistakes_raise_one_clear_message(mistake, sentence):
     with pytest.raises(FedraxError, match=sentence):
         mistake()
 
@@ -190,14 +190,14 @@ def test_names_that_there_are_not():
     assert repr(fedrax.classification(model)) == f"Task 'classification/{model.name}': loss, accuracy"
 
 
-def test_a_model_with_too_few_outputs_for_the_classes_is_refused():
+def test_a_model_with_too_few_outputs_for_the_classes_is_rejected():
     few = classification(Linear().build((4,), 2))
     with pytest.raises(FedraxError, match="the model has 2 outputs per sample for 3 classes"):
         simulate(method, few, federation, rounds=1, cohort_size=2)
     simulate(method, classification(Linear().build((4,), 5)), federation, rounds=1, cohort_size=2)  # more do no harm
 
 
-def test_models_of_no_arrays_are_said_to_be():
+def test_models_without_arrays_are_named():
     from fedrax.models import Model
 
     for model, says in (
@@ -209,7 +209,7 @@ def test_models_of_no_arrays_are_said_to_be():
             simulate(method, classification(model), federation, rounds=1, cohort_size=2)
 
 
-def test_code_that_jax_cannot_trace_is_found_where_it_lies():
+def test_code_that_jax_cannot_trace_is_named_with_its_line():
     from fedrax.models import Model
 
     def apply(params, x, key=None):

@@ -17,7 +17,7 @@ def test_keyword_arguments_are_the_fields_of_settings():
     assert get_type_hints(FederationOptions, include_extras=True).items() <= fields.items()
 
 
-def test_an_unknown_setting_is_refused_with_the_nearest_name():
+def test_an_unknown_setting_is_rejected_with_the_nearest_name():
     assert changed_settings(None, {"rounds": 3}) == Settings(rounds=3)
     with pytest.raises(FedraxError, match="unknown setting 'cohort'; did you mean 'cohort_size'"):
         changed_settings(Settings(), {"cohort": 3})

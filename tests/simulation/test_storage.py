@@ -108,7 +108,7 @@ def test_samples_of_double_precision(dtype: str):
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("room", [1 << 30, 24 * 20 * 64, 1], ids=["roomy", "tight", "no room"])
-def test_neither_seeds_nor_rounds_compile_anew(
+def test_neither_seeds_nor_rounds_recompile(
     room: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     """Of clients of unlike sizes on two devices, whose homes are spread otherwise by every seed."""

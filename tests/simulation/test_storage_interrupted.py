@@ -50,7 +50,7 @@ def open_files() -> set[str]:
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("before", "after"), [({}, AWAY), (AWAY, {}), (AWAY, AWAY)])
-def test_a_run_goes_on_elsewhere(before: dict, after: dict, tmp_path: Path):
+def test_a_run_resumes_with_other_placement(before: dict, after: dict, tmp_path: Path):
     """Also where more rounds give clients other rows."""
     options = OPTIONS | {"eval_every": 1}
     run(SCAFFOLD, directory=tmp_path, **before, **(options | {"rounds": 3}))
@@ -67,7 +67,7 @@ def test_the_checkpoint_is_the_same_file(tmp_path: Path):
         assert len(next(file[name] for name in file.files if "store" in name)) >= 4
 
 
-def test_a_damaged_store_is_refused(tmp_path: Path):
+def test_a_damaged_store_is_rejected(tmp_path: Path):
     """The sum over the rows is wrong, which shows when the last one has been read."""
     run(SCAFFOLD, directory=tmp_path, rounds=3)
     file = tmp_path / "checkpoint" / checkpoint.FILE
@@ -235,7 +235,7 @@ def test_scratch_files_go(tmp_path: Path):
         assert open_files() <= before
 
 
-def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_raises_one_clear_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -251,7 +251,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
         run(SCAFFOLD, **AWAY)
 
 
-def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch):
+def test_several_processes_are_rejected(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     account = MemoryBudget(1 << 30, on_cpu=True)
     for away in ({"samples": "streamed"}, {"states": "spilled"}):

@@ -57,7 +57,7 @@ def test_a_table_in_its_store_is_what_it_is_as_a_value():
             assert np.array_equal(a, b)
 
 
-def test_a_table_that_a_client_made_anew_replaces_the_old_one():
+def test_a_new_table_of_a_client_replaces_the_old_one():
     whole = store()
     new = VectorTable(jax.tree.map(lambda a: jnp.ones(a.shape[1:], a.dtype), whole[1].rows))
     found = set_state(whole, jnp.int32(2), (whole[0][2], new))[1]

@@ -66,7 +66,7 @@ def test_a_run_may_begin_when_the_main_thread_has_ended():
     assert done.stdout == "4\n", done.stderr
 
 
-def test_who_waits_for_a_run_hears_ctrl_c():
+def test_ctrl_c_reaches_a_thread_that_waits_for_a_run():
     """Polars, once imported, has system calls go on after a signal."""
     signal.siginterrupt(signal.SIGINT, False)
     thread = threading.Thread(target=run)

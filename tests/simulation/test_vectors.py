@@ -116,7 +116,7 @@ REMEMBERING = (
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("algorithm", REMEMBERING, ids=lambda a: type(a).__name__)
-def test_devices_share_what_a_server_remembers(algorithm, monkeypatch):
+def test_devices_share_the_vectors_of_a_server(algorithm, monkeypatch):
     """Each holds its share, not all; results are whole."""
     shares = []
 
@@ -136,7 +136,7 @@ def test_devices_share_what_a_server_remembers(algorithm, monkeypatch):
     assert_close(one, two)
 
 
-def test_a_run_goes_on_from_its_checkpoint(tmp_path):
+def test_a_run_resumes_from_its_checkpoint(tmp_path):
     """Which holds whole vectors."""
     often = partial(run, REMEMBERING[0], eval_every=3, devices=2)
     often(rounds=3, directory=tmp_path)
@@ -244,7 +244,7 @@ def test_a_server_broadcasts_what_it_makes_of_its_vectors():
         run(Telling(local=LOCAL, wrongly=True))
 
 
-def test_vectors_of_another_making_are_refused():
+def test_vectors_of_another_making_are_rejected():
     held, other = vectors(HELD), vectors({"a": UPDATES["a"]})
     with pytest.raises(TypeError, match=r"accumulates the ServerVectors of cohort\.each"):
         held.accumulate(ROWS, KEPT, other)

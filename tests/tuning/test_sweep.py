@@ -97,7 +97,7 @@ def test_all_blocks_of_rounds_are_one_program(monkeypatch: pytest.MonkeyPatch) -
     assert len(traced) == 1
 
 
-def test_what_cannot_run_together_is_refused() -> None:
+def test_what_cannot_run_together_is_rejected() -> None:
     mixed = [fedrax.FedAvg(), fedrax.FedAvg(local=fedrax.LocalSGD(steps=3))]
     with pytest.raises(fedrax.FedraxError, match="differ in float hyper-parameters only"):
         fedrax.sweep(mixed, TASK, FEDERATION, rounds=2, mode="vectorized")

@@ -134,7 +134,7 @@ def test_the_outermost_direction_hook_has_the_last_word():
     assert far["clipped"] < 2.1e-4 and far["both in one"] < 2.1e-4 and far["decayed"] > 0.1, far
 
 
-def test_noise_upon_noise_is_refused():
+def test_noise_upon_noise_is_rejected():
     with pytest.raises(FedraxError, match="SampleDP inside SampleDP"):
         run(fedrax.privacy.SampleDP(inner=around(lambda data: data, fedrax.privacy.SampleDP(inner=AVERAGE))), rounds=1)
 
@@ -153,7 +153,7 @@ def test_noise_is_for_methods_that_see_samples_as_it_is_counted(change: Callable
         run(fedrax.privacy.SampleDP(inner=around(change)), rounds=1, weights="uniform")
 
 
-def test_gradients_by_a_hook_are_refused_where_they_would_leave_statistics_behind():
+def test_gradients_by_a_hook_are_rejected_where_they_would_leave_statistics_behind():
     class Network(nn.Module):
         @nn.compact
         def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
@@ -233,13 +233,13 @@ MISTAKES: dict[str, tuple[str, Callable]] = {
 
 
 @pytest.mark.parametrize("sentence", MISTAKES)
-def test_a_mistake_in_a_wrapper_is_a_sentence(sentence: str):
+def test_a_mistake_in_a_wrapper_raises_a_clear_error(sentence: str):
     for use in (lambda method: run(method, rounds=1, devices=1), check_algorithm):
         with pytest.raises(FedraxError) as caught:
             use(returning(*MISTAKES[sentence])()(inner=AVERAGE))
         assert sentence in str(caught.value), str(caught.value)
 
 
-def test_a_list_as_a_default_is_a_sentence():
+def test_a_list_as_a_default_raises_a_clear_error():
     with pytest.raises(FedraxError, match=r"Mine: mutable default .* give a tuple"):
         hyperparameters(type("Mine", (Wrapper,), {"layers": [], "__annotations__": {"layers": list}}))

@@ -84,7 +84,7 @@ def test_a_wrapper_that_changes_nothing_changes_no_bit(wrap: str, method: str):
         jax.tree.map(np.testing.assert_array_equal, mine, theirs)
 
 
-def test_nested_noise_is_drawn_anew():
+def test_nested_wrappers_draw_independent_noise():
     still, options = partial(Private, clip=1e30), {"script": Script(cohorts=[[2]]), "rounds": 1}
     base = moved(short(FEDAVG, **options))
     outer = moved(short(still(FEDAVG, sigma=1.0), **options)) - base

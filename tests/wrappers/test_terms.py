@@ -102,7 +102,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("sentence", OTHERS)
-def test_what_would_be_wrong_in_silence_is_refused(sentence: str):
+def test_what_would_be_wrong_in_silence_is_rejected(sentence: str):
     with pytest.raises(FedraxError, match=sentence):
         run(OTHERS[sentence], task=TASK, rounds=1, weights="uniform")
 
@@ -129,7 +129,7 @@ def test_single_numbers_of_an_upload_are_not_drawn_from(method: Algorithm):
     assert min(moved) > 0.3 * max(moved) > 0
 
 
-def test_labels_that_a_task_is_not_meant_for_are_refused():
+def test_labels_that_a_task_is_not_meant_for_are_rejected():
     task = fedrax.contract.binary_classification(MLP(hidden=(5,)).build((4,), 1))
     with pytest.raises(FedraxError, match="takes labels from 0 to 1, and these are from 0 to 2"):
         run(task=task, rounds=1)

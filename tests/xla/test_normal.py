@@ -96,7 +96,7 @@ def test_many_leaves_are_drawn_by_one_loop_and_are_the_same_numbers():
     assert lengths[1] - lengths[0] <= 3 * len(small) * 3  # a slice, and a shape
 
 
-def test_an_array_of_more_numbers_than_counters_is_refused():
+def test_an_array_of_more_numbers_than_counters_is_rejected():
     with pytest.raises(FedraxError, match="split the array"):
         jax.eval_shape(
             lambda key: normal_noise(key, jax.ShapeDtypeStruct((1 << 16, 1 << 16), jnp.float32)), jax.random.key(0)

@@ -93,7 +93,7 @@ def test_found_again_in_a_mesh_and_under_vmap():
     assert len(calls) == 7  # Python's numbers are constants
 
 
-def test_what_is_made_anew_is_compiled_once(caplog: pytest.LogCaptureFixture):
+def test_equal_functions_made_again_are_compiled_once(caplog: pytest.LogCaptureFixture):
     """The same values and types as from ``jax.jit``, which compiles every function of a new name."""
     x, table = {"w": np.arange(3.0), "n": jnp.arange(2)}, np.arange(6.0, dtype=np.float32)
     makers: dict[str, Any] = {
