@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from fedrax import FedAvg, Federation, FedraxError, LocalSGD, Task, simulate, sweep
+from fedrax import FedAvg, Federation, FedraxError, FedraxWarning, LocalSGD, Task, simulate, sweep
 from fedrax.contract.task import Batch
 from fedrax.optim import Optax
 from fedrax.privacy import SampleDP
@@ -178,3 +178,42 @@ def test_an_optimizer_with_its_learning_rate_in_its_state_is_rejected():
 def test_an_optimizer_that_needs_the_loss_function_is_rejected():
     with pytest.raises(FedraxError, match="needs more than a direction"):
         run(FedAvg(LocalSGD(steps=1, optimizer=Optax(optax.lbfgs()))))
+
+
+def every_second(carry: bool) -> FedAvg:
+    """One step in each round; the optimizer moves after every second gradient."""
+    rule = optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()
+    return FedAvg(local=LocalSGD(steps=1, batch_size=3, optimizer=Optax(rule), carry=carry))
+
+
+def test_gradients_that_an_optimizer_would_lose_between_rounds_are_reported():
+    everyone = {"rounds": 2, "cohort_size": len(FEDERATION.sizes)}
+    start = TASK.init(jax.random.key(0))
+    with pytest.warns(FedraxWarning, match=r"MultiSteps starts anew in each round, .* or set local.carry to true"):
+        lost = run(every_second(carry=False), params=start, **everyone).params
+    jax.tree.map(np.testing.assert_array_equal, lost, start)
+    kept = run(every_second(carry=True), params=start, **everyone).params
+    assert any(np.abs(a - b).max() > 0 for a, b in zip(*map(jax.tree.leaves, (kept, start)), strict=True))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        optax.sgd(optax.linear_schedule(0.1, 0.0, 10)),
+        optax.chain(optax.clip(1.0), optax.adamw(optax.cosine_decay_schedule(0.1, 10))),
+        optax.masked(optax.sgd(optax.linear_schedule(0.1, 0.0, 10)), mask=True),
+    ],
+    ids=["sgd", "in a chain", "masked"],
+)
+def test_a_schedule_that_starts_anew_in_each_round_is_reported(rule: Any):
+    method = FedAvg(local=LocalSGD(steps=2, batch_size=3, optimizer=Optax(rule)))
+    with pytest.warns(FedraxWarning, match="schedule of the local optimizer starts anew in each round"):
+        run(method, rounds=1)
+
+
+@pytest.mark.parametrize(
+    "rule", [optax.adamw(0.1), optax.sgd(0.1, momentum=0.9), optax.yogi(0.1)], ids=["adamw", "momentum", "yogi"]
+)
+def test_optimizers_without_an_effect_beyond_the_round_are_not_reported(rule: Any, recwarn: pytest.WarningsRecorder):
+    run(FedAvg(local=LocalSGD(steps=2, batch_size=3, optimizer=Optax(rule))), rounds=1)
+    assert not [w for w in recwarn if "starts anew" in str(w.message)]

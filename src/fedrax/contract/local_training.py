@@ -133,6 +133,24 @@ def proximal_term(strength: Any, center: Tree) -> TermHook:
     )
 
 
+def _warn_of_restarts(state: Tree) -> None:
+    """Warn of optimizers whose effect spans rounds, but whose state starts anew in each."""
+    import optax
+
+    kinds = (optax.MultiStepsState, optax.ScaleByScheduleState)
+    for part in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds)):
+        if isinstance(part, optax.MultiStepsState):
+            warn(
+                "optax.MultiSteps starts anew in each round, and gradients that it has accumulated at the end of a"
+                " round are lost: use a larger local.batch_size, or set local.carry to true"
+            )
+        elif isinstance(part, optax.ScaleByScheduleState):
+            warn(
+                "the schedule of the local optimizer starts anew in each round: use local.schedule, which counts"
+                " rounds, or set local.carry to true"
+            )
+
+
 class LocalResult(NamedTuple):
     """The result of local training.
 
@@ -516,8 +534,11 @@ class LocalSGD:
     def _init_optimizer(self, params: Tree, data: ClientData) -> Tree:
         if self.optimizer is None:
             return ()
-        begun = data.carried.optimizer if self.carry else self.optimizer.init(params)
-        return with_new_keys(begun, data.key("optimizer"))
+        if self.carry:
+            return with_new_keys(data.carried.optimizer, data.key("optimizer"))
+        state = self.optimizer.init(params)
+        _warn_of_restarts(state)
+        return with_new_keys(state, data.key("optimizer"))
 
     def _optimized(
         self, x: Tree, state: Tree, d: Tree, lr: Array | float, round: Array, loss: Array | None
