@@ -1,4 +1,4 @@
-"""Methods as tests of all of them run them."""
+"""Instances of methods for tests of all methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the project needs is bounded on both sides, and what is installed lies between."""
+"""Every dependency has a lower and an upper bound, and the installed versions satisfy them."""
 
 import re
 import tomllib

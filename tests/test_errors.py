@@ -1,4 +1,4 @@
-"""The sentence for a name that is not known, and where a warning is said to come from."""
+"""Suggestions for unknown names, and the source line of warnings."""
 
 import warnings
 

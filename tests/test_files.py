@@ -1,4 +1,4 @@
-"""Files written whole or not at all: what may stand in their place, who else writes them, and where they lie."""
+"""Atomic writes: special files in their place, concurrent writers, and locations."""
 
 from __future__ import annotations
 

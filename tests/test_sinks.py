@@ -1,4 +1,4 @@
-"""Sinks: what reaches TensorBoard, Weights & Biases and MLflow; the last two where they are installed."""
+"""Sinks: what reaches TensorBoard, Weights & Biases and MLflow, where they are installed."""
 
 import dataclasses
 import io

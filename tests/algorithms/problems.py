@@ -1,4 +1,4 @@
-"""What the comparisons run on: small federations, and one table that names methods for fedrax and NumPy alike."""
+"""Small federations, and one table that names methods for fedrax and the NumPy reference."""
 
 from __future__ import annotations
 

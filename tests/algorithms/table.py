@@ -1,4 +1,4 @@
-"""The table: every method with every option, in words that fedrax and the NumPy reference both understand."""
+"""Every method with every option, in terms of both fedrax and the NumPy reference."""
 
 from tests.algorithms.problems import Case
 

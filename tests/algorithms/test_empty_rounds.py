@@ -1,4 +1,4 @@
-"""Rounds that nobody joins, as a coin for each client brings them: nothing is learned, and nothing forgotten."""
+"""Rounds with an empty cohort, as Poisson sampling draws them: no parameter and no state changes."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""GradMA: what it remembers and whom it forgets, where it ends, and how exact it is where its problem is hardest."""
+"""GradMA: its memory of updates, its fixed points, and its precision where the projection is ill-conditioned."""
 
 from itertools import product
 from typing import Any

@@ -1,4 +1,4 @@
-"""Floating hyper-parameters are inputs of the compiled program; whole numbers and names shape it."""
+"""Float hyper-parameters are inputs of the compiled program; integers and strings are static."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""Which methods are the same, exactly, in which circumstances."""
+"""Methods that equal each other under stated conditions."""
 
 from typing import Any
 

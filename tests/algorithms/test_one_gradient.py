@@ -1,4 +1,4 @@
-"""Methods of one gradient a round: running statistics follow their batches, and options of local steps are refused."""
+"""Methods with one gradient per round: running statistics follow their batches; local-step options are rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""pFedMe's personal models: kept, different from the global one, and better on clients that contradict each other."""
+"""pFedMe's personal models: client states that fit contradictory clients better than the global model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orders without tables: permutations, evenly distributed, different in every epoch."""
+"""Sample orders without tables: uniform permutations that differ in every epoch."""
 
 from itertools import chain
 from types import SimpleNamespace

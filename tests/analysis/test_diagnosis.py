@@ -1,4 +1,4 @@
-"""Measured constants against those that problems have by construction."""
+"""Measured constants of problems whose constants are known."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""Methods tried on a task: scores are those of runs by hand; what diverges or is refused is said, and the cost."""
+"""Trials of methods on a task: scores equal those of separate runs; divergence, rejections and cost are reported."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Data from the messages of a client, from the recorder to the score, on tiny networks."""
+"""Reconstruction attacks on the messages of a client, from the recorder to the score, on tiny networks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reconstruction is measured by, against direct sums."""
+"""Metrics of reconstructions against direct sums."""
 
 from __future__ import annotations
 

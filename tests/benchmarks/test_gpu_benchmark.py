@@ -1,4 +1,4 @@
-"""The comparison on a GPU, tried on a CPU: fedrax alone, and the page of runs that were measured elsewhere."""
+"""The GPU benchmark, run on a CPU with fedrax alone, and its page."""
 
 from __future__ import annotations
 

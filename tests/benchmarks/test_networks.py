@@ -1,4 +1,4 @@
-"""The networks of `benchmarks.networks`: what they give, one of them measured, and the page."""
+"""The networks of `benchmarks.networks`: their outputs, one measurement, and the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks of private mechanisms: what is audited, when an audit fails, and both pages."""
+"""The benchmarks of private mechanisms: audited claims, failing audits, and both pages."""
 
 from __future__ import annotations
 

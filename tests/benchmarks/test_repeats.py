@@ -1,4 +1,4 @@
-"""Whether the bits of a run repeat: the command on a CPU, where they do, and the page of runs that were apart."""
+"""Bitwise repeatability of runs: the benchmark on a CPU, and its page for runs that differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of samples and states on disk: its problems, its check that every place ends the same, its page."""
+"""The benchmark of samples and states on disk: its problems, its check of equal results, and its page."""
 
 import json
 from dataclasses import asdict, replace

@@ -1,4 +1,4 @@
-"""What the tests of the command line share: calling it in this process, in an empty directory."""
+"""Fixtures of the command-line tests: commands run in this process, in an empty directory."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Input that cannot be used: one clear sentence on standard error, exit status 2, nothing half-written."""
+"""Bad input: one clear message on standard error, exit status 2, and no partial output."""
 
 import errno
 import gzip

@@ -1,4 +1,4 @@
-"""Comparisons on the workers of a real scheduler on loopback, one of which is killed; schedulers that are none."""
+"""Comparisons on local Dask and Ray workers, one of which is killed; invalid schedulers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several files of one comparison may not differ in, and what does not go together in one."""
+"""What files of one comparison must share, and combinations that a comparison rejects."""
 
 import dataclasses
 from collections.abc import Callable

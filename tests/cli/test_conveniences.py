@@ -1,4 +1,4 @@
-"""Names of own methods, more rounds, trackers of comparisons, files read in Python, tasks and tables from flags."""
+"""Names of user methods, additional rounds, trackers, files read in Python, tasks and tables from flags."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""`fedrax doctor`: its report of damaged runs, its repairs, and that it never makes anything worse."""
+"""`fedrax doctor`: its report on damaged runs, and repairs that never lose data."""
 
 from __future__ import annotations
 

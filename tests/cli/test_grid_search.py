@@ -1,4 +1,4 @@
-"""Settings chosen on validation data, and methods compared at their best."""
+"""Hyper-parameters chosen on validation data, and methods compared at their best."""
 
 import json
 import math

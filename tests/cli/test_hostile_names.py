@@ -1,4 +1,4 @@
-"""Names and labels are shown as they are, wherever they end up, or refused before anything runs."""
+"""Names and labels with special characters are displayed verbatim or rejected before anything runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes out and cannot: full disks, narrow terminals, readers that leave; and errors of the user's own code."""
+"""Outputs that fail: full disks, narrow terminals, closed pipes; and errors of user code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Own code runs where its user said so, and nowhere else."""
+"""User code runs only where a file or flag names it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fedrax privacy``, ``fedrax audit``, and what the other commands say of a private run."""
+"""``fedrax privacy``, ``fedrax audit``, and what other commands report about a private run."""
 
 import json
 import warnings

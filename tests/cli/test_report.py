@@ -1,4 +1,4 @@
-"""A report is one page that holds all it shows: rendered by a browser, whatever things are called."""
+"""A report is one self-contained page that a browser renders whatever the names in it."""
 
 from __future__ import annotations
 

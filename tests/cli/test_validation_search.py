@@ -1,4 +1,4 @@
-"""Settings that Optuna proposes: chosen on validation data as those of a grid are, and the same again."""
+"""Hyper-parameters proposed by Optuna: chosen on validation data, and reproducible."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Comparisons on the workers of an executor: equal to those made here, also where a worker is killed."""
+"""Comparisons on the workers of an executor equal local ones, even if a worker is killed."""
 
 import os
 import signal

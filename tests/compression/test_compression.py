@@ -1,4 +1,4 @@
-"""Quantized and sparse uploads: what travels, what it means on the server, and what stays for later."""
+"""Quantized and sparse uploads: bytes sent, values at the server, and error feedback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds of every algorithm: the tests find them by themselves, a new one included."""
+"""Properties of every registered algorithm, including new ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What breaks the contract's rules ends in one sentence that names the method and what to write instead."""
+"""Violations of the contract raise one clear message with the method's name and the remedy."""
 
 from __future__ import annotations
 

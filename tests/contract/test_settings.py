@@ -1,4 +1,4 @@
-"""Settings, requirements and one client's data mean the same wherever a round is run."""
+"""Settings, traits and client data mean the same on every executor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a task of one's own may get wrong, each in a sentence before anything is compiled."""
+"""Errors of user-defined tasks are reported before anything is compiled."""
 
 from __future__ import annotations
 

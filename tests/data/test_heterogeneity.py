@@ -1,4 +1,4 @@
-"""Measures against values worked out by hand, and the pictures."""
+"""Heterogeneity measures against values computed by hand, and their plots."""
 
 import xml.etree.ElementTree as ElementTree
 

@@ -1,4 +1,4 @@
-"""Files that break the libraries which read them, or announce more than they hold: a sentence, and little memory."""
+"""Files that break their readers or declare more than they contain: a clear error with little memory."""
 
 from __future__ import annotations
 

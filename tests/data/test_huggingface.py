@@ -1,4 +1,4 @@
-"""Data sets of Hugging Face's datasets, made here and saved on the disk: `make test-huggingface`."""
+"""Datasets of Hugging Face's datasets, made here and saved to disk: `make test-huggingface`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoded images kept between starts: the same pixels, and never those of a file that is damaged or has changed."""
+"""The cache of decoded images: the same pixels, and never those of damaged or changed files."""
 
 from __future__ import annotations
 

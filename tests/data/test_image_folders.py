@@ -1,4 +1,4 @@
-"""Folders of images, made here: what is read, in which order, and what is refused before it takes memory."""
+"""Folders of images: what is read, in which order, and what is rejected before it takes memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples of any type and labels of any shape: kept, converted safely, or refused in one sentence."""
+"""Samples of any type and labels of any shape are kept, converted safely, or rejected with the reason."""
 
 import jax.numpy as jnp
 import numpy as np

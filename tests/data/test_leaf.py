@@ -1,4 +1,4 @@
-"""LEAF's JSON format: files as its scripts write them, generated here, and files that are none."""
+"""LEAF's JSON format: files as its scripts write them, and malformed files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Properties that every partition promises, and the shapes of each."""
+"""Properties of every partition, and the label distribution of each."""
 
 from dataclasses import replace
 from itertools import pairwise

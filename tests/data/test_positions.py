@@ -1,4 +1,4 @@
-"""Tasks with a label for each position train in a simulation: padded next tokens, a segmentation, several targets."""
+"""Tasks with a label per position: next tokens with padding, segmentation, several targets."""
 
 import jax
 import jax.numpy as jnp

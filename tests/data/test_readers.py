@@ -1,4 +1,4 @@
-"""Readers against files made by hand, good and broken, and against the real data where it is at hand."""
+"""Readers against small files, valid and broken, and against real data where FEDRAX_DATA has it."""
 
 import gzip
 import os

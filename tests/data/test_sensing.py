@@ -1,4 +1,4 @@
-"""Matrix sensing: the moments that its definition promises, and that the model measures what it says."""
+"""Matrix sensing: moments of its definition, and the measurements of its model."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Synthetic(alpha, beta): the moments that its definition promises."""
+"""Synthetic(alpha, beta): the moments of its definition."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Readers of images in tables, of CSV files and of OpenML, against files made by hand, good and broken."""
+"""Readers of images in tables, CSV files and OpenML against small files, valid and broken."""
 
 import gzip
 import io

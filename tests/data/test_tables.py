@@ -1,4 +1,4 @@
-"""Columns of a table as features: categories, missing values, standardization, names; against NumPy by hand."""
+"""Table columns as features: categories, missing values, standardization and names, against NumPy."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Words, vocabularies, files of word vectors, and the readers of sentence pairs and tweets."""
+"""Tokens, vocabularies, word vectors, and the readers of sentence pairs and tweets."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Six clients of unlike size, and a grid between them whose messages pass as bytes and get lost as told."""
+"""Six clients of three sizes, and a grid that serializes messages between them and can lose them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedrax.data import Federation
 from fedrax.flower import LocalGrid, client_app, federate
 from fedrax.models import Logistic
 
-SIZES = (3, 7, 4, 12, 6, 5)
+SIZES = (3, 7, 7, 12, 3, 12)  # a client compiles one program for each number of samples
 ROUNDS, COHORT = 4, 3
 TASK = classification(Logistic().build((4,), 3))
 

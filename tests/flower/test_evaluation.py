@@ -1,4 +1,4 @@
-"""Metrics of a federation over messages, models with running statistics, private methods, and what a run leaves."""
+"""Evaluation over messages, running statistics, private methods, and the output directory."""
 
 from __future__ import annotations
 

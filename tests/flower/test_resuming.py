@@ -1,4 +1,4 @@
-"""A federation that was stopped goes on: the server from its checkpoint, the clients from their folders."""
+"""A federation resumes: the server from its checkpoint, the clients from their directories."""
 
 from __future__ import annotations
 

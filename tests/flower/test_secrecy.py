@@ -1,4 +1,4 @@
-"""What a client keeps to itself: its random keys, whatever a server asks for, and the words of its errors."""
+"""What a client keeps secret: its random keys, and its data in error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that fail, come back, lose their memory or send what makes no sense."""
+"""Clients that fail, reconnect, lose their state or send malformed messages."""
 
 from __future__ import annotations
 

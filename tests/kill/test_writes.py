@@ -1,4 +1,4 @@
-"""What every single write leaves on disk is enough to go on, to the same end; or nothing has begun."""
+"""After any single write a run can be resumed to the same end, or has not begun."""
 
 from __future__ import annotations
 

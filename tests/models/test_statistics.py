@@ -1,4 +1,4 @@
-"""Batch norm and other running statistics of modules users bring: carried as the modules' own calls carry them."""
+"""Batch norm and other running statistics of user modules change as in the modules' own calls."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Networks of words against NumPy; padding changes nothing; the hinge loss; the way from a file to a task."""
+"""Text networks against NumPy, independence of padding, the hinge loss, and the path from a file to a task."""
 
 import json
 from dataclasses import replace

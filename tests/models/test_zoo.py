@@ -1,4 +1,4 @@
-"""Every model of the zoo: shapes, sizes, starts, float types, and the sentences for impossible inputs."""
+"""Every model of the zoo: shapes, sizes, initialization, float types, and errors for impossible inputs."""
 
 import math
 from functools import cache

@@ -1,4 +1,4 @@
-"""Server optimizers that users write."""
+"""User-defined server optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters and statistics that stay at home, against plain loops over rounds, clients and steps."""
+"""Parameters and statistics that clients keep, against plain loops over rounds, clients and steps."""
 
 from __future__ import annotations
 

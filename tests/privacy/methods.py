@@ -1,4 +1,4 @@
-"""A private method as small as can be, for the tests of what counts it: they ask nothing of how it protects."""
+"""A minimal private method, for tests that count its releases and ask nothing about its protection."""
 
 from __future__ import annotations
 

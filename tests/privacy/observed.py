@@ -1,4 +1,4 @@
-"""What a mechanism lets out: noise alone, of clients with nothing to say, and messages of a client with wild data."""
+"""What an observer of a mechanism sees: noise alone, and messages of a client with extreme data."""
 
 from __future__ import annotations
 

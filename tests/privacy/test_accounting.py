@@ -1,4 +1,4 @@
-"""Accountants against closed forms, published values, and a composition of their own in NumPy."""
+"""Accountants against closed forms, published values, and a composition in NumPy."""
 
 import dp_accounting
 import numpy as np

@@ -1,4 +1,4 @@
-"""What guesses prove, and that audits catch broken mechanisms and claims, and no sound one."""
+"""Bounds from membership guesses; audits reject broken mechanisms and claims, and no sound one."""
 
 import dataclasses
 

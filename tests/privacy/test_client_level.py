@@ -1,4 +1,4 @@
-"""Client-level privacy: how much a client adds, the noise on it, and what is refused."""
+"""Client-level privacy: sensitivity, noise, and rejected combinations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ledger of a run: what events say, where a budget ends it, and that it outlives an interruption."""
+"""The ledger of a run: epsilon in events, the end of a budget, and resuming."""
 
 import json
 import warnings

@@ -1,4 +1,4 @@
-"""Output and objective perturbation: the model that goes up, the noise, and what else would leak."""
+"""Output and objective perturbation: the uploaded model, the noise, and other leaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sample-level privacy: DP-SGD in the local steps, its batches and its noise."""
+"""Sample-level privacy: DP-SGD in local steps, its batches and its noise."""
 
 from __future__ import annotations
 

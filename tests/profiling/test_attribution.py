@@ -1,4 +1,4 @@
-"""How a trace's time is parted, on timelines written by hand."""
+"""Attribution of a trace's time, on timelines written by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The profiler on small experiments: its parts sum to the whole, and its counts are those made by hand."""
+"""The profiler on small experiments: parts sum to the whole, and counts equal those by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reader of compiled programs, on programs that XLA has compiled."""
+"""The reader of compiled programs, on programs compiled by XLA."""
 
 from __future__ import annotations
 

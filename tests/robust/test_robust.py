@@ -1,4 +1,4 @@
-"""Robust rules and attacks: what they compute, that defenses hold, and what cannot be combined."""
+"""Robust aggregation and attacks: their values, defenses that hold, and rejected combinations."""
 
 from __future__ import annotations
 

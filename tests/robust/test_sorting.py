@@ -1,4 +1,4 @@
-"""Columns sorted by a network, against NumPy."""
+"""Sorting of columns by a network against NumPy."""
 
 from __future__ import annotations
 

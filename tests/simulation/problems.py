@@ -1,4 +1,4 @@
-"""Small federations that many of these tests share, and what is compared of two runs."""
+"""Small federations, and comparisons of two runs, for many tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State on disk: whole or refused; a checkpoint that cannot be written leaves the one before."""
+"""Checkpoints are complete or rejected; one that cannot be written leaves the previous one."""
 
 import errno
 import io

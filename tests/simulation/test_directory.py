@@ -1,4 +1,4 @@
-"""A run's directory: one run at a time, known again by all that decides its numbers, and never followed elsewhere."""
+"""The directory of a run: locked by one run, bound to everything that decides its numbers, without links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A number that stops being finite ends the run and is named: algorithm, round, client and tensor."""
+"""A number that is not finite ends the run; the error names algorithm, round, client and tensor."""
 
 import dataclasses
 import tracemalloc

@@ -1,4 +1,4 @@
-"""Runs that are killed or interrupted, as processes of their own, end where the uninterrupted run ends."""
+"""Runs killed or interrupted as processes end, once resumed, where the uninterrupted run ends."""
 
 import os
 import random

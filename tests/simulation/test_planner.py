@@ -1,4 +1,4 @@
-"""Where those who take part do their work: the same work on every number of devices, in every plan."""
+"""Assignment of clients to devices: the same work on any number of devices, in every plan."""
 
 import tracemalloc
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a user does with a result in Python: tables, pictures, files; callbacks."""
+"""Results in Python: tables, figures, files and callbacks."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""A million clients: memory follows the data, and a round's cost does not follow the number of clients."""
+"""A million clients: memory follows the data, and the cost of a round is independent of their number."""
 
 import json
 import os

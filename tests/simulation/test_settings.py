@@ -1,4 +1,4 @@
-"""The settings of a run as keyword arguments that editors and type checkers see."""
+"""Settings of a run are keyword arguments that editors and type checkers see."""
 
 from typing import get_type_hints
 

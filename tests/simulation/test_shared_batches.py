@@ -1,4 +1,4 @@
-"""Batches that are best whole, shared by all devices where clients are left over: the numbers of one device."""
+"""Batches that all devices share where clients are left over: the numbers of one device."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Samples on the host and client states on disk: checkpoints, and runs that fail or are ended."""
+"""Samples on the host and client states on disk: checkpoints, failures and interruptions."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Runs outside the main thread: several at once, after the end of the program's own, and Ctrl-C meanwhile."""
+"""Runs outside the main thread: several at once, after the main thread has ended, and with Ctrl-C."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vectors that a server remembers: their operations, whole and in shares, and runs whose devices share them."""
+"""Vectors in the server state: their operations, whole and sharded, and runs that shard them."""
 
 from functools import partial
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Methods that the contract was not written for: each proves that it can be said, none is part of the package."""
+"""User-defined methods that the contract was not written for, as evidence that it can express them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Methods the contract was not written for, in every order around one another and on every plan."""
+"""User-defined methods in every order of wrappers and on every executor."""
 
 from __future__ import annotations
 

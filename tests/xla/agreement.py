@@ -1,4 +1,4 @@
-"""What tests of rewritten operations share: they and their gradients are JAX's own to rounding."""
+"""Assertions that rewritten functions and their gradients equal JAX's to rounding."""
 
 from __future__ import annotations
 

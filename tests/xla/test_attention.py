@@ -1,4 +1,4 @@
-"""Products of places with each other, block by block: the same numbers, and nothing large."""
+"""Blockwise attention: the same numbers, and no large intermediate array."""
 
 from collections.abc import Callable
 from typing import Any

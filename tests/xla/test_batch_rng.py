@@ -1,4 +1,4 @@
-"""Random arrays drawn in one loop are those of the function itself, and there are fewer programs in it."""
+"""Random arrays drawn in one loop equal those of the function, and programs get smaller."""
 
 import equinox as eqx
 import flax.linen as nn

@@ -1,4 +1,4 @@
-"""Forward passes that stand in a loss twice: one backward pass, and nothing merged that differs."""
+"""Common forward passes are merged into one backward pass, and different ones are not merged."""
 
 from __future__ import annotations
 

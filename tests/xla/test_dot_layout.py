@@ -1,4 +1,4 @@
-"""Sums over several axes as one product: the same numbers, in another order."""
+"""Sums over several axes as one product, equal to rounding."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""Convolutions that give more pixels than they read."""
+"""Convolutions whose output is larger than their input."""
 
 from __future__ import annotations
 

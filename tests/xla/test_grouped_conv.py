@@ -1,4 +1,4 @@
-"""Convolutions of clients side by side as products: JAX's own numbers, and no convolution in groups is left."""
+"""Convolutions of vectorized clients as products: JAX's numbers, without grouped convolutions."""
 
 from __future__ import annotations
 

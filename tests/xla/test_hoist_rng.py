@@ -1,4 +1,4 @@
-"""Networks that draw something for each sample: the draws of a batch before it is cut, and the same numbers."""
+"""Networks with random draws per sample: a batch's draws before it is split, with the same numbers."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Layers of one shape in loops: which are found, and that values and gradients stay what they were."""
+"""Repeated layers in a scan: which are found, and unchanged values and gradients."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Factorizations of many matrices are JAX's, one after another."""
+"""Batched factorizations equal JAX's, computed sequentially."""
 
 from __future__ import annotations
 

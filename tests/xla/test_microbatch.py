@@ -1,4 +1,4 @@
-"""Batches cut into pieces: only where samples stand each for itself, and to the same gradient."""
+"""Microbatches: only where samples are independent, and with the same gradient."""
 
 from collections.abc import Callable
 from functools import partial

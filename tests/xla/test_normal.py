@@ -1,4 +1,4 @@
-"""Normal numbers: their bits against published ones, their quantiles against SciPy's, and what is drawn of them."""
+"""Normal random numbers: bits against published ones, quantiles against SciPy's, and derived draws."""
 
 import jax
 import jax.numpy as jnp

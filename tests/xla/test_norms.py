@@ -1,4 +1,4 @@
-"""Lengths of differences: the same number, asked of the two vectors."""
+"""Norms of differences, computed from the two vectors."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Sums of clipped per-sample gradients against the gradients of each sample, one by one in NumPy."""
+"""Sums of clipped per-example gradients against NumPy, example by example."""
 
 from __future__ import annotations
 

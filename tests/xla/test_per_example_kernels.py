@@ -1,4 +1,4 @@
-"""Gradients of a convolution's kernel sample by sample, as steps with differential privacy clip them."""
+"""Per-example gradients of convolution kernels, as DP-SGD clips them."""
 
 from __future__ import annotations
 

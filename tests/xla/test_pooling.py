@@ -1,4 +1,4 @@
-"""Rewritten pooling and sums against JAX's own: values and gradients on random shapes."""
+"""Rewritten pooling and sums against JAX's: values and gradients on random shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random programs: with all passes, with each alone and with none they and their gradients are the same."""
+"""Random programs and their gradients agree with all passes, each pass alone, and none."""
 
 from __future__ import annotations
 

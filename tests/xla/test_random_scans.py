@@ -1,4 +1,4 @@
-"""Scans whose bodies are drawn at random, and their gradients, beside JAX's own."""
+"""Scans with random bodies, and their gradients, against JAX's."""
 
 from __future__ import annotations
 

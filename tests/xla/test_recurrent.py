@@ -1,4 +1,4 @@
-"""Products of a scan's turns that are made before or after it: gradients of recurrent networks against JAX's own."""
+"""Products hoisted out of a scan: gradients of recurrent networks against JAX's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums of 16-bit numbers are rounded once: beside the same in float32."""
+"""Sums of 16-bit numbers are rounded once, against float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Networks whose convolutions and pooling are rewritten, beside the same ones as they were."""
+"""Networks with rewritten convolutions and pooling against the original ones."""
 
 from __future__ import annotations
 

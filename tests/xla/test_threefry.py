@@ -1,4 +1,4 @@
-"""JAX's own random bits, bit for bit, whoever asks for them."""
+"""JAX's random bits, bit for bit."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A client's part of a round is traced once for everything that holds it."""
+"""A client's part of a round is traced once for all programs that contain it."""
 
 from __future__ import annotations
 

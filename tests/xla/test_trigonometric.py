@@ -1,4 +1,4 @@
-"""Sines and cosines of many numbers."""
+"""Sines and cosines of large arrays."""
 
 from __future__ import annotations
 

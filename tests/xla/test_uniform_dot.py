@@ -1,4 +1,4 @@
-"""Products with a factor that is one number everywhere, which XLA's CPU backend may compute wrongly."""
+"""Products with a constant-valued factor, which XLA's CPU backend may compute wrongly."""
 
 from __future__ import annotations
 

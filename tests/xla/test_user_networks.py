@@ -1,4 +1,4 @@
-"""Programs as other people write them, rewritten: what a rewriting may not take, it must leave alone."""
+"""Programs in other users' style: rewritten correctly or left unchanged."""
 
 from __future__ import annotations
 

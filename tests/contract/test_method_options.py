@@ -1,4 +1,4 @@
-"""Every choice of every method, and wrappers around wrappers, on the plans that users get."""
+"""Every option of every method, and nested wrappers, on the executors that users get."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Networks with norms: against NumPy, against the sizes that are known of them, and as parts of a task."""
+"""Networks with normalization: against NumPy, their published sizes, and in a task."""
 
 import jax
 import jax.numpy as jnp

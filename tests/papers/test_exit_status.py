@@ -1,4 +1,4 @@
-"""The papers' commands end in a sentence."""
+"""Exit status and error messages of the papers' commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes by hand; what clients remember, where it is kept and how much room it takes; float64 from end to end."""
+"""Bytes counted by hand; client states, where they are kept and their size; float64 from end to end."""
 
 import dataclasses
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Tables of vectors in client states: as values, and in their place among all clients'."""
+"""Tables of vectors in client states: as values, and in the array of all clients."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""What clients were sent and sent, as every execution plan notes it."""
+"""Recorded messages to and from clients, on every executor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CSV files as other programs write them: other separators and encodings, empty rows, numbers that are names."""
+"""CSV files with other separators, encodings, empty rows, and numbers that are names."""
 
 from pathlib import Path
 

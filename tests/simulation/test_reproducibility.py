@@ -1,4 +1,4 @@
-"""The same experiment and seed give the same numbers, however rounds are cut into blocks."""
+"""The same experiment and seed give the same numbers, however rounds are grouped into blocks."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Setting up JAX: what a process returns to the system."""
+"""Process-wide setup of JAX: threads, forks, and memory returned to the system."""
 
 import ctypes
 import json

@@ -1,4 +1,4 @@
-"""The largest numbers of a vector, beside a stable sort."""
+"""The largest entries of a vector against a stable sort."""
 
 from __future__ import annotations
 

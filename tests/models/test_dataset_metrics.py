@@ -1,4 +1,4 @@
-"""Metrics of all samples together against scikit-learn's, and tasks of one's own."""
+"""Metrics of a whole dataset against scikit-learn's, and user-defined tasks."""
 
 import dataclasses
 

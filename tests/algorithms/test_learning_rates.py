@@ -1,4 +1,4 @@
-"""Where a method's formula has eta, ``local.lr`` has to be it; where it has a decayed gradient, all of them are."""
+"""``local.lr`` is the learning rate of each method's formula, and weight decay acts on every gradient in it."""
 
 from __future__ import annotations
 

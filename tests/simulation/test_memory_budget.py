@@ -1,4 +1,4 @@
-"""How much memory there is, and what it is spent on: where things lie by default, and what runs side by side."""
+"""The memory budget: how much there is, default placement, and vectorized runs that fit."""
 
 from __future__ import annotations
 

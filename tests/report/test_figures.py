@@ -1,4 +1,4 @@
-"""Tables and pictures of many methods."""
+"""Tables and figures of many methods."""
 
 import numpy as np
 import pytest

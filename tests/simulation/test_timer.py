@@ -1,4 +1,4 @@
-"""Seconds of a run leave compilation out."""
+"""The seconds of a run exclude compilation."""
 
 import time
 

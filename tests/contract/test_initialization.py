@@ -1,4 +1,4 @@
-"""Starting parameters: drawn by a program that runs which start alike share, and never those of another run."""
+"""Initial parameters: one compiled program for runs with equal initializers, and never those of another run."""
 
 from concurrent.futures import Future
 

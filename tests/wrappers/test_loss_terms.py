@@ -1,4 +1,4 @@
-"""Wrappers around methods that have terms of the loss, messages, phases or counts of steps of their own."""
+"""Wrappers around methods with their own loss terms, messages, phases or step counts."""
 
 from __future__ import annotations
 

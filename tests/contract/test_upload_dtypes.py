@@ -1,4 +1,4 @@
-"""What travels in few bits without a wrapper is averaged in float32; whole numbers are summed exactly."""
+"""Uploads of narrow types are averaged in float32; integers are summed exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random streams by name: of clients, of the server, in phases and in wrappers around one another."""
+"""Named random streams of clients and the server, in phases and nested wrappers."""
 
 from itertools import combinations
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""What methods are told of a round, and what they tell of it, in the precision of the run."""
+"""Numbers that methods read and report in a round have the precision of the run."""
 
 import math
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Functions that are edited between two runs, as cells of a notebook are: the second run is of the new ones."""
+"""Functions edited between two runs, as in notebook cells: the second run uses the new ones."""
 
 from __future__ import annotations
 

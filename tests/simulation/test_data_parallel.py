@@ -1,4 +1,4 @@
-"""Clients on which all devices work together: the same numbers as on one device, and only where it shortens a round."""
+"""Clients trained by all devices together: the numbers of one device, and only where it shortens a round."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""Noise in bands (DP-FTRL): its covariance over rounds, its sensitivity, and the clients that it is for."""
+"""Banded noise (DP-FTRL): its covariance over rounds, its sensitivity, and the participation it requires."""
 
 from __future__ import annotations
 

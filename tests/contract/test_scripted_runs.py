@@ -1,4 +1,4 @@
-"""Runs with everything given, number by number against plain loops in NumPy."""
+"""Runs with scripted cohorts, batches and steps against plain loops in NumPy."""
 
 from __future__ import annotations
 

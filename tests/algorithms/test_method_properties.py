@@ -1,4 +1,4 @@
-"""What is special to q-FedAvg, Scaffnew, signSGD and Ditto, beside their numbers and identities."""
+"""Properties of q-FedAvg, Scaffnew, signSGD, FedLion and Ditto beyond their numbers and identities."""
 
 from __future__ import annotations
 

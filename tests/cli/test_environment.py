@@ -1,4 +1,4 @@
-"""The command line where others start it: without a home, without streams, with devices of another machine."""
+"""The command line in unusual environments: no home directory, closed streams, missing devices."""
 
 from __future__ import annotations
 

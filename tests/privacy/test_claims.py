@@ -1,4 +1,4 @@
-"""What a claim would not cover is refused or counted; audits look at what the claim is about."""
+"""Releases that a claim would not cover are rejected or counted; audits test what is claimed."""
 
 from __future__ import annotations
 
