@@ -36,7 +36,7 @@ def test_a_claim_below_its_bound_fails_the_audit_and_so_does_a_blind_one(tmp_pat
     session.runs[0] = fine | {"together": 1.05}
     assert audits.failures(session) == ["ClientDP of FedAvg is refuted"]
     session.runs[:2] = [fine, broken | {"together": 0.5}]
-    assert audits.failures(session) == ["ClientDP with a leaf left out, noise 1.0, is not caught"]
+    assert audits.failures(session) == ["ClientDP with a leaf left out, noise 1.0, is not detected"]
 
 
 def test_every_fault_is_at_the_server_and_at_the_client():
