@@ -6,7 +6,8 @@ batch; :class:`Options` disables passes. ``docs/performance.md`` says what each 
 
 - Passes: one module each, listed in :mod:`fedrax.xla.passes`. The module's docstring says what the pass matches
   (before), what replaces it (after), why, and what it is not for. A pass is a rule for a primitive
-  (:data:`fedrax.xla.rewriting.Rule`) or a function from one jaxpr to another.
+  (:data:`fedrax.xla.rewriting.Rule`) or a function from one jaxpr to another. A pass that is not run by the pipeline
+  calls :func:`~fedrax.xla.options.note_applied` where it changes a program.
 - Analyses that passes use: :mod:`~fedrax.xla.per_example`, :mod:`~fedrax.xla.batch_invariance`,
   :mod:`~fedrax.xla.equivalence`, :mod:`~fedrax.xla.flops`, :mod:`~fedrax.xla.peak_memory`.
 - Infrastructure: :mod:`~fedrax.xla.rewriting` evaluates a jaxpr with rules, :mod:`~fedrax.xla.pipeline` orders the
