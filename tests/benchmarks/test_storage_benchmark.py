@@ -67,7 +67,7 @@ def test_states_end_the_same_in_every_place(tmp_path):
 def test_states_that_are_forgotten_are_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(RowFile, "write", lambda *_: None)
     problems = disagreements(Session(tmp_path / "a.jsonl", {}, measured(replace(STATES, **SMALL), tmp_path)))
-    assert problems == ["states: the places do not all end at the same server and test loss"]
+    assert problems == ["states: the placements do not all end at the same server state and test loss"]
 
 
 def test_a_case_survives_its_way_to_the_process(tmp_path):
