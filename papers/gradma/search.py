@@ -14,7 +14,7 @@ from typing import Any
 
 from fedrax import FedraxError, files, sweep
 from fedrax.experiments import comparison, experiment
-from fedrax.experiments.comparison import merged
+from fedrax.experiments.comparison import merge_tables
 from fedrax.experiments.experiment import Experiment
 from fedrax.simulation.results.result import Result
 from fedrax.tuning.sweeps import should_vectorize
@@ -87,7 +87,7 @@ class Runs:
         local_step: float | None = None,
         changes: Mapping[str, Any] | None = None,
     ):
-        self.table = merged(files.read_table(file), changes or {})
+        self.table = merge_tables(files.read_table(file), changes or {})
         self.file, self.kept, self.data_dir = file, kept, data_dir
         self.local_step = local_step
         self.rounds = rounds or self.table["run"]["rounds"]
@@ -97,9 +97,9 @@ class Runs:
 
     def start(self, method: str) -> Point:
         """The point of the file, or that with ``local_step``."""
-        entry = merged(self.table["algorithm"], self.base[method])
+        entry = merge_tables(self.table["algorithm"], self.base[method])
         if self.local_step is not None:
-            entry = merged(entry, {"local": {"lr": self.local_step}})
+            entry = merge_tables(entry, {"local": {"lr": self.local_step}})
         return tuple(_value(entry, *AXES[axis]) for axis in METHODS[method])
 
     def stored(self, cell: Cell, method: str, point: Point, seed: int) -> dict[str, Any] | None:
@@ -195,11 +195,11 @@ class Runs:
         """The run as an experiment file of one method."""
         over: dict[str, Any] = {}
         for axis, value in zip(METHODS[method], point, strict=True):
-            over = merged(over, _nested(AXES[axis][0], value))
+            over = merge_tables(over, _nested(AXES[axis][0], value))
         table = {key: value for key, value in self.table.items() if key not in ("seeds", "compare")}
         table["partition"] = table["partition"] | {"omega": cell.omega, "seed": seed}
         table["run"] = table["run"] | {"cohort_size": cell.cohort, "rounds": self.rounds, "seed": seed}
-        table["compare"] = [merged(self.base[method], over)]
+        table["compare"] = [merge_tables(self.base[method], over)]
         return table
 
     def _experiment(self, cell: Cell, method: str, point: Point, seed: int) -> Experiment:

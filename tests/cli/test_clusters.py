@@ -94,7 +94,7 @@ def test_a_killed_workers_run_is_taken_up_by_another(
     there = compare(tmp_path / "t.toml", directory=tmp_path / "there", executor=f"dask://{address}")
     thread.join()
     assert lost and workers["first"].wait() == -9
-    assert dict(there.choices["fedavg"].best.point) == dict(here.choices["fedavg"].best.point)
+    assert dict(there.search_results["fedavg"].best.point) == dict(here.search_results["fedavg"].best.point)
     assert numbers(tmp_path / "there") == numbers(here.directory)
 
 

@@ -91,7 +91,7 @@ def test_comparisons_on_other_data_have_other_directories(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     spec, place = read(tmp_path, SHARED + METHODS), Path("runs/tiny")
     for job in spec.runs({}):
-        experiment.write(job.spec, job.inside(place) / "experiment.toml")
+        experiment.write(job.spec, job.directory_in(place) / "experiment.toml")
     other = dataclasses.replace(spec, methods=tuple(map(elsewhere, spec.methods)))
     assert default_directory(spec) == place and default_directory(other) == Path("runs/tiny-2")
     with pytest.raises(FedraxError, match=r"of another comparison, which differs in \[partition\]"):
@@ -102,8 +102,8 @@ def test_a_directory_that_cannot_be_read_is_not_passed_over(tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     spec = read(tmp_path, SHARED + METHODS)
     run = spec.runs({})[0]
-    experiment.write(run.spec, run.inside(Path("runs/tiny")) / "experiment.toml")
-    (run.inside(Path("runs/tiny")) / "events.jsonl").write_text("nonsense\n")
+    experiment.write(run.spec, run.directory_in(Path("runs/tiny")) / "experiment.toml")
+    (run.directory_in(Path("runs/tiny")) / "events.jsonl").write_text("nonsense\n")
     with pytest.raises(FedraxError, match="is not an event"):
         default_directory(spec)
     (tmp_path / "runs/tiny").rename(tmp_path / "away")
@@ -227,7 +227,7 @@ def test_python_keeps_the_table_and_the_pictures(tmp_path: Path) -> None:
     kept = {path.name for path in (tmp_path / "c").iterdir()}
     assert {"table.md", "comparison.json", "curves.png", "curves.svg", "grid.png", "grid.svg"} <= kept
     assert [path.name for path in made.pictures] == ["curves.png", "grid.png"]
-    assert type(made.choices["fedavg"].best.point["algorithm.local.lr"]) is float
+    assert type(made.search_results["fedavg"].best.point["algorithm.local.lr"]) is float
     assert (tmp_path / "c/search/fedavg/local.lr=0.25/seed-0/events.jsonl").exists()
 
 
@@ -236,7 +236,9 @@ def test_what_methods_share_is_for_the_methods_inside_wrappers(tmp_path: Path) -
     own = '[[compare]]\nname = "topk"\ninner = { name = "fedprox", local = { lr = 0.75 } }\n'
     head = "grid = { algorithm.local.momentum = [0.5] }\n" + SHARED
     spec = read(tmp_path, head + METHODS + inner + own)
-    fedavg, _, quantized, upcycled, topk = (spec.at(m, {"algorithm.local.momentum": 0.5}) for m in spec.methods)
+    fedavg, _, quantized, upcycled, topk = (
+        spec.experiment_at(m, {"algorithm.local.momentum": 0.5}) for m in spec.methods
+    )
     found: Any = [fedavg.algorithm, quantized.algorithm.inner.inner, upcycled.algorithm.inner, topk.algorithm.inner]
     assert [type(method).__name__ for method in found] == ["FedAvg", "FedAvg", "FedAvg", "FedProx"]
     assert [method.local.lr for method in found] == [0.1, 0.1, 0.1, 0.75]

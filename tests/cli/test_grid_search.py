@@ -84,7 +84,7 @@ def test_each_method_at_its_own_best(fedrax: Callable[..., Outcome], file: Path,
         row = next(row for row in made["methods"] if row["label"] == method.name)
         settings = next(at for point, at in spec.candidates[method.name] if point == best)
         final = simulate(settings.algorithm, task, federation, settings.run, seed=1).metric("test_accuracy")[-1][1]
-        on_disk = comparison.methods_in(
+        on_disk = comparison.saved_methods(
             spec, tmp_path / "c", {k: v["best"] for k, v in made["search"]["methods"].items()}
         )
         mine = next(one for one in on_disk if one.label == method.name)
@@ -175,7 +175,7 @@ def test_malformed_grids_are_rejected(
 def test_in_python(quick: Path, tmp_path: Path) -> None:
     made = compare(quick, grid={"algorithm.local.lr": (0.01, 0.3)}, seeds=[0], directory=tmp_path / "c", target=0.11)
     assert made.target == 0.11 and not made.diverged
-    for choice in made.choices.values():
+    for choice in made.search_results.values():
         assert [dict(trial.point) for trial in choice.trials] == [{"algorithm.local.lr": lr} for lr in (0.01, 0.3)]
         assert choice.best.value == max(trial.value or 0 for trial in choice.trials)
     assert "| fedavg |" in repr(made) and all(math.isfinite(row.loss.mean) for row in made.rows if row.loss)

@@ -234,11 +234,11 @@ def make(folder: Path, *events: dict[str, Any], seed: int = 0) -> None:
     (folder / "events.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
 
-def make_comparison(folder: Path, choices: dict[str, Any] | None = None) -> dict[str, Any]:
+def make_comparison(folder: Path, search_results: dict[str, Any] | None = None) -> dict[str, Any]:
     """The file of a comparison, whose search tried these."""
     kept: dict[str, Any] = {"name": folder.name, "methods": []}
-    if choices is not None:
-        kept["search"] = {"methods": choices, "validation": 0.2, "seeds": [0]}
+    if search_results is not None:
+        kept["search"] = {"methods": search_results, "validation": 0.2, "seeds": [0]}
     (folder / "comparison.json").write_text(json.dumps(kept))
     return kept
 
@@ -340,7 +340,7 @@ def test_values_that_were_drawn_are_dots(tmp_path: Path):
     choice = SearchResult("loss", True, trials, {"algorithm.local.lr": SearchRange(0.001, 1.0, True)})
     kept = make_comparison(tmp_path / "r", search_plots.values({"m": choice}))
     search = gather([tmp_path / "r"]).sources[0].search
-    assert search is not None and search.choices == {"m": choice}
+    assert search is not None and search.results == {"m": choice}
     drawn = section(page(gather([tmp_path / "r"])))
     assert "polyline" not in drawn and drawn.count('class="dot"') == 30
     del kept["search"]["methods"]["m"]["ranges"]

@@ -52,7 +52,7 @@ def test_a_search_and_the_same_again(
     assert found["methods"]["fedavg"]["best"] == best["point"]
     spec = comparison.read([file])
     _, task, federation = experiment.build(spec.methods[0])
-    at = spec.at(spec.methods[0], best["point"])
+    at = spec.experiment_at(spec.methods[0], best["point"])
     by_hand = simulate(at.algorithm, task, hold_out(federation, 0.2), at.run, seed=3).metric("test_accuracy")[-1][1]
     assert best["value"] == pytest.approx(by_hand, abs=0.004)
     runs, run = [], jobs.simulate
@@ -66,11 +66,11 @@ def test_a_search_and_the_same_again(
     monkeypatch.setattr(jobs, "simulate", counted)
     with pytest.raises(KeyboardInterrupt):
         compare(file, directory=tmp_path / "d")
-    again = compare(file, directory=tmp_path / "d").choices["fedavg"].trials
+    again = compare(file, directory=tmp_path / "d").search_results["fedavg"].trials
     assert len(runs) == 1 + 6 + 1  # the one that was broken off begins again; six trials, and the best on all rows
     assert [dict(trial.point) for trial in again] == [trial["point"] for trial in trials]
     del runs[:]
-    assert compare(file, directory=tmp_path / "d").choices["fedavg"].trials == again and not runs
+    assert compare(file, directory=tmp_path / "d").search_results["fedavg"].trials == again and not runs
     assert (tmp_path / "c/grid.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -118,7 +118,7 @@ def test_a_grid_that_is_small_enough_is_tried_whole(file: Path) -> None:
     for trials, sampled in ((5, True), (6, False)):
         file.write_text(f"search = {{ trials = {trials} }}\ngrid = {{ {grid} }}\n{TINY}")
         spec = comparison.read([file])
-        assert spec.is_sampled("fedavg") is sampled and len(spec.trials("fedavg")) == (0 if sampled else 6)
+        assert spec.is_sampled("fedavg") is sampled and len(spec.search_runs("fedavg")) == (0 if sampled else 6)
 
 
 def test_ranges() -> None:

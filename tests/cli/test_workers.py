@@ -54,7 +54,7 @@ def test_a_killed_workers_run_is_taken_up(here: ComparisonResult, tmp_path: Path
     heard = Heard()
     there = compare(tmp_path / "t.toml", directory=tmp_path / "there", executor=make, watcher=heard)
     assert len(made) >= 2 and any("submitted again" in line for line in heard.said)
-    assert dict(there.choices["fedavg"].best.point) == dict(here.choices["fedavg"].best.point)
+    assert dict(there.search_results["fedavg"].best.point) == dict(here.search_results["fedavg"].best.point)
     assert numbers(tmp_path / "there") == numbers(here.directory)
 
 

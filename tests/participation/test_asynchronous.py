@@ -217,7 +217,7 @@ def test_broken_traces_raise_a_clear_error(tmp_path: Path, text: str, sentence: 
 
 
 def test_too_many_at_work_are_rejected(trace: Path):
-    with pytest.raises(FedraxError, match="take 8 clients or more: there are 7"):
+    with pytest.raises(FedraxError, match="needs 8 clients or more: there are 7"):
         schedule(trace, 2, buffer=3, at_work=6)
 
 

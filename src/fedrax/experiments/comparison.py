@@ -140,7 +140,7 @@ class Comparison:
             raise FedraxError(f"the target is an accuracy in (0, 1], not {self.target}.")
         check(self.search, "search")
         self._check_search()
-        for job in self.possible():
+        for job in self.possible_runs():
             try:
                 job.spec.check()
             except FedraxError as error:
@@ -151,7 +151,7 @@ class Comparison:
         first, *others = self.methods
         wanted = experiment.to_table(first)
         for method in others:
-            other = differing(experiment.to_table(method), wanted)
+            other = first_difference(experiment.to_table(method), wanted)
             if other is not None:
                 raise FedraxError(
                     f"{method.name} and {first.name} differ in {other}: a comparison needs the same for all."
@@ -215,7 +215,7 @@ class Comparison:
         for method in self.methods:
             own = self.grids.get(method.name)
             points = [{}] if own is None else own.ends() if self.is_sampled(method.name) else own.points()
-            found[method.name] = [(point, self.at(method, point)) for point in points]
+            found[method.name] = [(point, self.experiment_at(method, point)) for point in points]
         return found
 
     @cached_property
@@ -223,7 +223,7 @@ class Comparison:
         """Experiments by method and point: reading one from a table takes milliseconds."""
         return {}
 
-    def at(self, method: Experiment, point: SettingPoint) -> Experiment:
+    def experiment_at(self, method: Experiment, point: SettingPoint) -> Experiment:
         """The experiment of a method at a point of its grid.
 
         Args:
@@ -249,10 +249,10 @@ class Comparison:
             The runs.
         """
         points = [(method, chosen.get(method.name, {})) for method in self.methods]
-        specs = [(point, self.at(method, point)) for method, point in points]
+        specs = [(point, self.experiment_at(method, point)) for method, point in points]
         return [RunJob.of(spec, seed, point) for seed in self.seeds for point, spec in specs]
 
-    def trials(self, label: str) -> list[RunJob]:
+    def search_runs(self, label: str) -> list[RunJob]:
         """The runs of the grid search of a method, point by point.
 
         Args:
@@ -263,9 +263,9 @@ class Comparison:
         """
         if label not in self.grids or self.is_sampled(label):
             return []
-        return self.trials_at(label, [point for point, _ in self.candidates[label]])
+        return self.search_runs_at(label, [point for point, _ in self.candidates[label]])
 
-    def trials_at(self, label: str, points: Sequence[SettingPoint]) -> list[RunJob]:
+    def search_runs_at(self, label: str, points: Sequence[SettingPoint]) -> list[RunJob]:
         """The runs that evaluate some settings of a method on validation data.
 
         Args:
@@ -276,17 +276,19 @@ class Comparison:
             A run for each point and seed of the search.
         """
         method = next(method for method in self.methods if method.name == label)
-        held = [(p, dataclasses.replace(self.at(method, p), validation=self.search.validation)) for p in points]
+        held = [
+            (p, dataclasses.replace(self.experiment_at(method, p), validation=self.search.validation)) for p in points
+        ]
         return [RunJob.of(spec, seed, point) for point, spec in held for seed in self.search_seeds]
 
-    def possible(self) -> Iterator[RunJob]:
+    def possible_runs(self) -> Iterator[RunJob]:
         """Every run that the comparison may make, whatever settings are selected.
 
         Yields:
             The runs.
         """
         for label, found in self.candidates.items():
-            yield from self.trials(label)
+            yield from self.search_runs(label)
             yield from (RunJob.of(spec, seed, point) for point, spec in found for seed in self.seeds)
 
 
@@ -306,12 +308,12 @@ class RunJob:
     def of(cls, spec: Experiment, seed: int, point: SettingPoint) -> RunJob:
         """The run of an experiment with one seed."""
         place = Path("search") if spec.validation else Path()
-        place = place / safe_name(spec.name) / (grid.folder_of(point) if point else "") / f"seed-{seed}"
+        place = place / safe_name(spec.name) / (grid.point_directory(point) if point else "") / f"seed-{seed}"
         words = f" ({settings_in_words(point)})" if point else ""
         run = dataclasses.replace(spec.run, seed=seed)
         return cls(dataclasses.replace(spec, run=run), place, f"{spec.name}{words}, seed {seed}", point)
 
-    def inside(self, out: Path) -> Path:
+    def directory_in(self, out: Path) -> Path:
         """The run's directory in that of the comparison; raises FedraxError if a link leads out of it."""
         return files.inside(out, self.place)
 
@@ -343,8 +345,8 @@ def from_table(table: Mapping[str, Any], source: str, folder: Path = Path(), tru
         _check_seed(entry, where)
         own = with_tables({key: value for key, value in entry.items() if key not in ("label", "grid", "run")})
         reader = Reader(where, folder, trust=trust)
-        algorithm = merged(shared_by(base, own, reader), own)
-        parts = {**shared, "algorithm": algorithm, "run": merged(shared.get("run", {}), entry.get("run", {}))}
+        algorithm = merge_tables(shared_by(base, own, reader), own)
+        parts = {**shared, "algorithm": algorithm, "run": merge_tables(shared.get("run", {}), entry.get("run", {}))}
         made = reader.fields(Experiment, parts, "", Experiment())
         label = entry.get("label", made.method_name)
         if not isinstance(label, str):
@@ -366,7 +368,7 @@ def _check_seed(table: Mapping[str, Any], where: str) -> None:
         )
 
 
-def merged(base: Any, over: Any) -> Any:
+def merge_tables(base: Any, over: Any) -> Any:
     """``base`` updated with ``over``, recursively.
 
     A table of ``over`` that names another class replaces that of ``base``, except for tables of methods, whose settings
@@ -382,7 +384,7 @@ def merged(base: Any, over: Any) -> Any:
             and isinstance(value, Mapping)
             and (key in METHODS or not names_another(old, value))
         ):
-            value = merged(old, value)
+            value = merge_tables(old, value)
         both[key] = value
     return both
 
@@ -398,13 +400,13 @@ def read(paths: list[Path]) -> Comparison:
     ]
     first = parts[0]
     for path, part, table in zip(paths[1:], parts[1:], tables[1:], strict=True):
-        differing = [f"[{name}]" for name in SHARED if _of_first(part, name) != _of_first(first, name)]
-        differing += [name for name in SAMPLE_KEYS if _of_first(part, name) != _of_first(first, name)]
-        differing += [name for name in PLAN_KEYS if name in table and getattr(part, name) != getattr(first, name)]
+        differences = [f"[{name}]" for name in SHARED if _of_first(part, name) != _of_first(first, name)]
+        differences += [name for name in SAMPLE_KEYS if _of_first(part, name) != _of_first(first, name)]
+        differences += [name for name in PLAN_KEYS if name in table and getattr(part, name) != getattr(first, name)]
         if dataclasses.replace(part.run, seed=0) != dataclasses.replace(first.run, seed=0):
-            differing.append("[run]")
-        if differing:
-            raise FedraxError(f"{path} and {paths[0]} differ in {differing[0]}: a comparison needs the same for all.")
+            differences.append("[run]")
+        if differences:
+            raise FedraxError(f"{path} and {paths[0]} differ in {differences[0]}: a comparison needs the same for all.")
     methods = tuple(method for part in parts for method in part.methods)
     grids = {label: own for part in parts for label, own in part.grids.items()}
     return dataclasses.replace(first, methods=methods, grids=grids)
@@ -415,7 +417,7 @@ def _of_first(part: Comparison, name: str) -> Any:
     return getattr(part.methods[0], name) if part.methods else None
 
 
-def state_of(spec: Experiment, directory: Path) -> SavedRun | None:
+def saved_run(spec: Experiment, directory: Path) -> SavedRun | None:
     """Read the run of ``spec`` in ``directory``, None if there is none.
 
     Raises:
@@ -431,16 +433,18 @@ def state_of(spec: Experiment, directory: Path) -> SavedRun | None:
     return read_run(directory)
 
 
-def differing(one: Mapping[str, Any], other: Mapping[str, Any], shared: Sequence[str] = SHARED_KEYS) -> str | None:
+def first_difference(
+    one: Mapping[str, Any], other: Mapping[str, Any], shared: Sequence[str] = SHARED_KEYS
+) -> str | None:
     """The first shared table or key in which two experiments differ, None if there is none."""
     return next((f"[{name}]" if name in SHARED else name for name in shared if one.get(name) != other.get(name)), None)
 
 
-def methods_in(comparison: Comparison, out: Path, chosen: Mapping[str, SettingPoint]) -> list[MethodRuns]:
+def saved_methods(comparison: Comparison, out: Path, chosen: Mapping[str, SettingPoint]) -> list[MethodRuns]:
     """The saved runs of a comparison, method by method."""
     runs: dict[str, list[SavedRun]] = {method.name: [] for method in comparison.methods}
     for job in comparison.runs(chosen):
-        run = state_of(job.spec, job.inside(out))
+        run = saved_run(job.spec, job.directory_in(out))
         if run is not None:
             runs[job.spec.name].append(run)
     return [MethodRuns(label, found) for label, found in runs.items() if found]

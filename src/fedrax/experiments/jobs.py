@@ -21,7 +21,7 @@ from fedrax.contract.task import Task
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
-from fedrax.experiments.comparison import RunJob, state_of
+from fedrax.experiments.comparison import RunJob, saved_run
 from fedrax.experiments.experiment import Experiment
 from fedrax.report.runs import SavedRun, read_run, summary_line
 from fedrax.simulation import Event, NonFiniteError, Result, RunInfo, Sink, simulate, use_all_cores
@@ -107,7 +107,7 @@ def unfinished(jobs: Sequence[RunJob], out: Path) -> list[RunJob]:
     Included are jobs interrupted between their last event and their last checkpoint, except those of a vectorized
     search, which have no checkpoint.
     """
-    runs = [(job, state_of(job.spec, job.inside(out))) for job in jobs]
+    runs = [(job, saved_run(job.spec, job.directory_in(out))) for job in jobs]
     return [job for job, run in runs if run is None or not run.finished or not _has_last_checkpoint(run, job)]
 
 
@@ -134,7 +134,7 @@ def _has_checkpoint(place: Path) -> bool:
 def check_saved_runs(jobs: Sequence[RunJob], out: Path, problem: Callable[[], TaskAndFederation]) -> None:
     """Raise FedraxError for saved runs of other data, another program or another version."""
     for job in jobs:
-        run, place = state_of(job.spec, job.inside(out)), job.inside(out)
+        run, place = saved_run(job.spec, job.directory_in(out)), job.directory_in(out)
         if run is None or not _has_checkpoint(place):
             continue
         try:
@@ -171,7 +171,7 @@ def run_here(
     for number, job in enumerate(jobs, 1):
         if job.place not in left:
             continue
-        directory = job.inside(out)
+        directory = job.directory_in(out)
         with error_prefix(job.title) if len(jobs) > 1 else nullcontext():
             error = _run(job.spec, directory, problem(), watcher.sinks(job, directory, number, len(jobs)))
         watcher.done(job, directory, error)
@@ -277,15 +277,15 @@ def _submit(executor: Executor, job: RunJob, out: Path, data_dir: Any) -> Future
     """Submit a run to an executor."""
     text = tomlkit.dumps(experiment.to_table(job.spec))
     where = None if data_dir is None else str(Path(data_dir).resolve())
-    return executor.submit(run_in_worker, text, str(job.inside(out).resolve()), where)
+    return executor.submit(run_in_worker, text, str(job.directory_in(out).resolve()), where)
 
 
 def _report(outcome: tuple[str, str] | None, job: RunJob, out: Path, watcher: ComparisonWatcher) -> None:
     """Report the outcome of a run on a worker; raises FedraxError for an invalid one."""
     if outcome is not None and outcome[0] == "invalid":
         raise FedraxError(f"{job.title}: {outcome[1]}")
-    wait_for_file(job.inside(out) / "experiment.toml", job.title)
-    watcher.done(job, job.inside(out), None if outcome is None else outcome[1])
+    wait_for_file(job.directory_in(out) / "experiment.toml", job.title)
+    watcher.done(job, job.directory_in(out), None if outcome is None else outcome[1])
 
 
 def wait_for_file(file: Path, title: str) -> None:

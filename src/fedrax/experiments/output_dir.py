@@ -15,9 +15,9 @@ from fedrax.experiments.comparison import (
     SHARED_KEYS,
     Comparison,
     OtherExperimentError,
-    differing,
+    first_difference,
     safe_name,
-    state_of,
+    saved_run,
 )
 
 _RUNS = ("*/seed-*", "*/*=*/seed-*", "search/*/*=*/seed-*")
@@ -26,8 +26,8 @@ _RUNS = ("*/seed-*", "*/*=*/seed-*", "search/*/*=*/seed-*")
 
 def check_output_dir(spec: Comparison, out: Path) -> None:
     """Raise OtherExperimentError for a directory with runs of another comparison."""
-    for job in spec.possible():
-        state_of(job.spec, job.inside(out))
+    for job in spec.possible_runs():
+        saved_run(job.spec, job.directory_in(out))
     _check_sampled(spec, out)
     _check_shared(spec, out)
 
@@ -38,7 +38,7 @@ def _check_shared(spec: Comparison, out: Path) -> None:
     for runs in _RUNS:
         shared = (*SHARED, "normalize") if runs.startswith("search") else SHARED_KEYS  # validation differs
         for file in sorted(out.glob(f"{runs}/experiment.toml")):
-            other = differing(experiment.read_file(file), ours, shared)
+            other = first_difference(experiment.read_file(file), ours, shared)
             if other is not None:
                 problem = f"holds a run of another comparison, which differs in {other}"
                 raise OtherExperimentError(f"{file.parent} {problem}: choose another --out.")

@@ -55,7 +55,7 @@ class ComparisonResult:
     """Directory of the runs, table.md, comparison.json, the curves and the figure of the search."""
     methods: tuple[MethodRuns, ...]
     """The runs of each method."""
-    choices: Mapping[str, SearchResult]
+    search_results: Mapping[str, SearchResult]
     """Search results of the methods with grids, by label."""
 
     @property
@@ -100,7 +100,7 @@ class ComparisonResult:
         """
         spec = self.comparison
         search = (spec.search.validation, spec.search_seeds, spec.search.trials)
-        selected = search_plots.lines(self.choices, *search) if self.choices else []
+        selected = search_plots.lines(self.search_results, *search) if self.search_results else []
         legend = comparison_table.legend(*self._target, self.rows)
         return selected + [legend] * bool(legend)
 
@@ -120,17 +120,17 @@ class ComparisonResult:
             "methods": comparison_table.values(self.rows),
             "places": sorted({run.directory.parent.relative_to(self.directory).as_posix() for run in self._runs}),
         }
-        if self.choices:
+        if self.search_results:
             search = {"validation": spec.search.validation, "seeds": list(spec.search_seeds)}
             search |= {"trials": spec.search.trials}
-            lines = search_plots.lines(self.choices, *search.values())
-            found["search"] = {**search, "methods": search_plots.values(self.choices), "lines": lines}
+            lines = search_plots.lines(self.search_results, *search.values())
+            found["search"] = {**search, "methods": search_plots.values(self.search_results), "lines": lines}
         return found
 
     @property
     def pictures(self) -> list[Path]:
         """PNG files of the curves and of the search, each with an SVG file beside it."""
-        return [self.directory / f"{name}.png" for name in ["curves", *["grid"] * bool(self.choices)]]
+        return [self.directory / f"{name}.png" for name in ["curves", *["grid"] * bool(self.search_results)]]
 
     def save(self) -> None:
         """Write table.md, comparison.json and the figures, as :func:`compare` does."""
@@ -138,8 +138,8 @@ class ComparisonResult:
         files.write_text(out / COMPARISON, json.dumps(self.summary(), indent=2) + "\n")
         files.write_text(out / "table.md", comparison_table.markdown(self.rows, self.target, self.metric))
         curves.save_curves(curves.draw_curves(self.methods, self.target, self.metric, name), out / "curves")
-        if self.choices:
-            curves.save_curves(search_plots.draw_grids(self.choices, name), out / "grid")
+        if self.search_results:
+            curves.save_curves(search_plots.draw_grids(self.search_results, name), out / "grid")
 
     def __repr__(self) -> str:
         """The table in Markdown, and the lines below it."""
@@ -298,10 +298,10 @@ def _run(
     if len(spec.methods) > 1:  # a single method is checked by its own run
         without_grid = [job for job in spec.runs({}) if job.spec.name not in spec.grids]
         jobs.check_methods(without_grid, out, lambda: (task, federation))
-    choices = {}
+    search_results = {}
     if spec.grids:
-        choices = trials.search(spec, out, task, held, watcher, workers, data_dir)
-    chosen = {label: dict(choice.best.point) for label, choice in choices.items()}
+        search_results = trials.search(spec, out, task, held, watcher, workers, data_dir)
+    chosen = {label: dict(choice.best.point) for label, choice in search_results.items()}
     runs = spec.runs(chosen)
     _update_places(runs, out)
     jobs.check_saved_runs(runs, out, lambda: (task, federation))
@@ -309,7 +309,7 @@ def _run(
         jobs.run_here(runs, out, lambda: (task, federation), watcher)
     else:
         jobs.run_on(workers, runs, out, data_dir, watcher)
-    return ComparisonResult(spec, out, tuple(_with_settings(spec, out, chosen)), choices)
+    return ComparisonResult(spec, out, tuple(_with_settings(spec, out, chosen)), search_results)
 
 
 def _update_places(jobs: Sequence[RunJob], out: Path) -> None:
@@ -324,7 +324,7 @@ def _update_places(jobs: Sequence[RunJob], out: Path) -> None:
 def _with_settings(spec: Comparison, out: Path, chosen: Mapping[str, dict[str, Any]]) -> list[MethodRuns]:
     """The runs of each method, described by its selected settings and its own run settings."""
     found = []
-    for method in comparison.methods_in(spec, out, chosen):
+    for method in comparison.saved_methods(spec, out, chosen):
         run = next(one.run for one in spec.methods if one.name == method.label)
         names = (f.name for f in dataclasses.fields(run) if f.name != "seed")
         own = {f"run.{name}": getattr(run, name) for name in names if getattr(run, name) != getattr(spec.run, name)}

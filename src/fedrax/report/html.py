@@ -199,7 +199,7 @@ def _searches(data: ReportData) -> str:
 def _search(search: SearchOutcome) -> str:
     """A chart of the metric against each setting, and the selected settings."""
     cards = []
-    for path in dict.fromkeys(path for choice in search.choices.values() for path in choice.trials[0].point):
+    for path in dict.fromkeys(path for result in search.results.values() for path in result.trials[0].point):
         cards.append(f'<div class="card">{_search_chart(path, search)}</div>')
     first, rest = search.lines[0], search.lines[1:]
     selected = [line.strip() for line in rest if not line.startswith("warning")]
@@ -211,22 +211,22 @@ def _search(search: SearchOutcome) -> str:
 
 def _search_chart(path: str, search: SearchOutcome) -> str:
     """The validation metric against one setting."""
-    shown_choices = {label: c for label, c in search.choices.items() if path in c.trials[0].point}
-    values = [trial.point[path] for choice in shown_choices.values() for trial in choice.trials]
+    drawn_results = {label: c for label, c in search.results.items() if path in c.trials[0].point}
+    values = [trial.point[path] for result in drawn_results.values() for trial in result.trials]
     names = [] if search_plots.are_numbers(values) else list(dict.fromkeys(map(value_in_words, values)))
     at: Callable[[Any], float] = (lambda value: names.index(value_in_words(value))) if names else float
     curves = []
-    for i, (label, choice) in enumerate(search.choices.items()):
-        if label not in shown_choices:
+    for i, (label, result) in enumerate(search.results.items()):
+        if label not in drawn_results:
             continue
-        best = search_plots.best_over_the_others(path, choice)
+        best = search_plots.best_over_the_others(path, result)
         points = [(at(value), trial.value, 0.0) for value, trial in best if trial.value is not None]
         lost = [at(value) for value, trial in best if trial.value is None]
-        top = choice.best
+        top = result.best
         ring = None if top.value is None else (at(top.point[path]), top.value)
-        joined = path not in choice.ranges  # sampled values differ in the other settings, so they are no curve
+        joined = path not in result.ranges  # sampled values differ in the other settings, so they are no curve
         curves.append(ChartCurve(label, i, points, ring=ring, lost=lost, joined=joined))
-    metric = next(iter(shown_choices.values())).metric
+    metric = next(iter(drawn_results.values())).metric
     wide = not names and min(values) > 0 and max(values) > 5 * min(values)
     found = range(len(names)) if names else sorted(set(map(float, values)))
     ticks = list(found) if len(found) <= 8 else []

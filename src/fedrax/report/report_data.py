@@ -41,7 +41,7 @@ class SearchOutcome:
     """Share of the training rows that was held out."""
     seeds: tuple[int, ...]
     """Seeds of the search."""
-    choices: Mapping[str, SearchResult]
+    results: Mapping[str, SearchResult]
     """The results, by label."""
     lines: Sequence[str]
     """Its description, as printed by the command."""
@@ -171,7 +171,7 @@ def _comparison_source(saved: Any, directory: Path, methods: Sequence[MethodRuns
 
 def _search(saved: Any) -> SearchOutcome:
     """The search in comparison.json; raises for invalid values."""
-    choices = {}
+    search_results = {}
     for label, found in saved["methods"].items():
         trials = tuple(_trial(trial) for trial in found["trials"])
         paths = {tuple(trial.point) for trial in trials}
@@ -179,12 +179,12 @@ def _search(saved: Any) -> SearchOutcome:
             raise ValueError(f"the grid of {label!r} has no settings, or different ones from point to point")
         lower = found.get("lower_is_better", found["metric"] == "loss")
         ranges = {str(path): _range(within) for path, within in found.get("ranges", {}).items()}
-        choices[label] = SearchResult(str(found["metric"]), bool(lower), trials, ranges)
+        search_results[label] = SearchResult(str(found["metric"]), bool(lower), trials, ranges)
     share, seeds = _number(saved["validation"]), tuple(int(seed) for seed in saved["seeds"])
     if not all(isinstance(line, str) for line in saved.get("lines", [])):
         raise ValueError("the lines of the search are not strings")
     return SearchOutcome(
-        share, seeds, choices, list(saved.get("lines", [])) or search_plots.lines(choices, share, seeds)
+        share, seeds, search_results, list(saved.get("lines", [])) or search_plots.lines(search_results, share, seeds)
     )
 
 

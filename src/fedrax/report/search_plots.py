@@ -16,14 +16,14 @@ from fedrax.report.curves import DASHES, PALETTE, legend_columns, set_scale
 from fedrax.tuning.selection import SearchResult, Trial
 
 
-def draw_grids(choices: Mapping[str, SearchResult], title: str = "") -> Figure:
+def draw_grids(search_results: Mapping[str, SearchResult], title: str = "") -> Figure:
     """Draw the validation metric against each setting, with a line for each method.
 
     Each point is the best over the other settings of the grid. A ring marks the selected value; a cross at the lower
     edge (the upper one if smaller values are better) marks a value at which every run diverged. Axes of positive
     settings over more than a factor of five are logarithmic, those of losses as in `draw_curves`.
     """
-    paths = list(dict.fromkeys(path for choice in choices.values() for path in choice.trials[0].point))
+    paths = list(dict.fromkeys(path for result in search_results.values() for path in result.trials[0].point))
     columns = min(len(paths), 3)
     rows = math.ceil(len(paths) / columns)
     figure = Figure(figsize=(max(5.5, 4.2 * columns), 0.9 + 3.2 * rows), layout="constrained")
@@ -31,7 +31,7 @@ def draw_grids(choices: Mapping[str, SearchResult], title: str = "") -> Figure:
     for axes in grid.flat[len(paths) :]:
         axes.remove()
     for axes, path in zip(grid.flat, paths, strict=False):
-        _panel(axes, path, choices)
+        _panel(axes, path, search_results)
     handles = {
         label: handle for axes in grid.flat for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
@@ -42,21 +42,21 @@ def draw_grids(choices: Mapping[str, SearchResult], title: str = "") -> Figure:
     return figure
 
 
-def _panel(axes: Axes, path: str, choices: Mapping[str, SearchResult]) -> None:
+def _panel(axes: Axes, path: str, search_results: Mapping[str, SearchResult]) -> None:
     """Draw the metric against one setting."""
-    shown = {label: choice for label, choice in choices.items() if path in choice.trials[0].point}
-    places = _places([trial.point[path] for choice in shown.values() for trial in choice.trials])
+    shown = {label: result for label, result in search_results.items() if path in result.trials[0].point}
+    places = _places([trial.point[path] for result in shown.values() for trial in result.trials])
     metric, drawn = next(iter(shown.values())), []
-    for i, (label, choice) in enumerate(choices.items()):
+    for i, (label, result) in enumerate(search_results.items()):
         if label not in shown:
             continue
-        best = best_over_the_others(path, choice)
+        best = best_over_the_others(path, result)
         xs, color = [places(value) for value, _ in best], PALETTE[i % len(PALETTE)]
         ys = [math.nan if trial.value is None else trial.value for _, trial in best]
         dash = DASHES[(i // len(PALETTE)) % len(DASHES)]
-        dash = "none" if path in choice.ranges else dash  # sampled values differ in the other settings: no curve
+        dash = "none" if path in result.ranges else dash  # sampled values differ in the other settings: no curve
         axes.plot(xs, ys, color=color, linestyle=dash, marker="o", markersize=4, label=for_picture(label))
-        chosen = choice.best
+        chosen = result.best
         if chosen.value is not None:
             axes.plot(places(chosen.point[path]), chosen.value, "o", color=color, markersize=11, fillstyle="none")
         lost = [x for x, (_, trial) in zip(xs, best, strict=True) if trial.value is None]
@@ -64,16 +64,16 @@ def _panel(axes: Axes, path: str, choices: Mapping[str, SearchResult]) -> None:
         axes.plot(lost, [edge] * len(lost), "x", color=color, transform=axes.get_xaxis_transform())
         drawn += [y for y in ys if math.isfinite(y)]
     set_scale(axes, drawn, metric.metric)
-    _axes(axes, path, metric, [trial.point[path] for choice in shown.values() for trial in choice.trials])
+    _axes(axes, path, metric, [trial.point[path] for result in shown.values() for trial in result.trials])
 
 
-def best_over_the_others(path: str, choice: SearchResult) -> list[tuple[Any, Trial]]:
+def best_over_the_others(path: str, result: SearchResult) -> list[tuple[Any, Trial]]:
     """For each value of a setting the best trial over the other settings, sorted if values are numbers."""
     groups: dict[str, list[Trial]] = {}
-    for trial in choice.trials:
+    for trial in result.trials:
         groups.setdefault(repr(trial.point[path]), []).append(trial)
     found = [
-        (trials[0].point[path], SearchResult(choice.metric, choice.lower_is_better, tuple(trials)).best)
+        (trials[0].point[path], SearchResult(result.metric, result.lower_is_better, tuple(trials)).best)
         for trials in groups.values()
     ]
     return sorted(found, key=lambda entry: entry[0]) if are_numbers([value for value, _ in found]) else found
@@ -92,10 +92,10 @@ def _places(values: Sequence[Any]) -> Any:
     return lambda value: names.index(value_in_words(value))
 
 
-def _axes(axes: Axes, path: str, choice: SearchResult, values: Sequence[Any]) -> None:
+def _axes(axes: Axes, path: str, result: SearchResult, values: Sequence[Any]) -> None:
     """Set labels, scale and ticks."""
     axes.set_xlabel(for_picture(short_path(path)))
-    axes.set_ylabel(f"validation {for_picture(choice.metric)}")
+    axes.set_ylabel(f"validation {for_picture(result.metric)}")
     axes.grid(color="0.92", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -115,49 +115,49 @@ def _axes(axes: Axes, path: str, choice: SearchResult, values: Sequence[Any]) ->
 
 
 def lines(
-    choices: Mapping[str, SearchResult], share: float, seeds: Sequence[int], trials: int | None = None
+    search_results: Mapping[str, SearchResult], share: float, seeds: Sequence[int], trials: int | None = None
 ) -> list[str]:
     """Describe the search: the criterion, the selected settings, and warnings about values at an end of the grid."""
     of_trials = "" if trials is None else f", from up to {trials} settings of each method that Optuna proposed"
     described = [
-        f"selected by the {' and '.join(dict.fromkeys(c.metric for c in choices.values()))} on validation data,"
+        f"selected by the {' and '.join(dict.fromkeys(c.metric for c in search_results.values()))} on validation data,"
         f" {100 * share:g} % of each client's training rows, with seed{'s' * (len(seeds) > 1)}"
         f" {', '.join(map(str, seeds))}{of_trials}; the table is of test data, after training on all rows:"
     ]
-    for label, choice in choices.items():
-        best, lost = choice.best, sum(trial.value is None for trial in choice.trials)
-        value = "every point diverged" if best.value is None else f"{choice.metric} {best.value:.4g}"
+    for label, result in search_results.items():
+        best, lost = result.best, sum(trial.value is None for trial in result.trials)
+        value = "every point diverged" if best.value is None else f"{result.metric} {best.value:.4g}"
         diverged = f", {lost} diverged" if lost and best.value is not None else ""
-        described.append(f"  {label}: {settings_in_words(best.point)} ({value}; {len(choice.trials)} points{diverged})")
-    return described + warnings(choices)
+        described.append(f"  {label}: {settings_in_words(best.point)} ({value}; {len(result.trials)} points{diverged})")
+    return described + warnings(search_results)
 
 
-def warnings(choices: Mapping[str, SearchResult]) -> list[str]:
+def warnings(search_results: Mapping[str, SearchResult]) -> list[str]:
     """A warning for each best value at an end of its grid, with all methods that have it."""
     found: dict[str, list[str]] = {}
-    for label, choice in choices.items():
-        for path in choice.at_ends():
+    for label, result in search_results.items():
+        for path in result.at_ends():
             how = (
-                f"near the {choice.end(path)} of its range; a value beyond may be better: widen the range"
-                if path in choice.ranges
-                else f"the {choice.end(path)} of its grid; a value beyond may be better: extend the grid, finished runs"
+                f"near the {result.end(path)} of its range; a value beyond may be better: widen the range"
+                if path in result.ranges
+                else f"the {result.end(path)} of its grid; a value beyond may be better: extend the grid, finished runs"
                 " are not repeated"
             )
-            text = f"the best {short_path(path)}, {value_in_words(choice.best.point[path])}, is {how}"
+            text = f"the best {short_path(path)}, {value_in_words(result.best.point[path])}, is {how}"
             found.setdefault(text, []).append(label)
     return [f"warning: {', '.join(labels)}: {text}" for text, labels in found.items()]
 
 
-def values(choices: Mapping[str, SearchResult]) -> dict[str, Any]:
+def values(search_results: Mapping[str, SearchResult]) -> dict[str, Any]:
     """The search as JSON values."""
     return {
         label: {
-            "metric": choice.metric,
-            "lower_is_better": choice.lower_is_better,
-            "best": dict(choice.best.point),
-            "at_end": choice.at_ends(),
-            "trials": [{"point": dict(t.point), "value": t.value, "rounds": t.rounds} for t in choice.trials],
-            "ranges": {path: dataclasses.asdict(within) for path, within in choice.ranges.items()},
+            "metric": result.metric,
+            "lower_is_better": result.lower_is_better,
+            "best": dict(result.best.point),
+            "at_end": result.at_ends(),
+            "trials": [{"point": dict(t.point), "value": t.value, "rounds": t.rounds} for t in result.trials],
+            "ranges": {path: dataclasses.asdict(within) for path, within in result.ranges.items()},
         }
-        for label, choice in choices.items()
+        for label, result in search_results.items()
     }

@@ -218,7 +218,7 @@ def _set(table: TomlTable, path: str, value: Any, source: str) -> None:
     table[last] = value
 
 
-def folder_of(point: SettingPoint) -> str:
+def point_directory(point: SettingPoint) -> str:
     """A unique directory name for a point."""
     exact = ",".join(f"{short_path(path)}={value!r}" for path, value in sorted(point.items()))
     name = "".join(c if c.isalnum() or c in "._=,-" else "-" for c in exact)

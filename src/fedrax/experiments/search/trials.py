@@ -19,7 +19,7 @@ from fedrax.contract.task import Task
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.escaping import settings_in_words
-from fedrax.experiments.comparison import Comparison, RunJob, state_of
+from fedrax.experiments.comparison import Comparison, RunJob, saved_run
 from fedrax.experiments.experiment import Experiment
 from fedrax.experiments.jobs import (
     ComparisonWatcher,
@@ -59,7 +59,7 @@ def run_trials(
     trials are finished is run again as a whole: run one by one, the others would differ by rounding.
     """
     left = {job.place for job in unfinished(jobs, out)}
-    sequential = {job.place for job in jobs if checkpoint.exists(job.inside(out) / CHECKPOINT)}
+    sequential = {job.place for job in jobs if checkpoint.exists(job.directory_in(out) / CHECKPOINT)}
     for group in _vectorizable([job for job in jobs if job.place not in sequential], comparison.search_seeds):
         if not any(job.place in left for jobs_of_point in group for job in jobs_of_point):
             continue
@@ -98,7 +98,7 @@ def _vectorizable(jobs: Sequence[RunJob], seeds: Sequence[int]) -> list[list[lis
 
 def _save(job: RunJob, out: Path, result: Result) -> None:
     """Save a run of a vectorized sweep as a run directory; events.jsonl, which makes it finished, is written last."""
-    directory = job.inside(out)
+    directory = job.directory_in(out)
     with owned(directory, resume=True):
         if not unfinished([job], out):
             return  # another process has saved it
@@ -204,14 +204,14 @@ def search(
     if workers is not None:
         workers.connect()  # raises before anything is written
     _check_saved_trials(comparison, out, *problem())
-    run([job for label in full_grids for job in comparison.trials(label)])
+    run([job for label in full_grids for job in comparison.search_runs(label)])
     results = {
         label: SearchResult(metric, lower, tuple(evaluated(label, [p for p, _ in comparison.candidates[label]])))
         for label in full_grids
     }
     while any(not study.done for study in studies.values()):
         asked = {label: study.ask() for label, study in studies.items()}
-        run([job for label, points in asked.items() for job in comparison.trials_at(label, distinct(points))])
+        run([job for label, points in asked.items() for job in comparison.search_runs_at(label, distinct(points))])
         for label, points in asked.items():
             studies[label].tell(evaluated(label, points))
     results |= {label: study.result(metric) for label, study in studies.items()}
@@ -220,8 +220,8 @@ def search(
 
 def _trial(comparison: Comparison, label: str, point: SettingPoint, out: Path, metric: str) -> Trial:
     """The trial of a point from its finished runs."""
-    jobs = comparison.trials_at(label, [point])
-    runs = [run for job in jobs if (run := state_of(job.spec, job.inside(out))) is not None]
+    jobs = comparison.search_runs_at(label, [point])
+    runs = [run for job in jobs if (run := saved_run(job.spec, job.directory_in(out))) is not None]
     if len(runs) < len(jobs):
         raise FedraxError(f"the search of {label} is not finished.")
     return make_trial(point, [(run.events, run.failure is not None) for run in runs], metric)
