@@ -64,7 +64,7 @@ def test_scores_are_those_of_runs_by_hand(digits):
         assert trial.spread == pytest.approx(np.std(by_rate[best]), abs=1e-6)
         assert trial.at_end == (best == RATES[0])
     best = found.tried[0].score
-    by_rows = f"is about {100 * np.sqrt(best * (1 - best) / found.rows):.1f})"
+    by_rows = f"choice of rows about {100 * np.sqrt(best * (1 - best) / found.rows):.1f})"
     assert by_rows in rendering.trial_lines(found)[0]
     assert [trial.score for trial in found.tried] == sorted((trial.score for trial in found.tried), reverse=True)
 
