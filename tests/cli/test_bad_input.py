@@ -115,8 +115,12 @@ CASES = {
     "cohort": Case("run --run.cohort-size 101", "cannot sample 101 clients"),
     "devices": Case("run --run.devices 99", "99 devices"),
     "steps and epochs": Case("run --algorithm.local.steps 2 --algorithm.local.epochs 1", "not both"),
-    "more blocks than samples": Case("run --algorithm losac --algorithm.local.blocks 2000", "too many blocks"),
-    "blocks beyond numbers": Case("run --algorithm losac --algorithm.local.blocks 1073741824", "too many blocks"),
+    "more blocks than samples": Case(
+        "run --algorithm losac --algorithm.local.blocks 2000", "is too many: the largest client"
+    ),
+    "blocks beyond numbers": Case(
+        "run --algorithm losac --algorithm.local.blocks 1073741824", "is too many: the largest client"
+    ),
     "model beyond memory": Case("run --model mlp --model.hidden 1000000000", "more than this machine's memory"),
     "model of no width": Case("run --model mlp --model.hidden 0", "must be at least 1"),
     "brackets": Case("run x.toml", "brackets in brackets", file("x.toml", "a = " + "[" * 3000)),

@@ -216,7 +216,7 @@ def test_flags_say_none_as_files_do(fedrax: Callable[..., Outcome], tiny: Path, 
     [
         ("--algorithm.local.lr -1", "command line: algorithm.local.lr must be greater than 0"),
         ("--algorithm.local.epochs 1 --algorithm.local.steps 2", "tiny.toml with the flags given: give local steps"),
-        ("--algorithm losac --algorithm.local.epochs 1", "(local.blocks = 5; LoSAC and FedSaga have some by default)"),
+        ("--algorithm losac --algorithm.local.epochs 1", "(local.blocks = 5; a default of LoSAC and FedSaga)"),
     ],
 )
 def test_a_file_is_not_blamed_for_a_flag(fedrax: Callable[..., Outcome], tiny: Path, flags: str, said: str) -> None:
