@@ -151,9 +151,7 @@ def test_bytes_of_sparse_uploads(fraction: float, k: int):
 def test_a_share_of_numbers_is_rounded_up_and_not_by_its_rounding():
     """0.07 x 100 is 7.000000000000001 in floats."""
     shares = [(0.07, 7), (0.14, 14), (0.071, 8), (0.001, 1)]
-    assert [len(TopK(fraction=share).compressed([np.zeros(100)]).values) for share, _ in shares] == [
-        k for _, k in shares
-    ]
+    assert [len(TopK(fraction=share).compress([np.zeros(100)]).values) for share, _ in shares] == [k for _, k in shares]
 
 
 def test_each_part_travels_in_its_own_form():
@@ -165,8 +163,8 @@ def test_each_part_travels_in_its_own_form():
 @pytest.mark.parametrize(
     ("method", "sentence"),
     [
-        (TopK(Quantized(FEDAVG)), "in the shape of the model: Quantized has none"),
-        (TopK(MIFA(local=LOCAL, memory="server")), "in the shape of the model: MIFA has none"),
+        (TopK(Quantized(FEDAVG)), "in the shape of the model, and the upload of Quantized has another"),
+        (TopK(MIFA(local=LOCAL, memory="server")), "in the shape of the model, and the upload of MIFA has another"),
         (TopK(FEDAVG, fraction=0.0), "fraction must be greater than 0"),
         (Quantized(FEDAVG, bits=5), "bits must be one of 4, 8, 16"),  # type: ignore[arg-type]
     ],
@@ -202,7 +200,7 @@ def test_with_all_numbers_drawn_it_is_the_method_inside():
 
 
 def test_what_has_no_floats_left_is_not_drawn_from():
-    with pytest.raises(FedraxError, match="Quantized sends none up: put what makes whole numbers of them around"):
+    with pytest.raises(FedraxError, match="the upload of Quantized has none: apply quantization outside"):
         run(RandomK(Quantized(FEDAVG)), rounds=1)
 
 

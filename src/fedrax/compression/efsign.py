@@ -1,4 +1,4 @@
-"""Uploads of one bit a number, with the rest remembered (EF-signSGD)."""
+"""EF-signSGD: sign compression of uploads with error feedback."""
 
 from __future__ import annotations
 
@@ -18,36 +18,37 @@ from fedrax.tree import Tree
 
 
 class ScaledSigns(NamedTuple):
-    """Signs of a tree's numbers, and their mean magnitude."""
+    """A tree compressed to the signs of its entries and their mean magnitude."""
 
     signs: Signs
     scale: Array
+    """Mean magnitude of the entries, a scalar."""
 
     def dense(self) -> Tree:
-        """The whole tree: plus or minus the scale."""
+        """Decompress: each entry is plus or minus the scale."""
         return tree.scale(self.scale, self.signs.values())
 
 
 @hyperparameters
 class EFSign(ErrorFeedback):
-    """Of each client's update the signs go up, a bit each, and one scale; what is left is added to its next update.
+    """EF-signSGD: a client uploads the signs of its update, one bit an entry, and one scale, with error feedback.
 
-    With the rest e_i and the update u, w = e_i + u and d its numbers: (|w|_1 / d) sign(w) goes up and e_i <- w less
-    that. Karimireddy, Rebjock, Stich and Jaggi (2019), Algorithm 1, with an update of many local steps for u. See
-    :class:`fedrax.compression.error_feedback.ErrorFeedback` for what the update is.
+    With the error e_i, the update u and w = e_i + u of d entries, the client uploads C(w) = (|w|_1 / d) sign(w) and
+    sets e_i <- w - C(w). Karimireddy, Rebjock, Stich and Jaggi (2019), Algorithm 1, where u is the update of all local
+    steps of a round. See :class:`ErrorFeedback` for what the update is.
 
     Example:
         >>> method = fedrax.compression.EFSign(inner=fedrax.FedAvg())
-        >>> sent = method.compressed({"w": jnp.array([3.0, -1.0])})
+        >>> sent = method.compress({"w": jnp.array([3.0, -1.0])})
         >>> sent.dense()["w"].tolist()
         [2.0, -2.0]
     """
 
     inner: Algorithm = FedAvg()
-    travels_as: ClassVar[type] = ScaledSigns
+    compressed_type: ClassVar[type] = ScaledSigns
 
-    def compressed(self, values: Tree) -> ScaledSigns:
-        """Signs, and the mean magnitude."""
+    def compress(self, values: Tree) -> ScaledSigns:
+        """Return the signs and the mean magnitude of all entries."""
         leaves = jax.tree.leaves(values)
         total = sum((jnp.sum(jnp.abs(leaf)) for leaf in leaves), jnp.zeros((), leaves[0].dtype))
         return ScaledSigns(Signs.of(values), total / sum(leaf.size for leaf in leaves))

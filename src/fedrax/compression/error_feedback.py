@@ -1,4 +1,4 @@
-"""Error feedback: what a compressed update leaves out is added to the client's next one."""
+"""Error feedback: a client adds the compression error of its update to its next update."""
 
 from __future__ import annotations
 
@@ -20,62 +20,74 @@ from fedrax.tree import Tree
 
 @hyperparameters
 class ErrorFeedback(Wrapper):
-    """With the rest e_i and the update u, C(e_i + u) goes up and e_i <- e_i + u - C(e_i + u).
+    """Base of compressors C with error feedback: a client uploads C(e_i + u) and sets e_i <- e_i + u - C(e_i + u).
 
-    The update is the upload of ``inner``, or the field ``params`` of it, whose other fields travel whole. A round of
-    several phases keeps a rest for each. Subclasses define ``compressed`` and ``travels_as``. Stich, Cordonnier and
-    Jaggi (2018); its convergence in Karimireddy et al. (2019). A client that takes part rarely sends its rest late.
+    e_i is the client's compression error, u its update: the upload of ``inner``, or the field ``params`` of the upload,
+    whose other fields are sent uncompressed. Each phase of a round has its own error. Subclasses define ``compress``
+    and ``compressed_type``. Stich, Cordonnier and Jaggi (2018); convergence: Karimireddy et al. (2019). The error of a
+    client that is rarely sampled is sent late.
 
     Example:
         >>> issubclass(fedrax.compression.TopK, fedrax.compression.ErrorFeedback)
         True
     """
 
-    travels_as: ClassVar[type]
-    """What ``compressed`` gives: a pytree class with a method ``dense`` that gives the tree back."""
+    compressed_type: ClassVar[type]
+    """Type of the compressed update: a pytree class with a method ``dense`` that returns the decompressed tree."""
 
     @abstractmethod
-    def compressed(self, values: Tree) -> Any:
-        """C(values) as it travels, an object of ``travels_as``.
+    def compress(self, values: Tree) -> Any:
+        """Compress the sum of error and update.
 
         Args:
-            values: pytree of arrays in the shapes of the model: the error e_i plus the update u.
+            values: e_i + u, a pytree with the structure and shapes of the model.
 
         Returns:
-            C(values), an instance of ``travels_as``.
+            C(values), an instance of ``compressed_type``.
         """
 
     def init_client_own(self, params: Tree) -> Tree:
-        """A rest for each phase: nothing is left out yet."""
+        """Return the initial errors: zero, one tree for each phase."""
         return tuple(tree.zeros_like(params) for _ in self.inner.phases)
 
     def around_client(
         self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
     ) -> tuple[ClientOutput, Tree]:
-        """Update and rest go up compressed."""
+        """Upload the compressed sum of error and update, and keep the new error."""
         output = client(message, state, data)
-        rest, *others = own  # of this phase; by the end of the round the first phase's is in front again
+        # The errors rotate by one place a phase: after the last phase, the first phase's is in front again.
+        error, *others = own
         if not jax.tree.leaves((output.upload, output.each, output.total)):
-            return output, (*others, rest)
-        upload, update = output.upload, self._update(output.upload, rest)
-        whole = tree.add(rest, update)
-        sent = self.compressed(whole)
+            return output, (*others, error)
+        upload, update = output.upload, self._update(output.upload, error)
+        corrected = tree.add(error, update)
+        sent = self.compress(corrected)
         upload = sent if update is upload else upload._replace(params=sent)
-        return output._replace(upload=upload), (*others, tree.sub(whole, sent.dense()))
+        return output._replace(upload=upload), (*others, tree.sub(corrected, sent.dense()))
 
     def _update(self, upload: Tree, like: Tree) -> Tree:
+        """The part of an upload that is compressed."""
         me, name = type(self).__name__, type(self.inner).__name__
         update = model_in(upload, like)
         if update is None:
             raise FedraxError(
-                f"{me} needs an upload, or a field params of it, in the shape of the model: {name} has none"
+                f"{me} needs an upload, or a field params of it, in the shape of the model, and the upload of {name}"
+                f" has another shape: wrap another method, or apply quantization outside {me}"
             )
         if not all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(update)):
-            raise FedraxError(f"{me} compresses floating numbers: put what makes whole numbers of them around {me}")
+            raise FedraxError(
+                f"{me} compresses floating-point arrays, and {name} uploads integers: apply quantization outside {me}"
+            )
         return update
 
     def around_receive(self, receive: Callable, upload: Tree) -> Tree:
-        """What ``inner`` receives: C(e_i + u)."""
-        # by its class: a user's model may have a layer called dense
-        travels = lambda part: isinstance(part, self.travels_as)  # noqa: E731
-        return receive(jax.tree.map(lambda part: part.dense() if travels(part) else part, upload, is_leaf=travels))
+        """Decompress an upload for ``inner``: it receives C(e_i + u)."""
+
+        # By type, not by the attribute: a model may have a layer called dense.
+        def is_compressed(part: Any) -> bool:
+            return isinstance(part, self.compressed_type)
+
+        def decompressed(part: Any) -> Any:
+            return part.dense() if is_compressed(part) else part
+
+        return receive(jax.tree.map(decompressed, upload, is_leaf=is_compressed))

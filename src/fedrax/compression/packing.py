@@ -1,4 +1,4 @@
-"""Signs of numbers at one bit each."""
+"""1-bit packing of signs."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ from fedrax.tree import Tree
 @partial(jax.tree_util.register_dataclass, data_fields=["bits"], meta_fields=["structure", "shapes"])
 @dataclass(frozen=True)
 class Signs:
-    """The signs of a tree's numbers as they travel; zero counts as positive."""
+    """The signs of a tree's entries, packed to one bit each; the sign of zero is positive."""
 
     bits: Array
-    """uint8, eight signs each, of the tree's leaves laid end to end."""
+    """uint8 [ceil(d / 8)], eight signs in each, of the d entries of the tree's concatenated leaves."""
     structure: Any
+    """Tree structure."""
     shapes: tuple
+    """Shape and dtype name of each leaf."""
 
     @classmethod
     def of(cls, values: Tree) -> Signs:
-        """The signs of all numbers."""
+        """Pack the signs of all entries of ``values``."""
         flat, _ = ravel_pytree(values)
         shapes = tuple((leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(values))
         return cls(jnp.packbits(flat >= 0), jax.tree.structure(values), shapes)
 
     def values(self) -> Tree:
-        """1 and -1 in the tree's shapes and types."""
-        likes = [jnp.zeros(shape, name) for shape, name in self.shapes]
-        flat, unravel = ravel_pytree(self.structure.unflatten(likes))
+        """Unpack: a tree of 1 and -1 in the original shapes and dtypes."""
+        zeros = [jnp.zeros(shape, name) for shape, name in self.shapes]
+        flat, unravel = ravel_pytree(self.structure.unflatten(zeros))
         ones = 2 * jnp.unpackbits(self.bits, count=flat.size).astype(flat.dtype) - 1
         return unravel(ones)

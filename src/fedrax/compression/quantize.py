@@ -1,4 +1,4 @@
-"""Short whole numbers on the wire: quantized uploads, unbiased, and quantized messages."""
+"""Quantization to integers of few bits: unbiased for uploads, to the nearest for broadcast messages."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from fedrax.contract.wrapper import Wrapper
 from fedrax.tree import Tree
 from fedrax.xla import MAX_BATCHED_DRAW, batch_random_draws, optimize
 
-_TYPES = {4: jnp.int4, 8: jnp.int8, 16: jnp.int16}
+_INTEGER_TYPES = {4: jnp.int4, 8: jnp.int8, 16: jnp.int16}
 
 
-class Quantities(NamedTuple):
-    """An array of floats as it travels: ``levels`` times ``scale``."""
+class QuantizedArray(NamedTuple):
+    """A quantized array of floats: ``levels`` times ``scale``."""
 
     levels: Array
-    """Whole numbers in the array's shape."""
+    """Integers in the array's shape."""
     scale: Array
-    """One number, float32 at least."""
+    """A scalar of float32 or wider."""
 
 
 @hyperparameters
 class Quantized(Wrapper):
-    """The upload of ``inner`` as whole numbers of ``bits`` bits, rounded at random: up or down, right in the mean.
+    """Unbiased stochastic quantization of the uploads of ``inner`` to integers of ``bits`` bits.
 
-    Each array u of the upload goes up as q = floor(u / s + U) and s = max |u| / (2^(bits - 1) - 1), where U is uniform
-    on [0, 1) for each number, and is received as s q, whose expectation is u. That is the stochastic quantization of
-    QSGD (Alistarh et al. 2017, section 3.1) and FedPAQ (Reisizadeh et al. 2020) on a uniform grid of the largest
-    magnitude. Whole numbers in an upload travel as they are, and so does what goes up as ``each`` or ``total``.
+    Each array u of the upload is sent as q = floor(u / s + U) and s = max |u| / (2^(bits - 1) - 1), where U is uniform
+    on [0, 1) for each entry, and is received as s q, whose expectation is u. This is the stochastic quantization of
+    QSGD (Alistarh et al. 2017, section 3.1) and FedPAQ (Reisizadeh et al. 2020) on a uniform grid scaled by the largest
+    magnitude. Integer arrays of an upload, and ``each`` and ``total``, are sent unchanged.
 
     Example:
         >>> method = fedrax.compression.Quantized(inner=fedrax.FedAvg(), bits=4)
@@ -48,39 +48,40 @@ class Quantized(Wrapper):
 
     inner: Algorithm = FedAvg()
     bits: Literal[4, 8, 16] = 8
-    """Bits of each number; an array takes a scale of four bytes besides."""
+    """Bits of each entry; each array also has a scale of four bytes."""
 
     def around_client(
         self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
     ) -> tuple[ClientOutput, Tree]:
-        """``inner``'s upload, quantized."""
+        """Quantize the upload of ``inner``."""
         output = client(message, state, data)
         leaves, structure = jax.tree.flatten(output.upload)
-        # The name decides the numbers drawn: another spelling changes every reference number.
+        # The key's name determines the random numbers: another spelling changes every reference number.
         keys = jax.random.split(data.key("quantise"), max(len(leaves), 1))
-        chances = _chances(keys, {i: leaf.shape for i, leaf in enumerate(leaves) if _is_real(leaf)})
-        quantities = [self._quantized(u, chances[i]) if i in chances else u for i, u in enumerate(leaves)]
-        return output._replace(upload=structure.unflatten(quantities)), own
+        offsets = _rounding_offsets(keys, {i: leaf.shape for i, leaf in enumerate(leaves) if _is_quantizable(leaf)})
+        quantized = [self._quantized(u, offsets[i]) if i in offsets else u for i, u in enumerate(leaves)]
+        return output._replace(upload=structure.unflatten(quantized)), own
 
-    def _quantized(self, u: Array, chance: Array) -> Quantities:
+    def _quantized(self, u: Array, offset: Array) -> QuantizedArray:
+        """Round u / scale up or down at random; ``offset`` is U."""
         u = u.astype(summed_dtype(u.dtype))
         levels = 2 ** (self.bits - 1) - 1
         scale = jnp.max(jnp.abs(u)) / levels
-        rounded = jnp.floor(u / jnp.where(scale > 0, scale, 1) + chance)
-        return Quantities(jnp.clip(rounded, -levels, levels).astype(_TYPES[self.bits]), scale)
+        rounded = jnp.floor(u / jnp.where(scale > 0, scale, 1) + offset)
+        return QuantizedArray(jnp.clip(rounded, -levels, levels).astype(_INTEGER_TYPES[self.bits]), scale)
 
     def around_receive(self, receive: Callable, upload: Tree) -> Tree:
-        """What ``inner`` receives: the numbers that the levels stand for."""
-        return receive(_values(upload))
+        """Dequantize an upload for ``inner``."""
+        return receive(_dequantized(upload))
 
 
 @hyperparameters
 class QuantizedBroadcast(Wrapper):
-    """What the server of ``inner`` sends as whole numbers of ``bits`` bits, rounded to the nearest.
+    """Quantization of the broadcast messages of ``inner`` to integers of ``bits`` bits, rounded to the nearest.
 
-    Each array goes down as q = round(u / s) with s = max |u| / (2^(bits - 1) - 1), and clients start from s q, which is
-    off by up to s / 2: training may stall as far from where it would end. What the server keeps is not rounded. Whole
-    numbers travel as they are.
+    Each array u is sent as q = round(u / s) and s = max |u| / (2^(bits - 1) - 1). Clients start from s q, whose error
+    is up to s / 2 in each entry: training may stall at that distance from the optimum. The server state is not rounded.
+    Integer arrays are sent unchanged.
 
     Example:
         >>> method = fedrax.compression.QuantizedBroadcast(inner=fedrax.FedAvg(), bits=8)
@@ -90,50 +91,51 @@ class QuantizedBroadcast(Wrapper):
 
     inner: Algorithm = FedAvg()
     bits: Literal[8, 16] = 16
-    """Bits of each number; an array takes a scale of four bytes besides."""
+    """Bits of each entry; each array also has a scale of four bytes."""
 
     def around_broadcast(self, broadcast: Callable, state: Any, own: Tree) -> Tree:
-        """``inner``'s message, quantized."""
+        """Quantize the message of ``inner``."""
         return jax.tree.map(self._quantized, broadcast(state))
 
-    def _quantized(self, u: Array) -> Array | Quantities:
-        if not _is_real(u):
+    def _quantized(self, u: Array) -> Array | QuantizedArray:
+        """Round u / scale to the nearest integers; integer arrays stay as they are."""
+        if not _is_quantizable(u):
             return u
         levels = 2 ** (self.bits - 1) - 1
         scale = jnp.max(jnp.abs(u)) / levels
-        return Quantities(jnp.round(u / jnp.where(scale > 0, scale, 1)).astype(_TYPES[self.bits]), scale)
+        return QuantizedArray(jnp.round(u / jnp.where(scale > 0, scale, 1)).astype(_INTEGER_TYPES[self.bits]), scale)
 
     def around_client(
         self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
     ) -> tuple[ClientOutput, Tree]:
-        """From the numbers that the levels stand for."""
-        return client(_values(message), state, data), own
+        """Run the client of ``inner`` on the dequantized message."""
+        return client(_dequantized(message), state, data), own
 
 
-def _is_real(u: Array) -> bool:
-    """Whether an array has numbers to be rounded."""
+def _is_quantizable(u: Array) -> bool:
+    """Whether an array has floating-point entries."""
     return bool(jnp.issubdtype(u.dtype, jnp.floating) and u.size)
 
 
-def _chances(keys: Array, shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Array]:
-    """Numbers uniform on [0, 1), float32 whatever the run's precision, so that both precisions round alike."""
+def _rounding_offsets(keys: Array, shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Array]:
+    """Uniform numbers on [0, 1), in float32 at every precision, so that float64 runs round in the same direction."""
 
-    def drawn(which: Sequence[int], keys: Array) -> dict[int, Array]:
+    def uniform(which: Sequence[int], keys: Array) -> dict[int, Array]:
         return {i: jax.random.uniform(keys[i], shapes[i], jnp.float32) for i in which}
 
     small = [i for i, shape in shapes.items() if math.prod(shape) <= MAX_BATCHED_DRAW]
     large = [i for i in shapes if i not in small]
-    return optimize(batch_random_draws(partial(drawn, small)))(keys) | optimize(partial(drawn, large))(keys)
+    return optimize(batch_random_draws(partial(uniform, small)))(keys) | optimize(partial(uniform, large))(keys)
 
 
-def _values(parts: Tree) -> Tree:
-    """The numbers that the levels of a tree's :class:`Quantities` stand for."""
+def _dequantized(parts: Tree) -> Tree:
+    """A tree with each :class:`QuantizedArray` replaced by levels times scale."""
 
     def value(part: Any) -> Any:
-        if not isinstance(part, Quantities):
+        if not isinstance(part, QuantizedArray):
             return part
-        if isinstance(part.scale, Quantities):  # of a wrapper inside, whose scale is quantized here
+        if isinstance(part.scale, QuantizedArray):  # nested quantization: the inner wrapper's scale is quantized too
             return part._replace(scale=value(part.scale))
         return part.levels.astype(part.scale.dtype) * part.scale
 
-    return jax.tree.map(value, parts, is_leaf=lambda part: isinstance(part, Quantities))
+    return jax.tree.map(value, parts, is_leaf=lambda part: isinstance(part, QuantizedArray))

@@ -1,4 +1,4 @@
-"""Sparse uploads of numbers drawn at random, unbiased."""
+"""Random sparsification of uploads, unbiased."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from fedrax.algorithms.fedavg import FedAvg
-from fedrax.compression.topk import numbers_sent
+from fedrax.compression.topk import num_sent
 from fedrax.config.annotations import Bound, Static
 from fedrax.config.hyperparameters import hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput
@@ -26,43 +26,46 @@ from fedrax.tree import Tree
 
 @partial(jax.tree_util.register_dataclass, data_fields=["values", "seed"], meta_fields=["structure", "shapes"])
 @dataclass(frozen=True)
-class Drawn:
-    """k numbers of a tree, whose places the seed says."""
+class SampledEntries:
+    """k random entries of a tree; their indices are derived from the seed."""
 
     values: Array
-    """[k]"""
+    """The scaled entries, [k]."""
     seed: Array
-    """uint32 [2]"""
+    """uint32 [2]."""
     structure: Any
+    """Tree structure."""
     shapes: tuple
+    """Shape and dtype name of each leaf."""
 
     @classmethod
-    def of(cls, values: Tree, k: int, seed: Array) -> Drawn:
-        """k numbers at different random places, times d / k: in expectation the whole tree."""
+    def of(cls, values: Tree, k: int, seed: Array) -> SampledEntries:
+        """Sample k of the d entries without replacement and multiply them by d / k, which is unbiased."""
         flat, _ = ravel_pytree(values)
         shapes = tuple((leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(values))
-        chosen = flat[_places(seed, k, flat.size)] * (flat.size / k)
+        chosen = flat[_sampled_indices(seed, k, flat.size)] * (flat.size / k)
         return cls(chosen.astype(flat.dtype), seed, jax.tree.structure(values), shapes)
 
     def dense(self) -> Tree:
-        """The whole tree, zero elsewhere."""
-        likes = [jnp.zeros(shape, name) for shape, name in self.shapes]
-        flat, unravel = ravel_pytree(self.structure.unflatten(likes))
-        return unravel(flat.at[_places(self.seed, len(self.values), flat.size)].set(self.values))
+        """Decompress: the tree with zeros in all other entries."""
+        zeros = [jnp.zeros(shape, name) for shape, name in self.shapes]
+        flat, unravel = ravel_pytree(self.structure.unflatten(zeros))
+        return unravel(flat.at[_sampled_indices(self.seed, len(self.values), flat.size)].set(self.values))
 
 
-def _places(seed: Array, k: int, size: int) -> Array:
+def _sampled_indices(seed: Array, k: int, size: int) -> Array:
+    """k different random indices below ``size``: the first k of a permutation."""
     return shuffled_index(seed, 0, jnp.arange(k, dtype=jnp.int32), size)
 
 
 @hyperparameters
 class RandomK(Wrapper):
-    """Of each upload k = ceil(``fraction`` d) of its d numbers go up, drawn anew in each round, times d / k.
+    """Random sparsification: k = ceil(``fraction`` d) random entries of an upload of d entries, times d / k.
 
-    What the server receives is the upload in expectation, with d / k times its squared length (random sparsification;
-    Konecny et al. 2016, Wangni et al. 2018). A seed of eight bytes goes up in place of the indices. Nothing is
-    remembered. Whole numbers in an upload travel as they are, and so do single ones (numbers of steps, norms), and what
-    goes up as ``each`` or ``total``; an upload of nothing else is refused.
+    The server receives an unbiased estimate of the upload whose expected squared norm is d / k times that of the upload
+    (Konecny et al. 2016, Wangni et al. 2018). Indices are drawn again in each round; a seed of eight bytes is sent in
+    their place. There is no error feedback. Integer arrays and scalars of an upload (numbers of steps, norms), and
+    ``each`` and ``total``, are sent unchanged. An upload without floating-point arrays raises FedraxError.
 
     Example:
         >>> method = fedrax.compression.RandomK(inner=fedrax.FedAvg(), fraction=0.05)
@@ -72,41 +75,44 @@ class RandomK(Wrapper):
 
     inner: Algorithm = FedAvg()
     fraction: Static[Annotated[float, Bound(gt=0, le=1)]] = 0.1
-    """Share of the numbers that travel."""
+    """Fraction of the entries that are sent."""
 
     def around_client(
         self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
     ) -> tuple[ClientOutput, Tree]:
-        """Some of the numbers go up."""
+        """Upload a random sample of the entries."""
         output = client(message, state, data)
         leaves, structure = jax.tree.flatten(output.upload)
         floating = [leaf if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.ndim else None for leaf in leaves]
         size = sum(leaf.size for leaf in jax.tree.leaves(floating))
         if not size:
             raise FedraxError(
-                f"RandomK draws among an upload's floating numbers, and {type(self.inner).__name__} sends none up: put"
-                " what makes whole numbers of them around RandomK"
+                f"RandomK samples floating-point entries, and the upload of {type(self.inner).__name__} has none: apply"
+                " quantization outside RandomK"
             )
         seed = jax.random.key_data(data.key("randomk"))
-        drawn = Drawn.of(floating, numbers_sent(size, self.fraction), seed)
-        whole = [None if mine is not None else leaf for mine, leaf in zip(floating, leaves, strict=True)]
-        return output._replace(upload=Split(drawn, whole, structure)), own
+        sampled = SampledEntries.of(floating, num_sent(size, self.fraction), seed)
+        unchanged = [None if part is not None else leaf for part, leaf in zip(floating, leaves, strict=True)]
+        return output._replace(upload=SparseUpload(sampled, unchanged, structure)), own
 
     def around_receive(self, receive: Callable, upload: Tree) -> Tree:
-        """What ``inner`` receives: zero where nothing was sent."""
-        return receive(upload.joined() if isinstance(upload, Split) else upload)
+        """Decompress an upload for ``inner``: zero in the entries that were not sent."""
+        return receive(upload.dense() if isinstance(upload, SparseUpload) else upload)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["drawn", "whole"], meta_fields=["structure"])
+@partial(jax.tree_util.register_dataclass, data_fields=["sampled", "unchanged"], meta_fields=["structure"])
 @dataclass(frozen=True)
-class Split:
-    """An upload as it travels: arrays of floats drawn from, other numbers as they are."""
+class SparseUpload:
+    """An upload whose floating-point arrays are sampled and whose other leaves are unchanged."""
 
-    drawn: Drawn
-    whole: list
+    sampled: SampledEntries
+    """Sample of the floating-point arrays, None in the places of the other leaves."""
+    unchanged: list
+    """The other leaves, None in the places of the floating-point arrays."""
     structure: Any
+    """Tree structure of the upload."""
 
-    def joined(self) -> Tree:
-        """As it was, but for the numbers that were not drawn."""
-        pairs = zip(self.drawn.dense(), self.whole, strict=True)
-        return self.structure.unflatten([number if number is not None else leaf for leaf, number in pairs])
+    def dense(self) -> Tree:
+        """Decompress: the upload with zeros in the entries that were not sampled."""
+        pairs = zip(self.sampled.dense(), self.unchanged, strict=True)
+        return self.structure.unflatten([other if other is not None else leaf for leaf, other in pairs])
