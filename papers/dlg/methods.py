@@ -43,7 +43,7 @@ METHODS: dict[str, fedrax.Algorithm] = {
     "q-FedAvg": fedrax.algorithms.QFedAvg(local=FULL),
     "FedLion": fedrax.algorithms.FedLion(local=dataclasses.replace(FULL, lr=1e-3)),
     "Personalized FedAvg, last layer at home": fedrax.personalization.Personalized(
-        fedrax.FedAvg(local=FULL), at_home=("output/*",)
+        fedrax.FedAvg(local=FULL), personal_params=("output/*",)
     ),
     "SignSGD": fedrax.algorithms.SignSGD(local=dataclasses.replace(FULL, steps=1)),
     "ClientDP of FedAvg, noise at the client": fedrax.privacy.ClientDP(fedrax.FedAvg(local=FULL), at="client"),

@@ -74,9 +74,9 @@ def test_options_of_local_steps_are_rejected(method: Algorithm, sentence: str):
             "local.batch_size is ignored: a step uses one of local.blocks = 2",
         ),
         (Upcycled(FedAvg(), extrapolate="both"), "FedAvg has no control variates, and extrapolate = 'both' is ignored"),
-        (Personalized(FedAvg()), "nothing stays at home, so that Personalized changes nothing: set at_home"),
-        (Personalized(FedAvg(), ("a",), alternate=CARRIED), r"and alternate.carry counts for nothing"),
-        (Ditto(FedAvg(), own_steps=CARRIED), r"and own_steps.carry counts for nothing"),
+        (Personalized(FedAvg()), "nothing is personal, so that Personalized has no effect: set personal_params"),
+        (Personalized(FedAvg(), ("a",), alternate=CARRIED), r"and alternate.carry is ignored"),
+        (Ditto(FedAvg(), own_steps=CARRIED), r"and own_steps.carry is ignored"),
     ],
     ids=[
         "FedSGD",

@@ -151,7 +151,7 @@ def test_descent_takes_the_paper_s_steps(one_gradient: Any) -> None:
 def test_where_layers_stay_at_home_no_vector_is_taken_for_a_gradient() -> None:
     """Nobody but the client knows the point where it would have been taken; its program is matched all the same."""
     personal = fedrax.personalization.Personalized(
-        fedrax.FedAvg(local=LocalSGD(lr=0.1, steps=1)), at_home=("output/*",)
+        fedrax.FedAvg(local=LocalSGD(lr=0.1, steps=1)), personal_params=("output/*",)
     )
     sent = recorded(personal)
     assert candidate_gradients(personal, sent, START) == []

@@ -191,7 +191,7 @@ CASES = {
     "key of the method inside": Case(
         "run x.toml", "[algorithm]: unknown key 'local'; did you mean 'inner.local'?", toml("fedavg", "upcycled")
     ),
-    "a name of others": Case("run --algorithm FedPer", "'FedPer' is here personalized with at_home = ['output/*']"),
+    "a name of others": Case("run --algorithm FedPer", "'FedPer' is here personalized with personal_params"),
     "name in a file": Case("run x.toml", "x.toml: [algorithm]: unknown algorithm 'fedavgg'", toml("fedavg", "fedavgg")),
     "type in a file": Case("run x.toml", "run.rounds: must be a whole number, not 'four'", toml("= 4", '= "four"')),
     "float for int": Case("run x.toml", "run.rounds: must be a whole number, not 4.5", toml("= 4", "= 4.5")),

@@ -239,7 +239,7 @@ def test_another_key_than_name_is_told_which_one_chooses(fedrax: Callable[..., O
 
 
 def test_a_table_that_can_be_of_one_class_alone_needs_no_name() -> None:
-    inside = {"name": "personalized", "at_home": ["output/*"], "inner": {"name": "fedavg"}}
+    inside = {"name": "personalized", "personal_params": ["output/*"], "inner": {"name": "fedavg"}}
     tables = [{"epochs": 2, "lr": 0.05}, {"name": "local_sgd", "epochs": 2, "lr": 0.05}]
     made = [experiment.from_table({"algorithm": inside | {"alternate": table}}, "x", Path()) for table in tables]
     assert made[0] == made[1] and made[0].algorithm.alternate == fedrax_package.LocalSGD(lr=0.05, epochs=2)

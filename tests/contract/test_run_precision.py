@@ -101,5 +101,5 @@ def test_promotion_that_a_program_forbids_itself_is_not_forbidden_here(strict: d
 
 
 def test_ditto_is_not_drawn_to_several_models_at_once() -> None:
-    with pytest.raises(FedraxError, match="Ditto needs parameters, or a field params of them, sent down"):
+    with pytest.raises(FedraxError, match="Ditto needs a broadcast message with the parameters"):
         run(Ditto(Many()), rounds=1)

@@ -56,7 +56,11 @@ def of_clients(events: list[dict]) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     "method",
-    [Scaffold(local=LOCAL), Ditto(FedAvg(local=LOCAL)), Personalized(FedAvg(local=LOCAL), at_home=("*weight",))],
+    [
+        Scaffold(local=LOCAL),
+        Ditto(FedAvg(local=LOCAL)),
+        Personalized(FedAvg(local=LOCAL), personal_params=("*weight",)),
+    ],
     ids=lambda method: type(method).__name__,
 )
 def test_clients_evaluate_on_their_own(method: Any):
@@ -126,7 +130,7 @@ class Normed(nn.Module):
 @pytest.mark.parametrize("where", ["with the mean", "at home"])
 def test_running_statistics_travel_or_stay(where: str):
     task, inner = classification(from_linen(Normed(), X[:1])), FedAvg(local=LocalSGD(lr=0.05, steps=2, batch_size=3))
-    at_home = Personalized(inner, at_home=("*BatchNorm*",), statistics=True)
+    at_home = Personalized(inner, personal_params=("*BatchNorm*",), statistics=True)
     method = inner if where == "with the mean" else at_home
     there = simulate(method, task, OWN_TEST, **SIMULATED)
     here = deployed(method, grid_of(method, OWN_TEST, task), task, test=None)

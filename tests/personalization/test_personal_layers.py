@@ -142,7 +142,7 @@ def test_what_is_held_takes_no_part_in_decay_and_clipping():
     local = dataclasses.replace(LOCAL, weight_decay=decay, clip=clip)
     alternate = dataclasses.replace(local, steps=1)
     start, patterns = LAYERS.init(jax.random.key(4)), ("output/*",)
-    method = Personalized(FedAvg(local=local), at_home=patterns, alternate=alternate)
+    method = Personalized(FedAvg(local=local), personal_params=patterns, alternate=alternate)
     result = run(method, task=LAYERS, params=start, **OPTIONS)
     params, _, own, _ = by_hand(LAYERS, start, patterns, False, True, decay, clip)
     assert_near(result.params, params)
@@ -156,7 +156,9 @@ def test_what_stays_at_home_is_left_alone_on_the_server(method: str):
     inner = FedAvg(local=LOCAL)
     if method == "decay":
         inner = FedAvg(local=LOCAL, server_optimizer=Optax.of(optax.adamw, learning_rate=0.1, weight_decay=0.1))
-    stays = Personalized(Attacked(inner, attack=Gaussian()) if method == "attack" else inner, at_home=("output/*",))
+    stays = Personalized(
+        Attacked(inner, attack=Gaussian()) if method == "attack" else inner, personal_params=("output/*",)
+    )
     around = ClientDP(stays, clip=Flat(1.0), noise=1.0) if method == "noise" else stays
     start = LAYERS.init(jax.random.key(4))
     result = run(around, task=LAYERS, params=start, **OPTIONS)
@@ -173,7 +175,7 @@ def test_rounds_are_those_of_a_plain_loop(case: str):
         patterns = (tree.leaf_names(task.init(jax.random.key(0)))[0].split("/")[0] + "/*",)
     start = task.init(jax.random.key(4))
     alternate = dataclasses.replace(LOCAL, steps=1) if case == "FedRep" else None
-    method = Personalized(FedAvg(local=LOCAL), at_home=patterns, statistics=at_home, alternate=alternate)
+    method = Personalized(FedAvg(local=LOCAL), personal_params=patterns, statistics=at_home, alternate=alternate)
     result = run(method, task=task, params=start, **OPTIONS)
     params, mean, own, statistics = by_hand(task, start, patterns, at_home, alternate is not None)
     steps = STEPS if alternate is None else STEPS + 1
@@ -209,7 +211,7 @@ def test_rounds_are_those_of_a_plain_loop(case: str):
 @pytest.mark.parametrize("plan", slow_cases(["scan", "vmap", "loop", "debug"]))
 def test_fedbn_written_out_is_the_same(plan: str):
     """A method of one's own in a few lines, against the wrapper."""
-    wrapped = Personalized(FedAvg(local=LOCAL), at_home=("norm/*",), statistics=True)
+    wrapped = Personalized(FedAvg(local=LOCAL), personal_params=("norm/*",), statistics=True)
     expected, given = (run(m, task=NORM, **OPTIONS, plan=plan) for m in (wrapped, NormAtHome(local=LOCAL)))
     assert_near(given.params, expected.params)
     for client in (1, 3, 5):
@@ -221,7 +223,7 @@ def test_fedbn_written_out_is_the_same(plan: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", slow_cases(["vmap", "loop", "debug"]))
 def test_plans_agree(plan: str):
-    method = Personalized(FedAvg(local=LOCAL), at_home=("norm/*",), statistics=True)
+    method = Personalized(FedAvg(local=LOCAL), personal_params=("norm/*",), statistics=True)
     one, other = (run(method, task=NORM, **OPTIONS, plan=p) for p in ("scan", plan))
     assert_near(other.params, one.params)
     for client in (1, 3, 5):
@@ -235,7 +237,7 @@ def test_plans_agree(plan: str):
 @pytest.mark.slow
 def test_resume_and_sweeps_find_what_stayed_at_home(tmp_path):
     methods = [
-        Personalized(FedAvg(local=LocalSGD(lr=lr, steps=2, batch_size=3)), at_home=("norm/*",), statistics=True)
+        Personalized(FedAvg(local=LocalSGD(lr=lr, steps=2, batch_size=3)), personal_params=("norm/*",), statistics=True)
         for lr in (0.1, 0.2)
     ]
     options = {"cohort_size": 3, "eval_every": 2, "devices": 1, "checkpoint_every": 1}
@@ -270,13 +272,13 @@ class TwoModels(FedAvg):
 @pytest.mark.parametrize(
     ("method", "sentence"),
     [
-        (Personalized(TwoModels(), at_home=("output/*",)), "TwoModels sends something else down"),
-        (Personalized(at_home=("outptu/*",)), "no parameter is called 'outptu/\\*', .* output/bias"),
-        (Personalized(at_home=("*",)), "nothing is left to learn together"),
-        (Personalized(Scaffold()), "that do not correct for drift"),
-        (Personalized(FedSGD(), at_home=("output/*",)), "methods with local steps"),
-        (Personalized(FedADMM(), at_home=("output/*",)), "clients of FedADMM go on from models of their own"),
-        (Personalized(alternate=LOCAL), "the steps of alternate move what stays at home, and nothing does"),
+        (Personalized(TwoModels(), personal_params=("output/*",)), "the broadcast of TwoModels has another structure"),
+        (Personalized(personal_params=("outptu/*",)), "no parameter has the name 'outptu/\\*'; .* output/bias"),
+        (Personalized(personal_params=("*",)), "none is left to train together"),
+        (Personalized(Scaffold()), "without control variates, and Scaffold is none"),
+        (Personalized(FedSGD(), personal_params=("output/*",)), "methods with local steps"),
+        (Personalized(FedADMM(), personal_params=("output/*",)), "clients of FedADMM start from their own models"),
+        (Personalized(alternate=LOCAL), "the steps of alternate train personal parameters, and there are none"),
     ],
     ids=["TwoModels", "typo", "all", "Scaffold", "FedSGD", "FedADMM", "nothing"],
 )
@@ -287,13 +289,13 @@ def test_misuse_raises_a_clear_error(method: Personalized, sentence: str):
 
 def test_a_local_optimizer_may_be_carried_besides():
     local = LocalSGD(lr=0.05, steps=2, batch_size=3, optimizer=Optax.of(optax.adam), carry=True)
-    result = run(Personalized(FedAvg(local=local), at_home=("output/*",)), task=LAYERS, **OPTIONS)
+    result = run(Personalized(FedAvg(local=local), personal_params=("output/*",)), task=LAYERS, **OPTIONS)
     assert result.events[-1]["train_personal_loss"] < result.events[0]["train_personal_loss"]
 
 
 @pytest.mark.parametrize("inner", [Ditto(FedAvg(local=LOCAL)), PFedMe(local=LOCAL)], ids=["Ditto", "pFedMe"])
 def test_a_whole_model_of_the_clients_own_is_not_mixed_with_what_stays_at_home(inner: Algorithm):
-    method = Personalized(inner, at_home=("output/*",))
+    method = Personalized(inner, personal_params=("output/*",))
     result = run(method, task=LAYERS, rounds=3, cohort_size=8)
     state = result.client_state(2)
     mine, whole = method.personal(result.params, state), inner.personal(result.params, state.inner)
@@ -302,7 +304,7 @@ def test_a_whole_model_of_the_clients_own_is_not_mixed_with_what_stays_at_home(i
 
 @pytest.mark.filterwarnings("error")
 def test_models_of_a_run_in_double_precision_are_put_together_outside_it():
-    method = Personalized(FedAvg(local=LOCAL), at_home=("output/*",))
+    method = Personalized(FedAvg(local=LOCAL), personal_params=("output/*",))
     result = run(method, task=LAYERS, dtype="float64", rounds=1, cohort_size=8)
     mine = method.personal(result.params, result.client_state(3))
     assert {leaf.dtype for leaf in jax.tree.leaves(mine)} == {np.dtype(np.float64)}

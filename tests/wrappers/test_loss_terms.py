@@ -65,7 +65,7 @@ def test_what_is_held_is_held_in_every_term():
     start = TASK.init(jax.random.key(7))
     low, high = FEDERATION.offsets[client : client + 2]
     options: dict[str, Any] = {"task": TASK, "params": start, "rounds": rounds, "dtype": "float64", "devices": 1}
-    method = Personalized(MOON(LOCAL, mu=mu), at_home=FIRST, alternate=dataclasses.replace(LOCAL, steps=1))
+    method = Personalized(MOON(LOCAL, mu=mu), personal_params=FIRST, alternate=dataclasses.replace(LOCAL, steps=1))
     found = run(method, script=Script(cohorts=[[client]] * rounds), **options)
     with jax.enable_x64(True):
         batch = Batch(*(jnp.asarray(part[low:high]) for part in FEDERATION.train))
@@ -89,13 +89,19 @@ def test_what_is_held_is_held_in_every_term():
 
 
 OTHERS = {
-    "MimeLite sends something else down": Personalized(fedrax.algorithms.MimeLite(LOCAL), at_home=FIRST),
-    "FedCM sends something else down": Personalized(fedrax.algorithms.FedCM(LOCAL), at_home=FIRST),
-    "FedExP sends something else up": Personalized(fedrax.algorithms.FedExP(LOCAL), at_home=FIRST),
-    "QFedAvg sends something else up": Personalized(fedrax.algorithms.QFedAvg(LOCAL), at_home=FIRST),
-    "FedNova sends something else up": Personalized(fedrax.algorithms.FedNova(LOCAL), at_home=FIRST),
+    "the broadcast of MimeLite has another structure": Personalized(
+        fedrax.algorithms.MimeLite(LOCAL), personal_params=FIRST
+    ),
+    "the broadcast of FedCM has another structure": Personalized(fedrax.algorithms.FedCM(LOCAL), personal_params=FIRST),
+    "the upload of FedExP has another structure": Personalized(fedrax.algorithms.FedExP(LOCAL), personal_params=FIRST),
+    "the upload of QFedAvg has another structure": Personalized(
+        fedrax.algorithms.QFedAvg(LOCAL), personal_params=FIRST
+    ),
+    "the upload of FedNova has another structure": Personalized(
+        fedrax.algorithms.FedNova(LOCAL), personal_params=FIRST
+    ),
     "Scaffnew moves its parameters before it": upcycle(fedrax.algorithms.Scaffnew(LocalSGD(lr=0.1)), 0.5),
-    "Scaffnew takes its local steps in another exchange": fedrax.personalization.Ditto(
+    "Scaffnew takes its local steps in another phase": fedrax.personalization.Ditto(
         fedrax.algorithms.Scaffnew(LocalSGD(lr=0.1))
     ),
 }

@@ -1,4 +1,4 @@
-"""Parts of the model that stay on the clients: partial personalization."""
+"""Partial personalization: some of the model's parameters are personal and stay on the clients."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any
 
 import jax
@@ -25,13 +24,16 @@ from fedrax.contract.wrapper import Wrapped, Wrapper
 from fedrax.errors import FedraxError, warn
 from fedrax.tree import Tree
 
-_SENDS = "Personalized needs parameters sent down and an update of them sent up: {} sends something else {}"
+_OTHER_MESSAGE = (
+    "Personalized wraps methods that broadcast parameters and upload an update of them: the {direction} of {method} has"
+    " another structure"
+)
 
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
-class Stays:
-    """In the place of an array that stays at home."""
+class Placeholder:
+    """Stands in a message for a personal parameter, which is not sent."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -39,172 +41,188 @@ class Stays:
 
 @hyperparameters
 class Personalized(Wrapper):
-    """Parameters whose names match ``at_home`` stay on each client: they do not travel, and nobody averages them.
+    """Partial personalization: parameters whose names match ``personal_params`` are neither sent nor averaged.
 
-    A client starts its local steps from the global parameters with its own in their places, and keeps what the steps
-    make of these; the global model holds their starting values. Names are paths such as ``output/weight``
-    (``fedrax.tree.leaf_names``), patterns those of a shell. With the last layers at home this is FedPer (Arivazhagan et
-    al. 2019), with the first ones LG-FedAvg (Liang et al. 2020), with normalization and its statistics FedBN (Li et al.
-    2021). All layers move at once (FedSim in Pillutla et al. 2022); with ``alternate`` what stays moves first and the
-    rest then (FedAlt, the same), which with the last layers at home is FedRep (Collins et al. 2021).
+    A client starts its local steps from the broadcast shared parameters and its own personal parameters, and keeps the
+    trained personal parameters as client state. The global model holds their initial values. Names are paths such as
+    ``output/weight`` (``fedrax.tree.leaf_names``), patterns are those of a shell.
 
-    For methods of one phase that send parameters down and an update of them up, and nothing besides: momentum,
-    gradients and lengths of updates would tell of what stays. The clients' own models are evaluated as personal ones.
+    With the last layers personal this is FedPer (Arivazhagan et al. 2019), with the first layers LG-FedAvg (Liang et
+    al. 2020), with normalization layers and their statistics FedBN (Li et al. 2021). Local steps train all parameters
+    together (FedSim in Pillutla et al. 2022). With ``alternate`` they train the personal parameters first and the
+    shared ones afterwards (FedAlt, ibid.); with the last layers personal this is FedRep (Collins et al. 2021).
+
+    The inner method must have one phase, broadcast parameters and upload an update of them, and nothing else: momentum,
+    gradients and norms of updates would reveal personal parameters. Clients' models are evaluated as personal models.
 
     Example:
-        >>> method = fedrax.personalization.Personalized(inner=fedrax.FedAvg(), at_home=("output/*",))
-        >>> method.at_home
+        >>> method = fedrax.personalization.Personalized(inner=fedrax.FedAvg(), personal_params=("output/*",))
+        >>> method.personal_params
         ('output/*',)
     """
 
     inner: Algorithm = FedAvg()
-    at_home: tuple[str, ...] = ()
-    """Patterns of the names of parameters that stay."""
+    personal_params: tuple[str, ...] = ()
+    """Patterns of the names of personal parameters."""
     statistics: bool = False
-    """Whether the model's running statistics (batch norm) stay too."""
+    """Whether the model's running statistics (batch norm) are personal too."""
     alternate: LocalSGD | None = None
-    """Local steps of what stays, the rest held fixed; ``inner``'s then move the rest alone. Their optimizer, if they
-    have one, begins anew in every round."""
+    """Local steps of the personal parameters, with the shared ones frozen; the steps of ``inner`` then train only the
+    shared ones. Their optimizer is initialized in each round."""
 
     def check(self) -> None:
-        """Refuse methods whose states or phases know the parameters that stay, and warn of what has no effect."""
+        """Raise FedraxError for inner methods that are not supported; warn of fields that are ignored."""
         if len(self.inner.phases) > 1 or self.inner.traits.control_variates:
-            raise FedraxError("Personalized goes around methods of one phase that do not correct for drift")
+            raise FedraxError(
+                "Personalized wraps methods of one phase without control variates, and"
+                f" {type(self.inner).__name__} is none: wrap another method"
+            )
         if self.inner.traits.own_models:
             raise FedraxError(
-                f"clients of {type(self.inner).__name__} go on from models of their own: Personalized needs those that"
-                " start from what they are sent"
+                f"clients of {type(self.inner).__name__} start from their own models, and Personalized wraps methods"
+                " whose clients start from the broadcast parameters: wrap another method"
             )
         if self.alternate is not None and any(release.unit == "sample" for release in self.inner.releases()):
             raise FedraxError(
-                f"the steps of alternate look at samples without the noise of {type(self.inner).__name__}, and what"
-                " goes up starts from where they end: leave alternate out"
+                f"the steps of alternate use samples without the noise of {type(self.inner).__name__}, and uploads"
+                " depend on their result: unset alternate"
             )
-        if self.alternate is not None and not self.at_home:
-            raise FedraxError("the steps of alternate move what stays at home, and nothing does: set at_home")
-        if not (self.at_home or self.statistics):
-            warn("nothing stays at home, so that Personalized changes nothing: set at_home")
+        if self.alternate is not None and not self.personal_params:
+            raise FedraxError(
+                "the steps of alternate train personal parameters, and there are none: set personal_params"
+            )
+        if not (self.personal_params or self.statistics):
+            warn("nothing is personal, so that Personalized has no effect: set personal_params")
         if self.alternate is not None and self.alternate.carry:
-            warn("the optimizer of alternate begins anew in every round, and alternate.carry counts for nothing")
+            warn("the optimizer of alternate is initialized in each round, and alternate.carry is ignored")
 
     @property
     def own_traits(self) -> Traits:
-        """Running statistics stay at the clients as the field says."""
+        """Running statistics are personal if ``statistics`` is set."""
         return Traits(personal_statistics=self.statistics)
 
-    def _names(self, params: Tree) -> set[str]:
+    def _personal_names(self, params: Tree) -> set[str]:
+        """Names of the personal parameters."""
         names = tree.leaf_names(params)
-        matches = {pattern: [name for name in names if fnmatchcase(name, pattern)] for pattern in self.at_home}
+        matches = {pattern: [name for name in names if fnmatchcase(name, pattern)] for pattern in self.personal_params}
         for pattern in (pattern for pattern in matches if not matches[pattern]):
-            raise FedraxError(f"no parameter is called {pattern!r}, which should stay at home: {', '.join(names)}")
+            raise FedraxError(
+                f"personal_params: no parameter has the name {pattern!r}; the names are {', '.join(names)}"
+            )
         found = {name for matching in matches.values() for name in matching}
         if len(found) == len(names):
-            raise FedraxError("all parameters stay at home: nothing is left to learn together")
+            raise FedraxError("personal_params matches all parameters, and none is left to train together: name fewer")
         return found
 
     def init_client_own(self, params: Tree) -> dict[str, Tree]:
-        """The parameters at home, by name."""
-        return {name: _named(params)[name] for name in sorted(self._names(params))}
+        """Return the initial personal parameters, by name."""
+        return {name: _by_name(params)[name] for name in sorted(self._personal_names(params))}
 
     def around_broadcast(self, broadcast: Callable, state: Any, own: Tree) -> Tree:
-        """Without what stays."""
+        """Broadcast the shared parameters."""
         message = broadcast(state)
         if not same_structure(message, self.inner.params(state)):
-            raise FedraxError(_SENDS.format(type(self.inner).__name__, "down"))
-        return _without(message, self._names(message))
+            raise FedraxError(_OTHER_MESSAGE.format(direction="broadcast", method=type(self.inner).__name__))
+        return _without(message, self._personal_names(message))
 
     def around_client(
         self, client: Callable, message: Any, state: Any, own: dict, data: ClientData, last: bool
     ) -> tuple[ClientOutput, Tree]:
-        """Local steps of the client's own model; its update goes up without what stays."""
-        first = None if self.alternate is None else self._alternated(message, own, data)
+        """Run the client of ``inner`` on the client's model, and upload the update of the shared parameters."""
+        first = None if self.alternate is None else self._train_personal(message, own, data)
         if first is not None:
-            own = {name: _named(first.params)[name] for name in own}
-            data = data.with_loss(partial(_holding, own)).with_direction(partial(_resting, own))
+            own = {name: _by_name(first.params)[name] for name in own}
+            data = _with_frozen(data, own)
         output = client(_filled(message, own), state, data)
         if data.carried.params is None:
             raise FedraxError(
-                f"Personalized goes around methods with local steps, and {type(self.inner).__name__} has none"
+                f"Personalized wraps methods with local steps, and {type(self.inner).__name__} has none: wrap another"
+                " method"
             )
-        ends = _named(data.carried.params)
-        if list(_named(output.upload)) != list(ends) or jax.tree.leaves((output.each, output.total)):
-            raise FedraxError(_SENDS.format(type(self.inner).__name__, "up"))
+        trained = _by_name(data.carried.params)
+        if list(_by_name(output.upload)) != list(trained) or jax.tree.leaves((output.each, output.total)):
+            raise FedraxError(_OTHER_MESSAGE.format(direction="upload", method=type(self.inner).__name__))
         upload = _without(output.upload, own)
         if first is None:
-            return output._replace(upload=upload), {name: ends[name] for name in own}
+            return output._replace(upload=upload), {name: trained[name] for name in own}
         info = {**output.info, "gradients": output.info["gradients"] + first.info["gradients"]}
         return output._replace(upload=upload, info=info), own
 
-    def _alternated(self, message: Any, own: dict, data: ClientData) -> LocalResult:
-        """Steps of what stays."""
+    def _train_personal(self, message: Any, own: dict, data: ClientData) -> LocalResult:
+        """Train the personal parameters with the shared ones frozen (``alternate``)."""
         assert self.alternate is not None
-        data.refuse_uncounted("steps of what stays at home")
+        data.refuse_uncounted("local steps of personal parameters")
         start = _filled(message, own)
-        rest = {name: leaf for name, leaf in _named(start).items() if name not in own}
-        apart = data.with_carried(TrainState(data.carried.statistics)).with_loss(partial(_holding, rest))
-        apart = apart.with_direction(partial(_resting, rest))
-        return dataclasses.replace(self.alternate, carry=False).run(apart, start)
+        shared = {name: leaf for name, leaf in _by_name(start).items() if name not in own}
+        separate = _with_frozen(data.with_carried(TrainState(data.carried.statistics)), shared)
+        return dataclasses.replace(self.alternate, carry=False).run(separate, start)
 
     def around_receive(self, receive: Callable, upload: Tree) -> Tree:
-        """What ``inner`` receives: no update of what stays."""
+        """Decode an upload for ``inner``: the update of personal parameters is zero."""
         return receive(_filled(upload, {}))
 
     def around_server(
         self, server: Callable, state: Any, own: Tree, cohort: Cohort, last: bool
     ) -> tuple[Any, Tree, Info]:
-        """``inner``'s step, of which what stays at home takes no part: noise, decay and attacks are not for it."""
+        """Run the server of ``inner`` with the personal parameters frozen: noise and weight decay would change them."""
         new, info = server(state, cohort)
         before = self.inner.params(state)
-        kept = {name: _named(before)[name] for name in self._names(before)}
-        return self.inner.with_params(new, _placed(self.inner.params(new), kept)), own, info
+        frozen = {name: _by_name(before)[name] for name in self._personal_names(before)}
+        return self.inner.with_params(new, _replaced(self.inner.params(new), frozen)), own, info
 
     def personal(self, params: Tree, state: Wrapped) -> Tree:
-        """The global parameters with the client's own, or the whole model that a client has of ``inner``."""
-        mine = _filled(_without(params, state.own), state.own)
-        inner = self.inner.personal(mine, state.inner)
-        return mine if inner is None else inner
+        """Return the personal model of ``inner`` if it has one, else shared and personal parameters together."""
+        combined = _filled(_without(params, state.own), state.own)
+        inner = self.inner.personal(combined, state.inner)
+        return combined if inner is None else inner
 
 
-def _named(params: Tree) -> dict[str, Tree]:
+def _by_name(params: Tree) -> dict[str, Tree]:
+    """The leaves of a tree by name."""
     names = tree.leaf_names(params)
-    named = dict(zip(names, jax.tree.leaves(params), strict=True))
-    if len(named) < len(names):
+    leaves = dict(zip(names, jax.tree.leaves(params), strict=True))
+    if len(leaves) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise FedraxError(f"two parameters are called {twice!r}: what stays at home goes by its name")
-    return named
+        raise FedraxError(f"two parameters have the name {twice!r}, by which personal_params selects: rename one")
+    return leaves
 
 
-def _holding(fixed: dict[str, Tree], losses: Callable) -> Callable:
-    """The loss with the parameters named in ``fixed`` held there, so that their gradient is zero."""
+def _with_frozen(data: ClientData, frozen: dict[str, Tree]) -> ClientData:
+    """The client's data with local steps that do not change the parameters in ``frozen``."""
 
-    def loss(params: Tree, batch: Tree, key: Array) -> Array:
-        return losses(_placed(params, fixed), batch, key)
+    def with_frozen(losses: Callable) -> Callable:
+        def loss(params: Tree, batch: Tree, key: Array) -> Array:
+            return losses(_replaced(params, frozen), batch, key)  # the gradient with respect to them is zero
 
-    return loss
+        return loss
+
+    def without_frozen(direction: Tree, params: Tree, step: Any) -> Tree:
+        # Weight decay and momentum would change them in spite of a zero gradient.
+        zeros = {name: jnp.zeros_like(leaf) for name, leaf in _by_name(direction).items() if name in frozen}
+        return _replaced(direction, zeros)
+
+    return data.with_loss(with_frozen).with_direction(without_frozen)
 
 
-def _resting(fixed: dict[str, Tree], direction: Tree, params: Tree, step: Any) -> Tree:
-    """The direction without what is held, which weight decay and momentum would move."""
-    return _placed(direction, {name: jnp.zeros_like(leaf) for name, leaf in _named(direction).items() if name in fixed})
-
-
-def _placed(params: Tree, values: dict[str, Tree]) -> Tree:
-    leaves = [values.get(name, leaf) for name, leaf in _named(params).items()]
+def _replaced(params: Tree, values: dict[str, Tree]) -> Tree:
+    """``params`` with the leaves named in ``values`` replaced."""
+    leaves = [values.get(name, leaf) for name, leaf in _by_name(params).items()]
     return jax.tree.structure(params).unflatten(leaves)
 
 
 def _without(params: Tree, names: Collection[str]) -> Tree:
-    parts = [Stays(a.shape, a.dtype.name) if name in names else a for name, a in _named(params).items()]
+    """``params`` with the leaves called ``names`` replaced by placeholders."""
+    parts = [Placeholder(a.shape, a.dtype.name) if name in names else a for name, a in _by_name(params).items()]
     return jax.tree.structure(params).unflatten(parts)
 
 
 def _filled(params: Tree, own: dict[str, Tree]) -> Tree:
-    """``own`` where something stays at home, zero where ``own`` says nothing."""
-    leaves, structure = jax.tree.flatten(params, is_leaf=lambda part: isinstance(part, Stays))
+    """``params`` with placeholders replaced by the leaves of ``own`` of their names, or by zeros where it has none."""
+    leaves, structure = jax.tree.flatten(params, is_leaf=lambda part: isinstance(part, Placeholder))
     names = tree.leaf_names(structure.unflatten([0] * len(leaves)))
 
     def fill(name: str, a: Any) -> Any:
-        if not isinstance(a, Stays):
+        if not isinstance(a, Placeholder):
             return a
         return own[name] if name in own else jnp.zeros(a.shape, a.dtype)
 
