@@ -187,7 +187,7 @@ def test_who_is_malicious(share: float, clients: tuple[int, ...], count: int):
     if clients:
         assert bad[list(clients)].all()
     else:
-        other = Attacked(FEDAVG, share=share, draw=1)
+        other = Attacked(FEDAVG, share=share, seed=1)
         assert (bad != np.asarray(other.malicious(jnp.arange(100), 100))).any()
         assert bool(wrapper.malicious(jnp.int32(7), 100)) == bad[7]
 
@@ -274,14 +274,14 @@ def test_a_user_defined_aggregation_rule():
 @pytest.mark.parametrize(
     ("method", "sentence"),
     [
-        (Robust(Masked(local=LOCAL)), "Masked hands its server sums, whose parts nobody sees"),
-        (Robust(MIFA(local=LOCAL, memory="server")), "MIFA hands its server updates that it remembers"),
-        (Attacked(Masked(local=LOCAL)), "Attacked goes around methods whose clients upload"),
+        (Robust(Masked(local=LOCAL)), "server of Masked receives only the sum"),
+        (Robust(MIFA(local=LOCAL, memory="server")), "server of MIFA receives updates that it stores by client"),
+        (Attacked(Masked(local=LOCAL)), "Attacked wraps methods whose clients send uploads only"),
         (Robust(Upcycled(Attacked(FEDAVG))), "put Attacked around Robust"),
         (Robust(FEDAVG, TrimmedMean(0.5)), "rule.trim must be less than 0.5"),
-        (Attacked(FEDAVG, clients=(2, 2)), "must hold different numbers from 0"),
-        (Attacked(FEDAVG, clients=(8,)), "must hold numbers from 0 to 7"),
-        (Attacked(FEDAVG, LabelFlip()), "labels of 10 classes round, and the task has 3: set classes"),
+        (Attacked(FEDAVG, clients=(2, 2)), "must be different numbers from 0"),
+        (Attacked(FEDAVG, clients=(8,)), "must be numbers from 0 to 7"),
+        (Attacked(FEDAVG, LabelFlip()), "LabelFlip.classes is 10, and the task has 3 classes"),
     ],
     ids=["sums", "remembered", "attacked sums", "order", "trim", "twice", "nobody", "classes"],
 )

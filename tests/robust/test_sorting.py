@@ -17,7 +17,7 @@ from fedrax.robust.sorting_network import sort_columns
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
 def test_columns_rise(rows: int, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of them, equal numbers, infinities and NaN among them; each keeps its bits."""
-    monkeypatch.setattr(sorting_network, "_CACHED", 5_000)
+    monkeypatch.setattr(sorting_network, "_BLOCK_BYTES", 5_000)
     rng = np.random.default_rng(rows)
     x = rng.integers(-9, 9, (rows, 7, 31)).astype(dtype)
     x[rng.random(x.shape) < 0.1] = np.inf

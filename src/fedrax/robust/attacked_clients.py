@@ -1,4 +1,4 @@
-"""Malicious clients, so that a defense can be seen to work."""
+"""Malicious clients, for tests of defenses."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fedrax.contract.traits import Traits
 from fedrax.contract.wrapper import Wrapper
 from fedrax.errors import FedraxError
 from fedrax.prng.permutation import shuffled_index
-from fedrax.robust.rules import weighted
+from fedrax.robust.rules import expand_rows, weighted_sum
 from fedrax.tree import Tree
 
 
 @hyperparameters
 class Scaling:
-    """Uploads times ``factor``: -1 flips their signs, -5 and 10 overwhelm the others'.
+    """Malicious clients multiply their uploads by ``factor``: -1 flips the sign, -5 or 10 dominates the mean.
 
     Example:
         >>> method = fedrax.robust.Attacked(inner=fedrax.FedAvg(), attack=fedrax.robust.Scaling(factor=-5.0))
@@ -37,13 +37,21 @@ class Scaling:
     """Factor by which malicious clients multiply their uploads."""
 
     def __call__(self, cohort: Cohort, malicious: Array) -> Tree:
-        """What the malicious clients send, in their rows [K, ...]; other rows do not count. malicious: bool [K]."""
+        """Return the uploads of the malicious clients.
+
+        Args:
+            cohort: The cohort with its honest uploads, [K, ...].
+            malicious: bool [K], which clients are malicious.
+
+        Returns:
+            Uploads [K, ...]; rows of honest clients are ignored.
+        """
         return jax.tree.map(lambda u: self.factor * u, cohort.uploads)
 
 
 @hyperparameters
 class Gaussian:
-    """Noise from N(0, sigma^2) in place of each number.
+    """Malicious clients replace each entry of their uploads by noise from N(0, sigma^2).
 
     Example:
         >>> method = fedrax.robust.Attacked(inner=fedrax.FedAvg(), attack=fedrax.robust.Gaussian(sigma=2.0))
@@ -55,7 +63,7 @@ class Gaussian:
     """Standard deviation of the noise."""
 
     def __call__(self, cohort: Cohort, malicious: Array) -> Tree:
-        """As of :class:`Scaling`."""
+        """Return the uploads of the malicious clients, as :meth:`Scaling.__call__`."""
         key = cohort.key("attack")
         own = jax.vmap(lambda client: jax.random.fold_in(key, client))(cohort.clients)
 
@@ -70,12 +78,12 @@ class Gaussian:
 
 @hyperparameters
 class ALittle:
-    """All send mu - z s, with mu and s the mean and deviation of their own honest uploads, number by number.
+    """Malicious clients upload mu - z s: "A little is enough" (Baruch, Baruch and Goldberg 2019, Algorithm 3).
 
-    z is the greatest at which more of the honest clients than the attackers need for a majority lie further out:
-    Phi(z) = (n - m - r) / (n - m) with m attackers of n and r = floor(n / 2 + 1) - m (Baruch, Baruch and Goldberg 2019,
-    Algorithm 3). Phi(z) is kept within 0.5 and 0.999, its value where attackers are the majority. A single attacker
-    sends its honest upload.
+    mu and s are the coordinate-wise mean and standard deviation of their honest uploads. By default z satisfies
+    Phi(z) = (n - m - r) / (n - m) for m attackers of n clients and r = floor(n / 2 + 1) - m, the honest clients that
+    the attackers need for a majority. Phi(z) is clipped to [0.5, 0.999]; it is 0.999 where the attackers are the
+    majority. A single attacker sends its honest upload.
 
     Example:
         >>> method = fedrax.robust.Attacked(inner=fedrax.FedAvg(), attack=fedrax.robust.ALittle(z=1.5))
@@ -84,24 +92,24 @@ class ALittle:
     """
 
     z: Positive | None = None
-    """Another z."""
+    """Number of standard deviations; None for that of the paper."""
 
     def __call__(self, cohort: Cohort, malicious: Array) -> Tree:
-        """As of :class:`Scaling`."""
+        """Return the uploads of the malicious clients, as :meth:`Scaling.__call__`."""
         uploads, n, m = cohort.uploads, jnp.sum(cohort.real), jnp.sum(malicious)
         honest = jnp.maximum(n - m, 1)
         further = (honest - (n // 2 + 1 - m)) / honest
         z = jnp.maximum(jax.scipy.special.ndtri(jnp.clip(further, 0.5, 0.999)), 0) if self.z is None else self.z
         share = malicious / jnp.maximum(m, 1)
-        mean = weighted(uploads, share)
-        variance = weighted(jax.tree.map(lambda u, mu: (u - mu) ** 2, uploads, mean), share)
+        mean = weighted_sum(uploads, share)
+        variance = weighted_sum(jax.tree.map(lambda u, mu: (u - mu) ** 2, uploads, mean), share)
         sent = jax.tree.map(lambda mu, v: mu - z * jnp.sqrt(v), mean, variance)
         return jax.tree.map(lambda s, u: jnp.broadcast_to(s, u.shape), sent, uploads)
 
 
 @hyperparameters
 class LabelFlip:
-    """Data, not uploads: of ``classes`` classes label y is taken for classes - 1 - y (Fang et al. 2020).
+    """Malicious clients train with label y replaced by classes - 1 - y (Fang et al. 2020).
 
     Example:
         >>> attack = fedrax.robust.LabelFlip(classes=3)
@@ -113,11 +121,11 @@ class LabelFlip:
     """Number of classes of the task."""
 
     def __call__(self, cohort: Cohort, malicious: Array) -> Tree:
-        """As of :class:`Scaling`: honest uploads, of dishonest labels."""
+        """Return the uploads unchanged: the labels are attacked."""
         return cohort.uploads
 
     def flipped(self, labels: Any) -> Array:
-        """Labels from 0 to classes - 1, the other way round; others, as those of padding, stay.
+        """Replace label y in 0..classes - 1 by classes - 1 - y; other labels, such as padding, stay.
 
         Args:
             labels: integer labels of any shape.
@@ -130,17 +138,17 @@ class LabelFlip:
 
 
 Attack = Scaling | Gaussian | ALittle | LabelFlip
-"""Attacks by name; one of your own is a class of hyper-parameters with the ``__call__`` of :class:`Scaling`."""
+"""Built-in attacks; a user-defined attack is a class of hyper-parameters with the ``__call__`` of :class:`Scaling`."""
 
 
 @hyperparameters
 class Attacked(Wrapper):
-    """``inner`` with malicious clients, whose uploads or labels are what ``attack`` makes of them.
+    """``inner`` with malicious clients, whose uploads or labels are changed by ``attack``.
 
-    Who is malicious depends on a client's number alone: round(share N) of the N clients, drawn by ``draw``, or the list
-    ``clients``. ``inner``'s server sees their uploads as it would receive them, so that a wrapper ``Robust`` belongs
-    inside. Statistics of batch norm are not attacked. Events hold as ``malicious`` what the malicious uploads of the
-    round weigh, the sum of their p_i: with uniform weights their share.
+    The same clients are malicious in all rounds: the list ``clients``, or round(share N) of the N clients, drawn with
+    ``seed``. Decoded uploads are attacked, so that a wrapper :class:`Robust` belongs inside. Running statistics of
+    batch norm are not attacked. The event of a round has the aggregation weight of malicious uploads, the sum of their
+    p_i, as ``malicious``.
 
     Example:
         >>> method = fedrax.robust.Attacked(inner=fedrax.FedAvg(), attack=fedrax.robust.Scaling(), clients=(1,))
@@ -150,26 +158,26 @@ class Attacked(Wrapper):
 
     inner: Algorithm = FedAvg()
     attack: Attack = Scaling()
-    """What the malicious do."""
+    """What malicious clients do."""
     share: Fraction = 0.2
-    """Of all clients, where no list is given."""
+    """Fraction of clients that are malicious; ignored if ``clients`` is set."""
     clients: tuple[int, ...] = ()
-    """The malicious clients."""
-    draw: NonNegativeInt = 0
-    """Another number, others are malicious."""
+    """Numbers of the malicious clients; empty to draw them."""
+    seed: NonNegativeInt = 0
+    """Seed of the draw of malicious clients."""
 
     def check(self) -> None:
-        """Refuse clients that cannot be."""
+        """Raise FedraxError for client numbers that are negative or repeated."""
         if min(self.clients, default=0) < 0 or len(set(self.clients)) < len(self.clients):
-            raise FedraxError("the list of malicious clients must hold different numbers from 0")
+            raise FedraxError(f"Attacked.clients must be different numbers from 0, not {self.clients}")
 
     @property
     def own_traits(self) -> Traits:
-        """Attacks on uploads see all of them."""
+        """Attacks on uploads need all uploads of the cohort."""
         return Traits(stacked_uploads=not isinstance(self.attack, LabelFlip))
 
     def malicious(self, clients: Array, num_clients: int) -> Array:
-        """Which of ``clients``, by number, are malicious; numbers from ``num_clients`` on are nobody's.
+        """Return which of ``clients`` are malicious; numbers from ``num_clients`` on are padding.
 
         Args:
             clients: int32 client numbers.
@@ -180,23 +188,23 @@ class Attacked(Wrapper):
         """
         if self.clients:
             if max(self.clients) >= num_clients:
-                raise FedraxError(f"the list of malicious clients must hold numbers from 0 to {num_clients - 1}")
+                raise FedraxError(f"Attacked.clients must be numbers from 0 to {num_clients - 1}, not {self.clients}")
             return jnp.isin(clients, jnp.array(self.clients, jnp.int32))
-        words = jax.random.key_data(jax.random.key(self.draw))
+        words = jax.random.key_data(jax.random.key(self.seed))
         place = shuffled_index(words, 0, jnp.atleast_1d(clients), num_clients).reshape(jnp.shape(clients))
         return (place < jnp.round(self.share * num_clients)) & (clients < num_clients)
 
     def around_client(
         self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
     ) -> tuple[ClientOutput, Tree]:
-        """Flipped labels, where those are the attack."""
+        """Run the client of ``inner``, with flipped labels if they are the attack."""
         malicious = self.malicious(data.place.client, data.num_clients)
         if isinstance(self.attack, LabelFlip):
             flip = self.attack
 
             def with_flipped(losses: Callable) -> Callable:
                 def loss(params: Tree, batch: Batch, key: Array) -> Array:
-                    _refuse_new_classes(flip.classes, data.task, data.variables(params), batch.x)
+                    _check_classes(flip.classes, data.task, data.variables(params), batch.x)
                     return losses(params, batch._replace(y=jnp.where(malicious, flip.flipped(batch.y), batch.y)), key)
 
                 return loss
@@ -204,40 +212,43 @@ class Attacked(Wrapper):
             data = data.with_loss(with_flipped)
         output = client(message, state, data)
         if self.own_traits.stacked_uploads:
-            refuse_other_ways(self.inner, output, "Attacked")
+            check_uploads_only(self.inner, output, "Attacked")
         return output._replace(info={**output.info, "malicious": malicious.astype(jnp.float32)}), own
 
     def around_server(
         self, server: Callable, state: Any, own: Tree, cohort: Cohort, last: bool
     ) -> tuple[Any, Tree, Info]:
-        """The malicious uploads in the places of the honest ones."""
+        """Run the server of ``inner`` on the attacked uploads."""
         if jax.tree.leaves(cohort.uploads):
             malicious = self.malicious(cohort.clients, cohort.num_clients)
             sent = self.attack(cohort, malicious)
-            over = lambda u: malicious.reshape(-1, *[1] * (u.ndim - 1))  # noqa: E731
-            uploads = jax.tree.map(lambda s, u: jnp.where(over(u), s, u).astype(u.dtype), sent, cohort.uploads)
-            cohort = cohort._replace(uploads=uploads, mean=weighted(uploads, cohort.weights))
+
+            def attacked(s: Array, u: Array) -> Array:
+                return jnp.where(expand_rows(malicious, u), s, u).astype(u.dtype)
+
+            uploads = jax.tree.map(attacked, sent, cohort.uploads)
+            cohort = cohort._replace(uploads=uploads, mean=weighted_sum(uploads, cohort.weights))
         state, info = server(state, cohort)
         return state, own, info
 
 
-def _refuse_new_classes(classes: int, task: Task, variables: Tree, x: Any) -> None:
-    """Refuse to make labels of classes that the task has not: their losses would be numbers, and wrong."""
+def _check_classes(classes: int, task: Task, variables: Tree, x: Any) -> None:
+    """Raise FedraxError if flipped labels exceed the task's classes: their losses would be finite and wrong."""
     known = None
     if task.labels_within is not None:
         known = int(task.labels_within[1]) + 1
     elif task.one_output_a_class and task.outputs is not None:
         known = jax.eval_shape(task.outputs, variables, x).shape[-1]
     if known is not None and classes > known:
-        raise FedraxError(f"LabelFlip turns labels of {classes} classes round, and the task has {known}: set classes")
+        raise FedraxError(f"LabelFlip.classes is {classes}, and the task has {known} classes: set classes={known}")
 
 
-def refuse_other_ways(inner: Algorithm, output: ClientOutput, who: str) -> None:
-    """FedraxError where updates reach the server otherwise than as uploads."""
-    ways = {"total": "sums, whose parts nobody sees (as under secure masks)", "each": "updates that it remembers"}
-    for name, what in ways.items():
+def check_uploads_only(inner: Algorithm, output: ClientOutput, who: str) -> None:
+    """Raise FedraxError if a client of ``inner`` sends anything beside its upload."""
+    fields = {"total": "only the sum of the clients' updates", "each": "updates that it stores by client"}
+    for name, what in fields.items():
         if jax.tree.leaves(getattr(output, name)):
             raise FedraxError(
-                f"{who} goes around methods whose clients upload: {type(inner).__name__} hands its server {what},"
-                f" ClientOutput({name}=...)"
+                f"{who} wraps methods whose clients send uploads only: the server of {type(inner).__name__} receives"
+                f" {what}, ClientOutput({name}=...)"
             )

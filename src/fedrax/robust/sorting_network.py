@@ -1,7 +1,7 @@
-"""Many columns sorted at once, by a network of comparisons.
+"""Sorting the columns of a matrix with a sorting network.
 
-XLA's CPU backend sorts one column after another, number by number. Where all columns go through the same comparisons
-(Batcher's odd-even mergesort), each comparison is one of whole rows, and rows are vectors.
+XLA's CPU backend sorts columns one by one with scalar comparisons. In a sorting network (Batcher's odd-even mergesort)
+all columns go through the same comparisons, so that each comparison is a vectorized minimum and maximum of rows.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-_MOST_ROWS = 2048
-"""The network's steps grow with the square of the logarithm of the rows, and every step goes over all of them."""
-_CACHED = 400_000
-"""Bytes of columns that are sorted together."""
-_KEYS = {np.dtype(np.float32): np.int32, np.dtype(np.float64): np.int64}
+_MAX_ROWS = 2048
+"""Above, ``jnp.sort`` is used: the network has O(log^2 K) steps over all K rows."""
+_BLOCK_BYTES = 400_000
+"""Bytes of columns that are sorted together, so that they stay in the cache for all steps."""
+_KEY_TYPES = {np.dtype(np.float32): np.int32, np.dtype(np.float64): np.int64}
 
 
 def sort_columns(x: Array) -> Array:
-    """x [K, ...] with each column, along the first axis, in rising order as of `jnp.sort`: NaN comes last."""
+    """Sort x [K, ...] along the first axis, as ``jnp.sort``: ascending, NaN last."""
     rows = len(x)
-    if jax.default_backend() != "cpu" or x.dtype not in _KEYS or not 2 <= rows <= _MOST_ROWS or x.size == 0:
+    if jax.default_backend() != "cpu" or x.dtype not in _KEY_TYPES or not 2 <= rows <= _MAX_ROWS or x.size == 0:
         return jnp.sort(x, axis=0)
     flat = x.reshape(rows, -1)
-    number = -(-flat.nbytes // _CACHED)
+    number = -(-flat.nbytes // _BLOCK_BYTES)
     width = -(-flat.shape[1] // number)
     flat = jnp.pad(flat, ((0, 0), (0, number * width - flat.shape[1])))
 
@@ -39,17 +39,21 @@ def sort_columns(x: Array) -> Array:
 
 
 def _sorted(x: Array) -> Array:
-    """[K, width]: as integers, which have no numbers that compare with none."""
-    kind = _KEYS[x.dtype]
-    ordered = lambda bits: bits ^ ((bits >> (8 * x.dtype.itemsize - 1)) & np.iinfo(kind).max)  # noqa: E731 - its own inverse
+    """Sort x [K, width] by its bits as integers: they have a total order, unlike floats with NaN."""
+    kind = _KEY_TYPES[x.dtype]
+
+    def ordered(bits: Array) -> Array:
+        """Reverse the order of negative numbers; this is its own inverse."""
+        return bits ^ ((bits >> (8 * x.dtype.itemsize - 1)) & np.iinfo(kind).max)
+
     keys = ordered(lax.bitcast_convert_type(jnp.where(jnp.isnan(x), jnp.nan, x), kind))
     partners = _network(len(x))
-    places = jnp.asarray(partners)
-    least = jnp.asarray(partners >= np.arange(len(x)))[..., None]
+    rows = jnp.asarray(partners)
+    is_lower = jnp.asarray(partners >= np.arange(len(x)))[..., None]
 
     def compare(step: Array, keys: Array) -> Array:
-        others = keys[places[step]]
-        return jnp.where(least[step], jnp.minimum(keys, others), jnp.maximum(keys, others))
+        others = keys[rows[step]]
+        return jnp.where(is_lower[step], jnp.minimum(keys, others), jnp.maximum(keys, others))
 
     keys = lax.fori_loop(0, len(partners), compare, keys)
     return lax.bitcast_convert_type(ordered(keys), x.dtype)
@@ -57,21 +61,22 @@ def _sorted(x: Array) -> Array:
 
 @lru_cache(32)
 def _network(rows: int) -> np.ndarray:
-    """With which row each is compared in each step, itself where with none; int [steps, rows].
+    """Batcher's network: the row that each row is compared with in each step, int [steps, rows]; itself for none.
 
-    Batcher's network for the next power of two, whose rows beyond the last would hold infinity and never move.
+    It is the network of the next power of two: its additional rows would be infinite and never move.
     """
     full = 1 << (rows - 1).bit_length()
-    place, steps = np.arange(full), []
+    row, steps = np.arange(full), []
     merged = 1
-    while merged < full:  # runs of so many rows are sorted
-        apart = merged
-        while apart:
-            lower = (place >= apart % merged) & ((place - apart % merged) // apart % 2 == 0) & (place + apart < rows)
-            lower &= place // (2 * merged) == (place + apart) // (2 * merged)
-            partner = place.copy()
-            partner[place[lower]], partner[place[lower] + apart] = place[lower] + apart, place[lower]
+    while merged < full:  # runs of this many rows are sorted
+        distance = merged
+        while distance:
+            offset = distance % merged
+            lower = (row >= offset) & ((row - offset) // distance % 2 == 0) & (row + distance < rows)
+            lower &= row // (2 * merged) == (row + distance) // (2 * merged)
+            partner = row.copy()
+            partner[row[lower]], partner[row[lower] + distance] = row[lower] + distance, row[lower]
             steps.append(partner[:rows])
-            apart //= 2
+            distance //= 2
         merged *= 2
     return np.stack(steps)
