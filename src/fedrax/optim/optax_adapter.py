@@ -26,12 +26,13 @@ from fedrax.xla import closure_values
 
 @partial(jax.tree_util.register_dataclass, data_fields=("numbers",), meta_fields=("kind",))
 @dataclasses.dataclass(frozen=True)
-class Key:
-    """A random key in an optimizer's state as an array of integers, which a checkpoint can hold."""
+class StoredKey:
+    """A random key in an optimizer's state, stored as an array of integers for checkpoints and messages."""
 
     numbers: Any
+    """Key data, an array of unsigned integers."""
     kind: Any
-    """The random number generator, by JAX's name."""
+    """Name of the random number generator in JAX."""
 
 
 @hyperparameters
@@ -87,7 +88,7 @@ class Optax:
         return cls(make, floats, fixed)
 
     def check(self) -> None:
-        """Raise FedraxError where this is no transformation, or where the function lacks an option."""
+        """Raise FedraxError if this is not a transformation or the function does not have an option."""
         if not (_is_finished(self.transform) or callable(self.transform)):
             raise FedraxError(
                 f"Optax needs a gradient transformation such as optax.adamw(1e-2), not {self.transform!r}"
@@ -106,20 +107,21 @@ class Optax:
 
     @property
     def _name(self) -> str:
+        """Name of the optimizer in messages."""
         if not _is_finished(self.transform):
             return getattr(self.transform, "__name__", repr(self.transform))
-        inside = getattr(self.transform.update, "__qualname__", type(self.transform).__name__)  # type: ignore[union-attr]
-        return f"the optimizer ({inside.split('.')[0]})"
+        update = getattr(self.transform.update, "__qualname__", type(self.transform).__name__)  # type: ignore[union-attr]
+        return f"the optimizer ({update.split('.')[0]})"
 
     @property
     def wants_lr(self) -> bool:
-        """Whether the function takes a learning rate and none is given."""
+        """Whether the function takes a learning rate and the options have none."""
         if _is_finished(self.transform):
             return False
         given = {*self.floats, *dict(self.fixed)}
         return "learning_rate" in inspect.signature(self.transform).parameters and "learning_rate" not in given  # type: ignore[arg-type]
 
-    def made(self, lr: Any = None) -> Any:
+    def build(self, lr: Any = None) -> Any:
         """Return the gradient transformation.
 
         Args:
@@ -141,7 +143,8 @@ class Optax:
             return self.transform(**options)  # type: ignore[operator]
         except jax.errors.ConcretizationTypeError as error:
             raise FedraxError(
-                f"{self._name} inspects the value of an option in Python: give the finished transformation"
+                f"{self._name} inspects the value of an option in Python, which cannot be traced: give the finished"
+                f" transformation, {self._name}(...)"
             ) from error
 
     def init(self, params: Tree) -> Tree:
@@ -151,15 +154,18 @@ class Optax:
             params: The model's parameters.
 
         Returns:
-            The state, with random keys stored as :class:`Key`.
+            The state, with random keys stored as :class:`StoredKey`.
         """
         with self._explained():
-            state = _without_keys(self.made(1.0).init(params))
-        holding = lambda part: "learning_rate" in getattr(part, "hyperparams", ())  # noqa: E731
-        if self.wants_lr and any(map(holding, jax.tree.leaves(state, is_leaf=holding))):
+            state = _without_keys(self.build(1.0).init(params))
+
+        def has_lr(part: Any) -> bool:
+            return "learning_rate" in getattr(part, "hyperparams", ())
+
+        if self.wants_lr and any(map(has_lr, jax.tree.leaves(state, is_leaf=has_lr))):
             raise FedraxError(
-                f"{self._name} keeps its learning rate in its state, where local.lr does not reach it: leave"
-                " optax.inject_hyperparams out, what Optax.of is given are inputs of the program already"
+                f"{self._name} keeps its learning rate in its state, where local.lr has no effect on it: remove"
+                " optax.inject_hyperparams, Optax.of already makes the options inputs of the program"
             )
         return state
 
@@ -180,7 +186,7 @@ class Optax:
             x + factor * update, and the state after the step.
         """
         with self._explained():
-            transform, more = self.made(lr), {}
+            transform, more = self.build(lr), {}
             if loss is not None:
                 import optax
 
@@ -190,19 +196,19 @@ class Optax:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn a transformation's errors into FedraxError."""
+        """Convert errors of the transformation to FedraxError."""
         try:
             yield
         except (FedraxError, jax.errors.ConcretizationTypeError):
             raise
         except Exception as error:
-            if isinstance(error, TypeError) and _MISSING.search(str(error)):
+            if isinstance(error, TypeError) and _MISSING_ARGUMENT.search(str(error)):
                 raise FedraxError(
-                    f"{self._name} needs more than a direction ({error}), which here is all there is, but for local"
-                    " steps, which have their batch's loss as the value where no wrapper takes their gradients"
+                    f"{self._name} needs more arguments than the gradient ({error}): only local steps have the loss of"
+                    " their mini-batch, as the argument value, and only without a wrapper that changes their gradients"
                 ) from error
             raise FedraxError(
-                f"{self._name} cannot move the model's parameters by a gradient alone: {type(error).__name__}: {error}"
+                f"{self._name} cannot update the model's parameters from a gradient: {type(error).__name__}: {error}"
             ) from error
 
     def step(self, params: Tree, state: Tree, delta: Tree, round: Array) -> tuple[Tree, Tree]:
@@ -220,36 +226,46 @@ class Optax:
         return self.move(params, state, tree.scale(-1, delta), None)
 
     def __repr__(self) -> str:
-        """Return what decides the numbers, the same in every process."""
-        return f"Optax({described(self.transform)}, {self.floats!r}, {described(self.fixed)})"
+        """Return a text that identifies the optimizer, the same in every process."""
+        return f"Optax({stable_repr(self.transform)}, {self.floats!r}, {stable_repr(self.fixed)})"
 
 
-_MISSING = re.compile(r"missing \d+ required .*argument")
+_MISSING_ARGUMENT = re.compile(r"missing \d+ required .*argument")
 
 
 def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, Key) or (isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+    """Whether a leaf is a random key, of JAX or stored."""
+    is_jax_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return is_jax_key or isinstance(leaf, StoredKey)
 
 
 def _without_keys(state: Tree) -> Tree:
-    kept = lambda leaf: Key(jax.random.key_data(leaf), jax.random.key_impl(leaf)) if _is_key(leaf) else leaf  # noqa: E731
-    return jax.tree.map(kept, state)
+    """The state with JAX's random keys stored as :class:`StoredKey`."""
+
+    def stored(leaf: Any) -> Any:
+        return StoredKey(jax.random.key_data(leaf), jax.random.key_impl(leaf)) if _is_key(leaf) else leaf
+
+    return jax.tree.map(stored, state)
 
 
 def _with_keys(state: Tree) -> Tree:
-    made = lambda leaf: jax.random.wrap_key_data(leaf.numbers, impl=leaf.kind) if _is_key(leaf) else leaf  # noqa: E731
-    return jax.tree.map(made, state, is_leaf=_is_key)
+    """The state with each :class:`StoredKey` as a random key of JAX."""
+
+    def loaded(leaf: Any) -> Any:
+        return jax.random.wrap_key_data(leaf.numbers, impl=leaf.kind) if _is_key(leaf) else leaf
+
+    return jax.tree.map(loaded, state, is_leaf=_is_key)
 
 
 def with_new_keys(state: Tree, key: Array) -> Tree:
     """The optimizer's state with its random keys replaced by keys derived from ``key``."""
-    place = itertools.count()
+    counter = itertools.count()
 
     def new(leaf: Any) -> Any:
         if not _is_key(leaf):
             return leaf
-        drawn = jax.random.bits(jax.random.fold_in(key, next(place)), leaf.numbers.shape, leaf.numbers.dtype)
-        return Key(drawn, leaf.kind)
+        drawn = jax.random.bits(jax.random.fold_in(key, next(counter)), leaf.numbers.shape, leaf.numbers.dtype)
+        return StoredKey(drawn, leaf.kind)
 
     return jax.tree.map(new, state, is_leaf=_is_key)
 
@@ -260,15 +276,16 @@ def as_optimizer(value: Any) -> Any:
 
 
 def _is_finished(transform: Any) -> bool:
+    """Whether it is a gradient transformation and not a function that makes one."""
     return hasattr(transform, "init") and hasattr(transform, "update")
 
 
-def described(value: Any) -> str:
-    """The names of functions and what they enclose: the same text in every process, without addresses."""
+def stable_repr(value: Any) -> str:
+    """A repr without memory addresses: functions are named, with the values of their closures."""
     if inspect.isfunction(value):
-        return f"{value.__module__}.{value.__qualname__}({', '.join(map(described, closure_values(value)))})"
+        return f"{value.__module__}.{value.__qualname__}({', '.join(map(stable_repr, closure_values(value)))})"
     if isinstance(value, tuple | list):
-        return f"({', '.join(map(described, value))})"
+        return f"({', '.join(map(stable_repr, value))})"
     return repr(value)
 
 

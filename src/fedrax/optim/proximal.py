@@ -16,6 +16,7 @@ from fedrax.tree import Tree
 
 
 def _soft_threshold(x: Array, threshold: Array | float) -> Array:
+    """sign(x) max(|x| - threshold, 0)."""
     return jnp.sign(x) * jnp.maximum(jnp.abs(x) - threshold, 0).astype(x.dtype)
 
 
@@ -105,3 +106,4 @@ class Box:
 
 
 Prox = L1 | ElasticNet | NuclearNorm | Box
+"""The annotation of a field that holds a proximal operator."""

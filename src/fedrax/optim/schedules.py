@@ -19,7 +19,7 @@ from jax import Array
 from fedrax.config.annotations import Converter, MoreClasses, Static, hints_of, inferred
 from fedrax.config.hyperparameters import NonNegative, NonNegativeInt, hyperparameters
 from fedrax.errors import FedraxError, unknown
-from fedrax.optim.optax_adapter import described
+from fedrax.optim.optax_adapter import stable_repr
 
 
 @hyperparameters
@@ -117,32 +117,32 @@ class OptaxSchedule:
             The value of the schedule at this count.
         """
         options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
-        for name in _PAIRS & options.keys():
+        for name in _MAPPING_OPTIONS & options.keys():
             options[name] = None if options[name] is None else dict(options[name])
         try:
             return type(self)._make(**options)(_as_float(round))
         except jax.errors.ConcretizationTypeError as error:
             raise FedraxError(
-                f"{type(self).__name__} inspects the value of an option: give the finished schedule,"
-                f" schedule={type(self).__name__}(...)"
+                f"{type(self).__name__} inspects the value of an option in Python, which cannot be traced: give the"
+                f" finished schedule, schedule={type(self).__name__}(...)"
             ) from error
 
     def check(self) -> None:
-        """Raise FedraxError where optax does not accept the options."""
+        """Raise FedraxError if optax does not accept the options."""
         try:
             jax.eval_shape(self, jax.ShapeDtypeStruct((), "int32"))
         except (TypeError, ValueError) as error:
             raise FedraxError(f"{type(self).__name__}: {error}") from error
 
     def __reduce__(self) -> Any:
-        """Pickle as the function and its options: the class is made when it is needed."""
+        """Pickle as the function and its options, because the class is generated at run time."""
         options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
         return _unpickled, (type(self)._make, options)
 
 
 @hyperparameters
 class FunctionSchedule:
-    """A schedule given as a function: what ``schedule=optax.cosine_decay_schedule(1.0, 100)`` is stored as.
+    """A schedule given as a function of the round, such as ``schedule=optax.cosine_decay_schedule(1.0, 100)``.
 
     Example:
         >>> import optax
@@ -152,7 +152,7 @@ class FunctionSchedule:
     """
 
     function: Static[Callable[[Any], Any]]
-    """round -> factor; hashable, and the same function gives the same factors."""
+    """round -> factor; a hashable pure function."""
 
     def __call__(self, round: Array | int) -> Array | float:
         """Return the factor of a round.
@@ -167,13 +167,13 @@ class FunctionSchedule:
         return self.function(_as_float(round) if is_optax else round)
 
     def __repr__(self) -> str:
-        """Return what decides the factors, the same in every process."""
-        return f"FunctionSchedule({described(self.function)})"
+        """Return a text that identifies the function, the same in every process."""
+        return f"FunctionSchedule({stable_repr(self.function)})"
 
 
-_PAIRS = {"boundaries_and_scales"}
-"""Options that optax takes as a dictionary; here tuples of pairs, which are hashable and which files can hold."""
-_INSPECTED = {
+_MAPPING_OPTIONS = {"boundaries_and_scales"}
+"""Options that optax takes as a dictionary. Fields hold them as tuples of pairs, which are hashable."""
+_STATIC_FLOATS = {
     ("cosine_onecycle_schedule", "pct_start"),
     ("cosine_onecycle_schedule", "div_factor"),
     ("cosine_onecycle_schedule", "final_div_factor"),
@@ -185,8 +185,8 @@ _INSPECTED = {
     ("warmup_cosine_decay_schedule", "peak_value"),
     ("warmup_exponential_decay_schedule", "decay_rate"),
 }
-"""Floating options that optax (0.2.8) looks at in Python while it makes a schedule: they cannot be traced."""
-_IN_FILES = (
+"""Float options whose values optax 0.2.8 inspects in Python when it creates a schedule: they cannot be traced."""
+_NAMED_SCHEDULES = (
     "constant_schedule",
     "cosine_decay_schedule",
     "cosine_onecycle_schedule",
@@ -200,19 +200,21 @@ _IN_FILES = (
     "warmup_cosine_decay_schedule",
     "warmup_exponential_decay_schedule",
 )
-"""The schedules of optax whose options a file can hold."""
+"""The schedules of optax that experiment files can name: their options are numbers."""
 
 
 def optax_schedules() -> Mapping[str, type]:
-    """The schedules of optax that experiment files can name, by the name of the function that makes them."""
+    """The classes of the schedules that experiment files can name, by the name of the function in optax."""
     import optax.schedules
 
-    return {name: _class_of(getattr(optax.schedules, name)) for name in _IN_FILES if hasattr(optax.schedules, name)}
+    return {
+        name: _class_of(getattr(optax.schedules, name)) for name in _NAMED_SCHEDULES if hasattr(optax.schedules, name)
+    }
 
 
 @cache
 def _class_of(make: Callable[..., Callable[[Any], Any]]) -> type[OptaxSchedule]:
-    """The hyper-parameter class of a function's options."""
+    """The hyper-parameter class with a field for each option of a function."""
     hints, annotations, defaults = hints_of(make), {}, {}
     for name, parameter in inspect.signature(make).parameters.items():
         default = dataclasses.MISSING if parameter.default is parameter.empty else parameter.default
@@ -225,13 +227,13 @@ def _class_of(make: Callable[..., Callable[[Any], Any]]) -> type[OptaxSchedule]:
 
 def _type_of(function: str, name: str, hint: Any) -> Any:
     """The annotation of an option's field."""
-    if name in _PAIRS:
+    if name in _MAPPING_OPTIONS:
         return Static[tuple[tuple[NonNegativeInt, float], ...] | None]
     kinds = set(getattr(hint, "__args__", (hint,)))
     if hint in (int, bool, str):
         return hint
     if float in kinds:
-        kind = Static[float] if (function, name) in _INSPECTED else float
+        kind = Static[float] if (function, name) in _STATIC_FLOATS else float
         return kind | None if type(None) in kinds else kind
     return Static[Any]
 
@@ -242,10 +244,12 @@ def _as_float(round: Array | int) -> Array:
 
 
 def _hashable(value: Any) -> Any:
+    """A mapping as a sorted tuple of pairs; anything else as it is."""
     return tuple(sorted(value.items())) if isinstance(value, Mapping) else value
 
 
 def _unpickled(make: Callable[..., Any], options: Mapping[str, Any]) -> OptaxSchedule:
+    """The schedule that ``OptaxSchedule.__reduce__`` describes."""
     return _class_of(make)(**options)
 
 

@@ -75,22 +75,62 @@ class Moments(NamedTuple):
     v: Tree
 
 
-def _adaptive(rule: Any, params: Tree, state: Moments, delta: Tree, second: Any, round: Array) -> tuple[Tree, Moments]:
-    """m <- b1 m + (1 - b1) Delta; v <- second(v, Delta^2); x <- x + lr m / (sqrt(v) + tau)."""
-    lr = rule.lr * rule.schedule(round)
-    m = jax.tree.map(lambda m, d: (rule.b1 * m + (1 - rule.b1) * d).astype(m.dtype), state.m, delta)
-    v = jax.tree.map(lambda v, d: second(v, d * d).astype(v.dtype), state.v, delta)
-    params = jax.tree.map(lambda x, m, v: (x + lr * m / (jnp.sqrt(v) + rule.tau)).astype(x.dtype), params, m, v)
-    return params, Moments(m, v)
+class _AdaptiveOptimizer:
+    """Base of the adaptive rules: m <- b1 m + (1 - b1) Delta, v by ``second_moment``, x <- x + lr m / (sqrt(v) + tau).
 
+    Subclasses have the fields and define ``second_moment``.
+    """
 
-def _moments(params: Tree, tau: Any) -> Moments:
-    """m = 0 and v = tau^2 in the shapes of ``params``."""
-    return Moments(tree.zeros_like(params), jax.tree.map(lambda x: jnp.full_like(x, tau**2), params))
+    if TYPE_CHECKING:
+        lr: Any
+        b1: Any
+        tau: Any
+        schedule: Any
+
+    def init(self, params: Tree) -> Moments:
+        """Return the initial state: m = 0 and v = tau^2.
+
+        Args:
+            params: The model's parameters.
+
+        Returns:
+            The moments m and v.
+        """
+        return Moments(tree.zeros_like(params), jax.tree.map(lambda x: jnp.full_like(x, self.tau**2), params))
+
+    def step(self, params: Tree, state: Moments, delta: Tree, round: Array) -> tuple[Tree, Moments]:
+        """Take one server step.
+
+        Args:
+            params: The global parameters x.
+            state: The optimizer's state.
+            delta: The mean update Delta.
+            round: The round, from 0, for the schedule.
+
+        Returns:
+            The parameters and the state after the step.
+        """
+        lr = self.lr * self.schedule(round)
+        m = jax.tree.map(lambda m, d: (self.b1 * m + (1 - self.b1) * d).astype(m.dtype), state.m, delta)
+        v = jax.tree.map(lambda v, d: self.second_moment(v, d * d).astype(v.dtype), state.v, delta)
+        params = jax.tree.map(lambda x, m, v: (x + lr * m / (jnp.sqrt(v) + self.tau)).astype(x.dtype), params, m, v)
+        return params, Moments(m, v)
+
+    def second_moment(self, v: Array, d2: Array) -> Array:
+        """Return v after a mean update.
+
+        Args:
+            v: The second moment before.
+            d2: Delta^2.
+
+        Returns:
+            The second moment after.
+        """
+        raise NotImplementedError
 
 
 @hyperparameters
-class Adagrad:
+class Adagrad(_AdaptiveOptimizer):
     """FedAdagrad: m <- b1 m + (1 - b1) Delta, v <- v + Delta^2, x <- x + lr m / (sqrt(v) + tau).
 
     ``optax.adagrad`` differs: it starts v at 0.1, adds its eps inside the square root and has no first moment.
@@ -108,34 +148,13 @@ class Adagrad:
     schedule: Schedule = Constant()
     """Factor on ``lr`` by round."""
 
-    def init(self, params: Tree) -> Moments:
-        """Return the initial state: m = 0 and v = tau^2.
-
-        Args:
-            params: The model's parameters.
-
-        Returns:
-            The moments m and v.
-        """
-        return _moments(params, self.tau)
-
-    def step(self, params: Tree, state: Moments, delta: Tree, round: Array) -> tuple[Tree, Moments]:
-        """Take one server step.
-
-        Args:
-            params: The global parameters x.
-            state: The optimizer's state.
-            delta: The mean update Delta.
-            round: The round, from 0, for the schedule.
-
-        Returns:
-            The parameters and the state after the step.
-        """
-        return _adaptive(self, params, state, delta, lambda v, d2: v + d2, round)
+    def second_moment(self, v: Array, d2: Array) -> Array:
+        """Return v + Delta^2."""
+        return v + d2
 
 
 @hyperparameters
-class Adam:
+class Adam(_AdaptiveOptimizer):
     """FedAdam: m <- b1 m + (1 - b1) Delta, v <- b2 v + (1 - b2) Delta^2, x <- x + lr m / (sqrt(v) + tau).
 
     ``optax.adam`` differs: it starts v at 0 and corrects both moments for their bias. Flower's FedAdam starts v at 0
@@ -156,41 +175,8 @@ class Adam:
     schedule: Schedule = Constant()
     """Factor on ``lr`` by round."""
 
-    def init(self, params: Tree) -> Moments:
-        """Return the initial state: m = 0 and v = tau^2.
-
-        Args:
-            params: The model's parameters.
-
-        Returns:
-            The moments m and v.
-        """
-        return _moments(params, self.tau)
-
-    def step(self, params: Tree, state: Moments, delta: Tree, round: Array) -> tuple[Tree, Moments]:
-        """Take one server step.
-
-        Args:
-            params: The global parameters x.
-            state: The optimizer's state.
-            delta: The mean update Delta.
-            round: The round, from 0, for the schedule.
-
-        Returns:
-            The parameters and the state after the step.
-        """
-        return _adaptive(self, params, state, delta, self.second_moment, round)
-
     def second_moment(self, v: Array, d2: Array) -> Array:
-        """Return v after a mean update.
-
-        Args:
-            v: The second moment before.
-            d2: Delta^2.
-
-        Returns:
-            The second moment after.
-        """
+        """Return b2 v + (1 - b2) Delta^2."""
         return self.b2 * v + (1 - self.b2) * d2
 
 
@@ -205,7 +191,7 @@ class Yogi(Adam):
     """
 
     def second_moment(self, v: Array, d2: Array) -> Array:
-        """Return v after a mean update, as :meth:`Adam.second_moment`."""
+        """Return v - (1 - b2) Delta^2 sign(v - Delta^2)."""
         return v - (1 - self.b2) * d2 * jnp.sign(v - d2)
 
 
