@@ -334,7 +334,7 @@ def test_what_flax_refuses_raises_a_clear_error():
         noisy.apply(params, X)
     with pytest.raises(FedraxError, match=r"Dense cannot be computed: .*\(2, 3\).*\(4, 3\)$"):
         dense.apply(dense.init(KEY), X[:, :2])
-    with pytest.raises(FedraxError, match=r"Sequential cannot be begun with a batch float32 \[5, 4\]: .*running_av"):
+    with pytest.raises(FedraxError, match=r"Sequential cannot be initialized with a batch .*\[5, 4\]: .*running_av"):
         from_linen(nn.Sequential([nn.BatchNorm()]), X)
 
 

@@ -276,8 +276,8 @@ REFUSED = {
     "unknown method of Equinox 'heads'": lambda: from_equinox(Equinox, blocks=("encode", "heads")),
     "make_with_state": lambda: from_equinox(eqx.nn.make_with_state(Equinox)(KEY)[0]),
     "the pair that equinox": lambda: from_equinox(hand_made_pair()),
-    "as the pair": lambda: from_equinox((Equinox(KEY), 3)),
-    "over the axis 'batch', the batch is 'rows'": lambda: from_equinox(Equinox, axis_name="rows"),
+    "or the pair": lambda: from_equinox((Equinox(KEY), 3)),
+    "over the axis 'batch', and the batch axis is 'rows'": lambda: from_equinox(Equinox, axis_name="rows"),
 }
 
 

@@ -11,11 +11,22 @@ from jax import Array
 
 from fedrax.contract.model import Model, Params, Variables
 from fedrax.errors import FedraxError
-from fedrax.models.adapters.modules import MODES, Part, begun, library, model_of, modes
+from fedrax.models.adapters.modules import (
+    MODE_ARGUMENTS,
+    ModuleFunction,
+    create_module,
+    library,
+    make_model,
+    mode_arguments,
+)
 
 
 def from_equinox(
-    module: Any, *, features: Part | None = None, blocks: Sequence[Part] = (), axis_name: str = "batch"
+    module: Any,
+    *,
+    features: ModuleFunction | None = None,
+    blocks: Sequence[ModuleFunction] = (),
+    axis_name: str = "batch",
 ) -> Model:
     """Convert an Equinox module, which maps one sample to outputs, to a model on batches.
 
@@ -49,7 +60,7 @@ def from_equinox(
     """
     equinox = library("equinox", "equinox")
     is_module = isinstance(module, equinox.Module | tuple)
-    create: Callable = (lambda key: module) if is_module else (lambda key: begun(module, "key", key))
+    create: Callable = (lambda key: module) if is_module else (lambda key: create_module(module, "key", key))
     example, state = _with_state(equinox, lambda: create(jax.random.key(0)))
     names, has_statistics = tuple(state), bool(state)
     _check_axis(equinox, example, axis_name)
@@ -58,7 +69,8 @@ def from_equinox(
     def init(key: Array) -> Params:
         made, start = _with_state(equinox, lambda: create(key))
         leaves = jax.tree.leaves(equinox.filter(made, equinox.is_inexact_array))
-        # static fields such as functions differ between modules, and trees that differ in them cannot be combined
+        # The template's structure: static fields such as functions differ between modules, and equinox.combine needs
+        # equal ones.
         params = jax.tree.unflatten(jax.tree.structure(template), leaves)
         return Variables(params, start) if has_statistics else params
 
@@ -67,45 +79,45 @@ def from_equinox(
         network = equinox.combine(params, static)
         network = network if train else equinox.nn.inference_mode(network)
         arguments = inspect.signature(method).parameters
-        asked = arguments.get("key")
-        if key is None and asked is not None and asked.default is inspect.Parameter.empty:
+        key_argument = arguments.get("key")
+        if key is None and key_argument is not None and key_argument.default is inspect.Parameter.empty:
             key = jax.random.key(0)
-        options = modes(method, train)
-        keys = {"key": jax.random.split(key, x.shape[0])} if key is not None and asked is not None else {}
-        if not has_statistics or len(arguments.keys() - {"key", *MODES}) < 3:
+        options = mode_arguments(method, train)
+        keys = {"key": jax.random.split(key, x.shape[0])} if key is not None and key_argument is not None else {}
+        if not has_statistics or len(arguments.keys() - {"key", *MODE_ARGUMENTS}) < 3:
             over_batch = jax.vmap(lambda x, keys: method(network, x, **options, **keys), axis_name=axis_name)
-            with _told(type(example), x):
+            with _explain_errors(type(example), x):
                 return over_batch(x, keys), statistics
         state = equinox.nn.State.tree_unflatten(names, [statistics[name] for name in names])
         over_batch = jax.vmap(
             lambda x, keys: method(network, x, state, **options, **keys), out_axes=(0, None), axis_name=axis_name
         )
-        with _told(type(example), x):
+        with _explain_errors(type(example), x):
             outputs, state = over_batch(x, keys)
         return outputs, dict(zip(names, state.tree_flatten()[0], strict=True))
 
-    return model_of(type(example), init, run, features, blocks, has_statistics)
+    return make_model(type(example), init, run, features, blocks, has_statistics)
 
 
 @contextmanager
-def _told(kind: type, x: Array) -> Iterator[None]:
+def _explain_errors(kind: type, x: Array) -> Iterator[None]:
     """Explain the errors of dropout without a key and of convolutions over channels-last images."""
     try:
         yield
     except Exception as error:
         if isinstance(error, RuntimeError) and "requires a key" in str(error):
             raise FedraxError(
-                f"{kind.__name__} draws random numbers and has no key to draw them from: give its __call__ an argument"
-                " key, and each of its dropout layers one that jax.random.split makes of it"
+                f"{kind.__name__} draws random numbers without a key: give its __call__ an argument key, and each"
+                " dropout layer a key that jax.random.split derives from it"
             ) from error
         if x.ndim == 4 and "conv" in str(error):
             height, width, channels = x.shape[1:]
             layout = (
                 f"a sample is [height, width, channels] = [{height}, {width}, {channels}], and Equinox's convolutions"
-                " take [channels, height, width]: begin __call__ with x = jnp.moveaxis(x, -1, 0)"
+                " take [channels, height, width]: start __call__ with x = jnp.moveaxis(x, -1, 0)"
             )
-            numbers = f"the samples are {x.dtype}: give the task preprocess=fedrax.contract.rescale()"
-            error.add_note(f"fedrax: {numbers if 'dtypes' in str(error) else layout}")
+            dtype = f"the samples are {x.dtype}: give the task preprocess=fedrax.contract.rescale()"
+            error.add_note(f"fedrax: {dtype if 'dtypes' in str(error) else layout}")
         raise
 
 
@@ -115,17 +127,24 @@ def _with_state(equinox: ModuleType, create: Callable[[], Any]) -> tuple[Any, di
     try:
         network, state = made if isinstance(made, tuple) else equinox.nn.make_with_state(lambda: made)()
         values, names = state.tree_flatten()
-    except (ValueError, AttributeError):  # not a pair, or a module whose initial state has been taken out
+    except (ValueError, AttributeError):  # not a pair, or a module whose initial state was removed
         network, values, names = made, (), (None,)
     if not all(isinstance(name, str) for name in names):
-        raise FedraxError("a module with state comes as it is, or as the pair that equinox.nn.make_with_state returns.")
+        raise FedraxError(
+            "from_equinox takes a module with its state, or the pair that equinox.nn.make_with_state returns"
+        )
     return network, {str(name): value for name, value in zip(names, values, strict=True)}
 
 
 def _check_axis(equinox: ModuleType, module: Any, axis_name: str) -> None:
-    is_norm: Callable[[Any], bool] = lambda v: isinstance(v, equinox.nn.BatchNorm)  # noqa: E731
+    """Raise FedraxError if a batch norm layer averages over another axis than the batch."""
+
+    def is_norm(value: Any) -> bool:
+        return isinstance(value, equinox.nn.BatchNorm)
+
     for layer in filter(is_norm, jax.tree.leaves(module, is_leaf=is_norm)):
         if layer.axis_name != axis_name:
             raise FedraxError(
-                f"batch norm is over the axis {layer.axis_name!r}, the batch is {axis_name!r}: say axis_name."
+                f"batch norm averages over the axis {layer.axis_name!r}, and the batch axis is {axis_name!r}: set"
+                f" axis_name={layer.axis_name!r}"
             )

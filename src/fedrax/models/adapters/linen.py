@@ -17,14 +17,18 @@ from jax import Array
 
 from fedrax.contract.model import Model, Params, Variables
 from fedrax.errors import FedraxError
-from fedrax.models.adapters.modules import Part, library, model_of, modes, told_of_axes
+from fedrax.models.adapters.modules import ModuleFunction, explain_axis_errors, library, make_model, mode_arguments
 
-_LARGEST = 1 << 20
-"""Most bytes of a constant, which is embedded in every program of the model. Larger ones become statistics."""
+_MAX_CONSTANT_BYTES = 1 << 20
+"""Larger collections that never change are statistics: constants are embedded in every program of the model."""
 
 
 def from_linen(
-    module: Any, sample_input: Array | np.ndarray, *, features: Part | None = None, blocks: Sequence[Part] = ()
+    module: Any,
+    sample_input: Array | np.ndarray,
+    *,
+    features: ModuleFunction | None = None,
+    blocks: Sequence[ModuleFunction] = (),
 ) -> Model:
     """Convert a Flax Linen module, which maps a batch [B, ...] to outputs [B, ...], to a model.
 
@@ -57,22 +61,24 @@ def from_linen(
     _check_instance(module, library("flax.linen", "flax"))
     errors, meta = importlib.import_module("flax.errors"), importlib.import_module("flax.core.meta")
     call, sample = type(module).__call__, _batch(sample_input)
-    training, evaluation = modes(call, train=True), modes(call, train=False)
+    training, evaluation = mode_arguments(call, train=True), mode_arguments(call, train=False)
 
-    @jax.jit  # for its shapes, and for the start: traced once
+    @jax.jit  # one trace for shapes and values
     def variables_of(key: Array) -> dict[str, Any]:
-        # without the names of axes that parameters are partitioned by: the devices share out clients instead
+        # Partitioning metadata is removed: devices are assigned to clients, not to slices of parameters.
         return meta.unbox(module.init({"params": key}, sample, **evaluation))
 
     try:
-        # in a run's precision, so that its trace is found again
-        with jax.default_matmul_precision("highest"), told_of_axes(type(module)):
+        # The matmul precision of a run, so that the run finds this trace in the cache.
+        with jax.default_matmul_precision("highest"), explain_axis_errors(type(module)):
             shapes = jax.eval_shape(variables_of, jax.random.key(0))
-            collections, still = _that_stay(module, shapes, sample, training)
+            collections, unchanged = _mutable_collections(module, shapes, sample, training)
     except (errors.FlaxError, TypeError, ValueError) as error:
         example = f"{sample.dtype} {list(sample.shape)}"
-        raise FedraxError(f"{type(module).__name__} cannot be begun with a batch {example}: {_said(error)}") from error
-    constants = _alike(variables_of, still)
+        raise FedraxError(
+            f"{type(module).__name__} cannot be initialized with a batch {example}: {_first_line(error)}"
+        ) from error
+    constants = _equal_for_all_keys(variables_of, unchanged)
     collections = [name for name in collections if name not in constants]
 
     def init(key: Array) -> Params:
@@ -82,21 +88,21 @@ def from_linen(
 
     def run(method: Callable, variables: Any, x: Array, key: Array | None, train: bool) -> tuple[Any, Any]:
         params, statistics = variables if collections else (variables, {})
-        # what asks for a stream that is not there gets one made of "params"
+        # Flax derives any other random stream from "params".
         rngs = None if key is None else {"dropout": key, "params": jax.random.fold_in(key, 1)}
-        options = {"rngs": rngs, "method": method, **modes(method, train)}
+        options = {"rngs": rngs, "method": method, **mode_arguments(method, train)}
         together = {"params": params, **constants, **statistics}
-        with _told_of_flax(module, errors):
+        with _explain_flax_errors(module, errors):
             if not (collections and train):
                 return module.apply(together, x, **options), statistics
-            outputs, moved = module.apply(together, x, mutable=collections, **options)
-            return outputs, {**statistics, **moved}
+            outputs, updated = module.apply(together, x, mutable=collections, **options)
+            return outputs, {**statistics, **updated}
 
     if collections:
         known = {name: shapes[name] for name in shapes if name in ("params", *collections)}
-        with _told_of_flax(module, errors):
+        with _explain_flax_errors(module, errors):
             jax.eval_shape(lambda v: module.apply({**constants, **v}, sample, **evaluation), known)
-    return model_of(type(module), init, run, features, blocks, has_statistics=bool(collections))
+    return make_model(type(module), init, run, features, blocks, has_statistics=bool(collections))
 
 
 def _check_instance(module: Any, linen: ModuleType) -> None:
@@ -109,77 +115,78 @@ def _check_instance(module: Any, linen: ModuleType) -> None:
 
 
 def _batch(sample_input: Any) -> Array:
+    """The sample input as an array; raises FedraxError if it is none."""
     try:
         return jnp.asarray(sample_input)
     except (TypeError, ValueError) as error:
         what = type(sample_input).__name__
         raise FedraxError(
-            f"from_linen begins a module with a batch as data sets store it, an array [B, ...], not a {what}: a module"
-            " with several inputs takes its parts of x"
+            f"from_linen takes as sample_input a batch in the form of the data set, an array [B, ...], not a {what}: a"
+            " module with several inputs slices them from x"
         ) from error
 
 
-def _that_stay(module: Any, shapes: Any, x: Any, training: dict[str, bool]) -> tuple[list[str], list[str]]:
-    """The names of the mutable collections, and of those that a training call leaves unchanged.
+def _mutable_collections(module: Any, shapes: Any, x: Any, training: dict[str, bool]) -> tuple[list[str], list[str]]:
+    """(names of the mutable collections, names of those that a training call does not change).
 
-    Batch norm's statistics are never among the latter, whether they changed or not: they belong to trained parameters.
+    The latter never include batch norm's statistics.
     """
     names = [name for name in shapes if name != "params"]
     if not names:
         return [], []
 
     def called(variables: Any, key: Array) -> Any:
-        moved = module.apply(variables, x, mutable=names, rngs={"dropout": key, "params": key}, **training)[1]
-        return {name: moved.get(name, variables[name]) for name in names}
+        updated = module.apply(variables, x, mutable=names, rngs={"dropout": key, "params": key}, **training)[1]
+        return {name: updated.get(name, variables[name]) for name in names}
 
     made, shape = jax.make_jaxpr(called, return_shape=True)(shapes, jax.random.key(0))
     before = jax.tree.unflatten(jax.tree.structure(shapes), made.jaxpr.invars[:-1])  # the last one is the key
     after = jax.tree.unflatten(jax.tree.structure(shape), made.jaxpr.outvars)
-    stay = [name for name in names if jax.tree.structure(after[name]) == jax.tree.structure(shapes[name])]
+    mutable = [name for name in names if jax.tree.structure(after[name]) == jax.tree.structure(shapes[name])]
 
-    def moves(name: str) -> bool:
+    def changes(name: str) -> bool:
         return any(a is not b for a, b in zip(*map(jax.tree.leaves, (before[name], after[name])), strict=True))
 
-    return stay, [name for name in stay if name != "batch_stats" and not moves(name)]
+    return mutable, [name for name in mutable if name != "batch_stats" and not changes(name)]
 
 
-def _alike(variables_of: Callable[[Array], dict[str, Any]], names: list[str]) -> dict[str, Any]:
-    """The collections that have the same values for every key."""
+def _equal_for_all_keys(variables_of: Callable[[Array], dict[str, Any]], names: list[str]) -> dict[str, Any]:
+    """The small collections that have the same values for two keys, and so presumably for all."""
     if not names:
         return {}
-    begin = jax.jit(lambda key: {name: variables_of(key)[name] for name in names})
-    one, other = begin(jax.random.key(0)), begin(jax.random.key(1))
+    init = jax.jit(lambda key: {name: variables_of(key)[name] for name in names})
+    one, other = init(jax.random.key(0)), init(jax.random.key(1))
 
     def same(name: str) -> bool:
         leaves = jax.tree.leaves(one[name])
         if any(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves):
             return False
-        small = sum(leaf.nbytes for leaf in leaves) <= _LARGEST
+        small = sum(leaf.nbytes for leaf in leaves) <= _MAX_CONSTANT_BYTES
         return small and all(map(np.array_equal, leaves, jax.tree.leaves(other[name])))
 
     return {name: one[name] for name in names if same(name)}
 
 
 @contextmanager
-def _told_of_flax(module: Any, errors: ModuleType) -> Iterator[None]:
+def _explain_flax_errors(module: Any, errors: ModuleType) -> Iterator[None]:
     """Convert Flax's errors to FedraxError with a remedy."""
     name = type(module).__name__
     try:
         yield
     except errors.InvalidRngError as error:
         raise FedraxError(
-            f"{name} draws random numbers in evaluation too ({_said(error)}): give its __call__ an argument train, and"
-            " draw them only where it is true."
+            f"{name} draws random numbers in evaluation too ({_first_line(error)}): give its __call__ an argument"
+            " train, and draw them only if it is true"
         ) from error
     except errors.ModifyScopeVariableError as error:
         raise FedraxError(
-            f"{name} moves its statistics in evaluation too: give its __call__ an argument train, and its layers"
-            " use_running_average=not train."
+            f"{name} updates its statistics in evaluation too: give its __call__ an argument train, and its layers"
+            " use_running_average=not train"
         ) from error
     except errors.FlaxError as error:
-        raise FedraxError(f"{name} cannot be computed: {_said(error)}") from error
+        raise FedraxError(f"{name} cannot be computed: {_first_line(error)}") from error
 
 
-def _said(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     """The first line of an error, without Flax's link to its documentation."""
     return str(error).strip().split("\n")[0].split(" (https://")[0].rstrip(".")

@@ -1,4 +1,4 @@
-"""Shared code of the Flax and Equinox adapters: modes, construction of modules, and error messages."""
+"""Shared code of the Flax and Equinox adapters: mode arguments, construction of modules, and error messages."""
 
 import importlib
 import inspect
@@ -18,36 +18,36 @@ from fedrax.devices import use_all_cores
 from fedrax.errors import FedraxError, unknown
 from fedrax.xla import NO_MESH, equations_in, shape_struct
 
-Part = str | Callable[..., Any]
-"""A method's name, or a function whose first argument is the module."""
+ModuleFunction = str | Callable[..., Any]
+"""A method's name, or a function (module, x)."""
 
 _TRAINING = ("train", "training", "is_training", "is_train", "enable_dropout")
 _INFERENCE = ("deterministic", "use_running_average", "inference", "eval", "evaluate", "is_eval", "test", "testing")
-MODES = dict.fromkeys(_TRAINING, True) | dict.fromkeys(_INFERENCE, False)
-"""Common names of a method's mode argument, and their values in training."""
+MODE_ARGUMENTS = dict.fromkeys(_TRAINING, True) | dict.fromkeys(_INFERENCE, False)
+"""Common names of the argument that selects training or evaluation mode, and their values in training."""
 
 
-def modes(method: Callable, train: bool) -> dict[str, bool]:
-    """The values of a method's mode arguments in training or evaluation."""
+def mode_arguments(method: Callable, train: bool) -> dict[str, bool]:
+    """The mode arguments of a method, with their values in training or evaluation."""
     names = inspect.signature(method).parameters
-    return {name: train == value for name, value in MODES.items() if name in names}
+    return {name: train == value for name, value in MODE_ARGUMENTS.items() if name in names}
 
 
 def library(module: str, package: str) -> ModuleType:
     """Import a module of an optional package; FedraxError says how to install it."""
-    use_all_cores()  # before the module's first array: afterwards JAX's devices are what they are
+    use_all_cores()  # before the first array: JAX fixes its devices when it creates one
     try:
         return importlib.import_module(module)
     except ImportError:
         raise FedraxError(f"this model needs {package}: pip install 'fedrax[{package}]'.") from None
 
 
-def begun(create: Callable, name: str, value: Any) -> Any:
-    """Call ``create`` with ``value`` as its argument ``name`` or, if it has none of that name, as its first."""
+def create_module(create: Callable, name: str, value: Any) -> Any:
+    """Call ``create`` with ``value`` as its argument ``name``, or as its first argument if it has none of that name."""
     inner: Any = create
     while isinstance(inner, partial):
         inner = inner.func
-    try:  # the class's own __init__: the metaclass's __call__ takes any arguments
+    try:  # the __init__ of a class: the signature of the class may be that of its metaclass, which takes any arguments
         known = inspect.signature(inner.__init__ if isinstance(inner, type) else inner).parameters
     except (TypeError, ValueError):  # no Python signature
         known = {}
@@ -55,28 +55,40 @@ def begun(create: Callable, name: str, value: Any) -> Any:
     return create(**{name: value}) if by_name else create(value)
 
 
-def model_of(
+def make_model(
     kind: type,
     init: Callable[[Array], Params],
     run: Callable[..., tuple[Any, Any]],
-    features: Part | None,
-    blocks: Sequence[Part],
+    features: ModuleFunction | None,
+    blocks: Sequence[ModuleFunction],
     has_statistics: bool,
 ) -> Model:
-    """The model of ``run``: (module function and x, variables, x, key, train) -> (outputs, statistics)."""
+    """Make the model of a module.
 
-    def function(part: Part) -> Callable[..., tuple[Any, Any]]:
-        method = getattr(kind, part, None) if isinstance(part, str) else part
+    Args:
+        kind: Class of the module.
+        init: Initializer, key -> parameters, or `Variables` if there are running statistics.
+        run: (function (module, x), variables, x, key, train) -> (outputs, running statistics).
+        features: Method name or function (module, x) that gives the input of the last layer.
+        blocks: Method names or functions (module, x) whose composition is ``__call__``.
+        has_statistics: Whether the module has running statistics.
+
+    Returns:
+        The model.
+    """
+
+    def checked_run(function: ModuleFunction) -> Callable[..., tuple[Any, Any]]:
+        method = getattr(kind, function, None) if isinstance(function, str) else function
         if method is None:
             known = [name for name in vars(kind) if not name.startswith("_")]
-            raise unknown(f"method of {kind.__name__}", part, known)
+            raise unknown(f"method of {kind.__name__}", str(function), known)
         checked: list[bool] = []
 
         def called(variables: Any, x: Array, key: Array | None, train: bool) -> tuple[Any, Any]:
             if train and not checked:
-                _check_switches(kind, run, method, variables, x, key)
+                _check_mode_arguments(kind, run, method, variables, x, key)
                 checked.append(True)
-            with told_of_axes(kind):
+            with explain_axis_errors(kind):
                 return run(method, variables, x, key, train)
 
         return called
@@ -84,52 +96,52 @@ def model_of(
     def outputs(called: Callable[..., tuple[Any, Any]]) -> Callable:
         return lambda variables, x, key=None: called(variables, x, key, key is not None)[0]
 
-    whole = function(kind.__call__)
+    whole = checked_run(kind.__call__)
     return Model(
         init,
         outputs(whole),
-        None if features is None else outputs(function(features)),
+        None if features is None else outputs(checked_run(features)),
         kind.__name__,
-        tuple(outputs(function(block)) for block in blocks) or None,
+        tuple(outputs(checked_run(block)) for block in blocks) or None,
         (lambda variables, x, key: whole(variables, x, key, True)) if has_statistics else None,
     )
 
 
-def _check_switches(kind: type, run: Callable, method: Callable, variables: Any, x: Any, key: Any) -> None:
-    """Raise FedraxError if a Boolean argument of unknown name is a mode argument with the wrong default.
+def _check_mode_arguments(kind: type, run: Callable, method: Callable, variables: Any, x: Any, key: Any) -> None:
+    """Raise FedraxError if a Boolean argument of unknown name selects the mode and its default is wrong in one mode.
 
-    This is detected if flipping it makes training draw random numbers or update statistics, or stops evaluation from
-    doing so. If the method has a mode argument of known name, other Booleans are options.
+    This is so if flipping it makes training draw random numbers or update statistics, or stops evaluation from doing
+    so. If the method has a mode argument of known name, other Booleans are options.
     """
-    if modes(method, train=True):
+    if mode_arguments(method, train=True):
         return
 
-    def signs(method: Callable, train: bool) -> set[str] | None:
-        return _signs_of_training(run, method, variables, x, key, train)
+    def effects(method: Callable, train: bool) -> set[str] | None:
+        return _training_effects(run, method, variables, x, key, train)
 
     for name, argument in inspect.signature(method).parameters.items():
-        if name in MODES or not isinstance(argument.default, bool):
+        if name in MODE_ARGUMENTS or not isinstance(argument.default, bool):
             continue
-        other = partial(method, **{name: not argument.default})
-        lacks = _only_first(signs(other, True), signs(method, True))
-        wrong = lacks or _only_first(signs(method, False), signs(other, False))
+        flipped = partial(method, **{name: not argument.default})
+        missing = _difference(effects(flipped, True), effects(method, True))
+        wrong = missing or _difference(effects(method, False), effects(flipped, False))
         if wrong:
-            first, *others = MODES
+            first, *others = MODE_ARGUMENTS
             raise FedraxError(
-                f"{kind.__name__} {' and '.join(sorted(wrong))} or not by its argument {name}, which nothing sets in"
-                f" training and evaluation: call it {first}, or one of {', '.join(others)}"
+                f"{kind.__name__} {' and '.join(sorted(wrong))} depending on its argument {name}, which is not known to"
+                f" select training or evaluation: rename it to {first}, or one of {', '.join(others)}"
             )
 
 
-def _only_first(first: set[str] | None, second: set[str] | None) -> set[str]:
+def _difference(first: set[str] | None, second: set[str] | None) -> set[str]:
     """The elements of ``first`` that are not in ``second``; empty if either is None."""
     return set() if first is None or second is None else first - second
 
 
-def _signs_of_training(
+def _training_effects(
     run: Callable, method: Callable, variables: Any, x: Any, key: Any, train: bool
 ) -> set[str] | None:
-    """Whether a call updates statistics or draws random numbers, as text; None if the call fails."""
+    """What a call does that only training should: update statistics, draw random numbers; None if the call fails."""
 
     def call(variables: Any, x: Any, key: Any) -> tuple[Any, list[Array]]:
         outputs, statistics = run(method, variables, x, key if train else None, train)
@@ -139,19 +151,19 @@ def _signs_of_training(
     try:
         with use_abstract_mesh(NO_MESH):
             made = jax.make_jaxpr(call)(*shapes)
-    except Exception:  # of an argument that asks for more than a switch; the call itself says what is wrong with it
+    except Exception:  # the flipped argument is not a mode; errors of the method itself are raised by its call
         return None
     count = len(jax.tree.leaves(variables.statistics)) if isinstance(variables, Variables) else 0
     last = len(jax.tree.leaves(variables))
     before, after = made.jaxpr.invars[last - count : last], made.jaxpr.outvars[:count]
-    moves = any(a is not b for a, b in zip(before, after, strict=False))
+    updates = any(a is not b for a, b in zip(before, after, strict=False))
     draws = any(equation.primitive.name == "random_bits" for equation in equations_in(made))
-    return {*["moves statistics"] * moves, *["draws random numbers"] * draws}
+    return {*["updates statistics"] * updates, *["draws random numbers"] * draws}
 
 
 @contextmanager
-def told_of_axes(kind: type) -> Iterator[None]:
-    """Explain the error of a module that averages over an axis of devices."""
+def explain_axis_errors(kind: type) -> Iterator[None]:
+    """Convert the error of a module that averages over a named axis of devices to FedraxError."""
     try:
         yield
     except NameError as error:
@@ -159,5 +171,6 @@ def told_of_axes(kind: type) -> Iterator[None]:
         if found is None:
             raise
         raise FedraxError(
-            f"{kind.__name__} takes means over an axis {found[1]}: leave axis_name out, for a client's batch is whole"
+            f"{kind.__name__} averages over the device axis {found[1]}, and a client's batch is on one device: unset"
+            " axis_name"
         ) from error

@@ -12,11 +12,11 @@ from jax import Array
 from jax.core import Tracer
 
 from fedrax.contract.model import Model, Params, Variables
-from fedrax.models.adapters.modules import Part, begun, library, model_of, modes
+from fedrax.models.adapters.modules import ModuleFunction, create_module, library, make_model, mode_arguments
 from fedrax.xla import closure_values
 
 
-def from_nnx(module: Any, *, features: Part | None = None, blocks: Sequence[Part] = ()) -> Model:
+def from_nnx(module: Any, *, features: ModuleFunction | None = None, blocks: Sequence[ModuleFunction] = ()) -> Model:
     """Convert a Flax NNX module, which maps a batch [B, ...] to outputs [B, ...], to a model.
 
     With a key the module runs in training mode, without one in evaluation mode. Arguments such as ``train`` are set as
@@ -44,19 +44,19 @@ def from_nnx(module: Any, *, features: Part | None = None, blocks: Sequence[Part
     nnx = library("flax.nnx", "flax")
     create: Callable = (lambda rngs: module) if isinstance(module, nnx.Module) else module
 
-    def moving(path: Any, value: Any) -> bool:
+    def is_statistic(path: Any, value: Any) -> bool:
         if not isinstance(value, nnx.Variable) or isinstance(value, nnx.Param | nnx.RngState | nnx.Intermediate):
             return False
-        return not isinstance(value.get_value(), tuple)  # which grows with every call: sown, to look at
+        return not isinstance(value.get_value(), tuple)  # sown intermediates are tuples that grow with every call
 
-    def parts(key: Any) -> tuple[Any, ...]:
-        made = begun(create, "rngs", nnx.Rngs(key))
+    def split(key: Any) -> tuple[Any, ...]:
+        made = create_module(create, "rngs", nnx.Rngs(key))
         streams = {v.key.tag for _, v in nnx.iter_graph(made) if isinstance(v, nnx.RngStream)}
-        return type(made), streams, *nnx.split(made, nnx.Param, moving, ...)
+        return type(made), streams, *nnx.split(made, nnx.Param, is_statistic, ...)
 
-    kind, streams, graph, template, still, other = _with_shapes(parts)
-    has_statistics = bool(jax.tree.leaves(still))
-    there = {path for path, _ in nnx.to_flat_state(still)}
+    kind, streams, graph, params_template, statistics_template, other = _with_shapes(split)
+    has_statistics = bool(jax.tree.leaves(statistics_template))
+    statistic_paths = {path for path, _ in nnx.to_flat_state(statistics_template)}
 
     def streams_of(key: Array) -> dict[str, Array]:
         """One key per random stream, by name."""
@@ -64,13 +64,13 @@ def from_nnx(module: Any, *, features: Part | None = None, blocks: Sequence[Part
         return {"default": key} | others
 
     def init(key: Array) -> Params:
-        made = begun(create, "rngs", nnx.Rngs(key))
-        params, statistics = (nnx.to_pure_dict(nnx.state(made, kind)) for kind in (nnx.Param, moving))
+        made = create_module(create, "rngs", nnx.Rngs(key))
+        params, statistics = (nnx.to_pure_dict(nnx.state(made, kind)) for kind in (nnx.Param, is_statistic))
         return Variables(params, statistics) if has_statistics else params
 
     def run(method: Callable, variables: Any, x: Array, key: Array | None, train: bool) -> tuple[Any, Any]:
         params, statistics = variables if has_statistics else (variables, {})
-        states = _filled(nnx, template, params), _filled(nnx, still, statistics), other
+        states = _filled(nnx, params_template, params), _filled(nnx, statistics_template, statistics), other
         network = nnx.merge(graph, *states, copy=True)
         if train:
             network.train()
@@ -78,48 +78,51 @@ def from_nnx(module: Any, *, features: Part | None = None, blocks: Sequence[Part
             network.eval()
         if key is not None:
             nnx.reseed(network, policy="match_shape", **streams_of(key))
-        asked, options = inspect.signature(method).parameters.get("rngs"), modes(method, train)
-        if asked is not None and (key is not None or asked.default is inspect.Parameter.empty):
+        rngs, options = inspect.signature(method).parameters.get("rngs"), mode_arguments(method, train)
+        if rngs is not None and (key is not None or rngs.default is inspect.Parameter.empty):
             options["rngs"] = nnx.Rngs(jax.random.key(0) if key is None else key)
         outputs = method(network, x, **options)
-        moved = nnx.state(network, lambda path, value: path in there and moving(path, value))
-        return outputs, nnx.to_pure_dict(moved)
+        updated = nnx.state(network, lambda path, value: path in statistic_paths and is_statistic(path, value))
+        return outputs, nnx.to_pure_dict(updated)
 
-    return model_of(kind, init, run, features, blocks, has_statistics)
+    return make_model(kind, init, run, features, blocks, has_statistics)
 
 
 def _filled(nnx: ModuleType, template: Any, values: Any) -> Any:
     """A copy of the template state with the given values."""
-    state = jax.tree.map(lambda v: v, template)  # a fresh copy: filling it must not touch the template
+    state = jax.tree.map(lambda v: v, template)  # a copy, because the template must not be changed
     nnx.replace_by_pure_dict(state, values)
     return state
 
 
-def _with_shapes(parts: Callable[[Any], tuple[Any, ...]]) -> tuple[Any, ...]:
-    """``parts(0)``, with shapes in place of arrays in all but the last part, where possible.
+def _with_shapes(split: Callable[[Any], tuple[Any, ...]]) -> tuple[Any, ...]:
+    """``split(0)``, with shapes in place of arrays in all but the last part if possible.
 
     Tracing avoids one compilation per parameter. It is not possible for a module whose construction depends on array
     values, or that has arrays that are not variables, because NNX treats traced ones as constants.
     """
-    found: list[Any] = []
+    traced: list[Any] = []
 
     @jax.jit
-    def last(key: Array) -> Any:
-        found[:] = parts(key)
-        return found.pop()
+    def last_part(key: Array) -> Any:
+        traced[:] = split(key)
+        return traced.pop()
 
     try:
-        end = last(jax.random.key(0))
-    except Exception:  # parts(0) raises the same error if it is the module's
-        return parts(0)
-    if _holds_traced(found[2]):
-        return parts(0)
-    of_shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x  # noqa: E731
-    return *jax.tree.map(of_shape, found), end
+        last = last_part(jax.random.key(0))
+    except Exception:  # split(0) raises the same error if it is the module's
+        return split(0)
+    if _has_tracers(traced[2]):
+        return split(0)
+
+    def shape_of(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x
+
+    return *jax.tree.map(shape_of, traced), last
 
 
-def _holds_traced(graph: Any) -> bool:
-    """Whether a module's constants or closures hold traced arrays."""
+def _has_tracers(graph: Any) -> bool:
+    """Whether a module's constants or closures have traced arrays."""
     waiting, seen = [graph], {}
     while waiting:
         value = waiting.pop()
