@@ -64,7 +64,7 @@ def test_starts():
 
 @pytest.mark.parametrize(("shape", "outputs"), [((4,), 1), ((2, 3, 4), 1), ((3, 4), 2)])
 def test_inputs_that_are_no_matrices_are_rejected(shape: tuple, outputs: int):
-    with pytest.raises(FedraxError, match="maps matrices to one number"):
+    with pytest.raises(FedraxError, match="has one output, not inputs"):
         TraceRegression().build(shape, outputs)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from fedrax import FedraxError, classification
 from fedrax.contract import Batch
-from fedrax.models import MODELS, VGG11, LeNet5, ResNet18, ResNet20, ResNet50, TinyNN, network_parts
+from fedrax.models import MODELS, VGG11, LeNet5, ResNet18, ResNet20, ResNet50, TinyNN, composable_layers
 
 RNG = np.random.default_rng(0)
 KEY = jax.random.key(3)
@@ -41,21 +41,21 @@ def test_tinynn_with_batch_norm_is_its_equations():
 
 
 def test_group_norm_is_over_positions_and_a_group_of_channels():
-    part, x = network_parts.norm("group", 6, groups=3), normal(2, 4, 5, 6)
+    part, x = composable_layers.norm("group", 6, groups=3), normal(2, 4, 5, 6)
     params = {"scale": normal(6), "bias": normal(6)}
-    y, statistics = part.apply(params, {}, jnp.asarray(x), network_parts.Mode(True, None))
+    y, statistics = part.apply(params, {}, jnp.asarray(x), composable_layers.Mode(True, None))
     grouped = x.reshape(2, 20, 3, 2)
     z = (grouped - grouped.mean((1, 3), keepdims=True)) / np.sqrt(grouped.var((1, 3), keepdims=True) + 1e-5)
     np.testing.assert_allclose(y, z.reshape(x.shape) * params["scale"] + params["bias"], atol=1e-5)
     assert statistics == {}
     with pytest.raises(FedraxError, match="6 channels into 4 groups"):
-        network_parts.norm("group", 6, groups=4)
+        composable_layers.norm("group", 6, groups=4)
 
 
 def test_a_convolution_pads_and_strides():
-    part, x = network_parts.conv(2, 3, side=3, stride=2, padding=1), normal(1, 5, 4, 2)
+    part, x = composable_layers.conv(2, 3, side=3, stride=2, padding=1), normal(1, 5, 4, 2)
     params, _ = part.init(KEY)
-    y, _ = part.apply(params, {}, jnp.asarray(x), network_parts.Mode(False, None))
+    y, _ = part.apply(params, {}, jnp.asarray(x), composable_layers.Mode(False, None))
     padded, weight = np.pad(x[0], ((1, 1), (1, 1), (0, 0))), np.asarray(params["weight"])
     want = [[np.tensordot(padded[i : i + 3, j : j + 3], weight, 3) for j in (0, 2)] for i in (0, 2, 4)]
     np.testing.assert_allclose(y[0], np.array(want) + np.asarray(params["bias"]), atol=1e-5)
@@ -63,7 +63,7 @@ def test_a_convolution_pads_and_strides():
 
 def test_a_shortcut_without_parameters_drops_positions_and_fills_channels():
     x = normal(1, 4, 4, 2)
-    y, _ = ResNet20()._shortcut(2, 5, 2).apply({}, {}, jnp.asarray(x), network_parts.Mode(False, None))
+    y, _ = ResNet20()._shortcut(2, 5, 2).apply({}, {}, jnp.asarray(x), composable_layers.Mode(False, None))
     np.testing.assert_array_equal(y[..., :2], x[:, ::2, ::2])
     assert y.shape == (1, 2, 2, 5)
     assert not y[..., 2:].any()
@@ -72,9 +72,9 @@ def test_a_shortcut_without_parameters_drops_positions_and_fills_channels():
 def test_the_large_stem_pools_three_by_three_as_printed():
     part, x = ResNet50(stem="large", norm="none")._stem(3, 2), normal(1, 13, 12, 3)
     params, _ = part.init(KEY)
-    y, _ = part.apply(params, {}, jnp.asarray(x), network_parts.Mode(False, None))
-    first, _ = network_parts.conv(3, 2, 7, 2, 3).apply(
-        params["conv"]["conv"], {}, jnp.asarray(x), network_parts.Mode(False, None)
+    y, _ = part.apply(params, {}, jnp.asarray(x), composable_layers.Mode(False, None))
+    first, _ = composable_layers.conv(3, 2, 7, 2, 3).apply(
+        params["conv"]["conv"], {}, jnp.asarray(x), composable_layers.Mode(False, None)
     )
     padded = np.pad(relu(np.asarray(first)[0]), ((1, 1), (1, 1), (0, 0)))
     want = [[padded[i : i + 3, j : j + 3].max((0, 1)) for j in (0, 2, 4)] for i in (0, 2, 4, 6)]
@@ -123,7 +123,7 @@ def test_blocks_features_and_training_fit_together(model):
 
 def test_impossible_inputs_are_rejected():
     for name in ("lenet5", "vgg11", "resnet20"):
-        with pytest.raises(FedraxError, match=f"{name} reads images"):
+        with pytest.raises(FedraxError, match=f"{name} takes images"):
             MODELS[name]().build((7,), 10)
     with pytest.raises(FedraxError, match="dropout rate"):
         LeNet5(dropout=1.0).build((16, 16), 10)

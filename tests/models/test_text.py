@@ -17,7 +17,7 @@ from fedrax.data import Samples
 from fedrax.experiments import experiment
 from fedrax.models import Linear, Model, SentencePairs, Tweets
 from fedrax.models.lstm import lstm
-from fedrax.models.text_networks import states
+from fedrax.models.text_networks import lstm_states
 
 WORDS = ("a", "b", "c")
 KEY = jax.random.key(1)
@@ -79,7 +79,7 @@ def test_tweets_end_in_the_state_at_the_last_word() -> None:
 def test_without_padding_the_states_are_the_lstms() -> None:
     params = Tweets(hidden=3, layers=1, embedding=2).build((4,), 2, vocabulary=WORDS).init(KEY)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 2)), jnp.float32)
-    found = states(params["lstm1"], x, jnp.ones((2, 4), bool))
+    found = lstm_states(params["lstm1"], x, jnp.ones((2, 4), bool))
     np.testing.assert_allclose(found[:, -1], lstm(params["lstm1"], x), atol=1e-6)
 
 

@@ -4,6 +4,7 @@ from fedrax.contract.model import Model, Variables
 from fedrax.models.adapters.equinox import from_equinox
 from fedrax.models.adapters.linen import from_linen
 from fedrax.models.adapters.nnx import from_nnx
+from fedrax.models.architecture import Architecture, TextArchitecture
 from fedrax.models.convolutional import VGG11, LeNet5, ResNet18, ResNet20, ResNet50, TinyNN
 from fedrax.models.polynomial import Polynomial
 from fedrax.models.pytorch import TorchModel, from_torch
@@ -17,6 +18,7 @@ __all__ = [
     "MLP",
     "MODELS",
     "VGG11",
+    "Architecture",
     "LeNet",
     "LeNet5",
     "Linear",
@@ -27,6 +29,7 @@ __all__ = [
     "ResNet20",
     "ResNet50",
     "SentencePairs",
+    "TextArchitecture",
     "TinyNN",
     "TorchModel",
     "TraceRegression",

@@ -1,4 +1,4 @@
-"""Layers of the zoo as pure functions."""
+"""Layers of the model zoo as pure functions of their parameters."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,8 @@ from jax import Array, lax
 
 from fedrax.errors import FedraxError
 
-Layer = dict[str, Array]  # "weight" and "bias"
+LayerParams = dict[str, Array]
+"""Parameters of a layer: "weight" and, for most layers, "bias"."""
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
@@ -21,28 +22,29 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 def uniform_fan_in(key: Array, shape: tuple[int, ...], fan_in: int) -> Array:
-    """Uniform in ±1/sqrt(fan_in), as PyTorch's default layers start; in JAX's default float type."""
+    """Uniform in ±1/sqrt(fan_in), PyTorch's default initialization, in JAX's default float type."""
     bound = 1 / math.sqrt(fan_in)
     return jax.random.uniform(key, shape, minval=-bound, maxval=bound)
 
 
-def init_dense(key: Array, inputs: int, units: int) -> Layer:
+def init_dense(key: Array, inputs: int, units: int) -> LayerParams:
     """Weight [inputs, units] and bias [units] of a hidden dense layer."""
     return _init_layer(key, (inputs, units))
 
 
-def init_output(key: Array, features: int, outputs: int) -> Layer:
-    """Weight [outputs, features], a row for each output, and bias [outputs]; a dense layer's start turned round."""
+def init_output(key: Array, features: int, outputs: int) -> LayerParams:
+    """Weight [outputs, features], the transpose of a dense layer's, and bias [outputs]."""
     layer = init_dense(key, features, outputs)
     return layer | {"weight": layer["weight"].T}
 
 
-def init_conv(key: Array, shape: tuple[int, int, int, int]) -> Layer:
+def init_conv(key: Array, shape: tuple[int, int, int, int]) -> LayerParams:
     """Weight [height, width, channels in, channels out] and bias [channels out] of a convolution."""
     return _init_layer(key, shape)
 
 
-def _init_layer(key: Array, shape: tuple[int, ...]) -> Layer:
+def _init_layer(key: Array, shape: tuple[int, ...]) -> LayerParams:
+    """Weight of a shape whose last axis is the outputs, and bias."""
     weight_key, bias_key = jax.random.split(key)
     fan_in = math.prod(shape[:-1])
     return {
@@ -51,24 +53,24 @@ def _init_layer(key: Array, shape: tuple[int, ...]) -> Layer:
     }
 
 
-def dense(layer: Layer, x: Array) -> Array:
+def dense(layer: LayerParams, x: Array) -> Array:
     """x [..., inputs] -> x @ weight + bias [..., units]."""
     return x @ layer["weight"] + layer["bias"]
 
 
-def output(layer: Layer, x: Array) -> Array:
-    """x [B, features] -> x @ weight' + bias [B, outputs].
+def output(layer: LayerParams, x: Array) -> Array:
+    """x [B, features] -> x @ weight.T + bias [B, outputs].
 
-    Outputs are few, so their weight lies the other way round than a hidden layer's: on a CPU a product is fastest
-    where the long axis is the contiguous one, and a step of softmax regression takes about half the time.
+    The weight is transposed in comparison with a hidden layer's, because outputs are few: a CPU's matrix product is
+    fastest if the long axis is contiguous. A step of softmax regression takes about half the time.
     """
     weight = layer["weight"]
-    # by the outputs alone: of any number of samples it is to be one program, see `fedrax.xla.microbatch`
+    # Selected by the number of outputs only: the program must not depend on the batch size, see fedrax.xla.microbatch.
     return (_small_product if weight.shape[0] <= _SMALL else _product)(x, weight) + layer["bias"]
 
 
 _SMALL = 16
-"""Samples and outputs up to which a weight gradient is better written out than computed by a matrix product."""
+"""Up to this many samples and outputs, a sum of outer products is the faster weight gradient on a CPU."""
 
 
 def _product(x: Array, weight: Array) -> Array:
@@ -78,18 +80,20 @@ def _product(x: Array, weight: Array) -> Array:
 
 @jax.custom_vjp
 def _small_product(x: Array, weight: Array) -> Array:
-    """The same; of few samples its weight gradient is a sum of outer products.
+    """As `_product`, with the weight gradient of few samples as a sum of outer products.
 
-    XLA computes such a sum where it is used: in the update of the weights, without a call and a pass of its own.
+    XLA fuses the sum into the update of the weights, which saves a call and a pass over the gradient.
     """
     return _product(x, weight)
 
 
 def _small_forward(x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
+    """Forward pass of `_small_product`."""
     return _product(x, weight), (x, weight)
 
 
 def _small_backward(residuals: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
+    """Gradients of `_small_product` with respect to x and weight."""
     x, weight = residuals
     if len(x) > _SMALL:
         return g @ weight, lax.dot_general(g, x, (((0,), (0,)), ((), ())))
@@ -105,7 +109,7 @@ def flatten(x: Array) -> Array:
 
 
 def dropout(x: Array, rate: float, key: Array | None) -> Array:
-    """Zeroes entries with probability `rate` and scales the others by 1/(1 - rate); nothing without a key."""
+    """Set entries to zero with probability ``rate`` and scale the others by 1/(1 - rate); without a key, return x."""
     if key is None or rate == 0:
         return x
     keep = jax.random.bernoulli(key, 1 - rate, x.shape)
@@ -115,26 +119,26 @@ def dropout(x: Array, rate: float, key: Array | None) -> Array:
 # --- Images -------------------------------------------------------------------------------------------
 
 
-def images(x: Array) -> Array:
-    """[B, H, W, C] or grey [B, H, W] -> [B, H, W, C]."""
+def add_channel_axis(x: Array) -> Array:
+    """[B, H, W, C] or grayscale [B, H, W] -> [B, H, W, C]."""
     if x.ndim not in (3, 4):
-        raise FedraxError(f"a convolutional model reads images [B, H, W] or [B, H, W, C], not {x.shape}.")
+        raise FedraxError(f"a convolutional model takes images [B, H, W] or [B, H, W, C], not {x.shape}")
     return x if x.ndim == 4 else x[..., None]
 
 
 def to_features(x: Array) -> Array:
-    """[B, H, W, C] -> [B, C * H * W], in the order in which PyTorch flattens."""
+    """[B, H, W, C] -> [B, C * H * W], in PyTorch's order of flattening."""
     return flatten(x.transpose(0, 3, 1, 2))
 
 
-def conv2d(layer: Layer, x: Array, stride: int = 1, padding: int = 0) -> Array:
-    """Convolution, with a bias where the layer has one: [B, H, W, C] -> [B, H', W', D]."""
+def conv2d(layer: LayerParams, x: Array, stride: int = 1, padding: int = 0) -> Array:
+    """Convolution, with a bias if the layer has one: [B, H, W, C] -> [B, H', W', D]."""
     pads, numbers = [(padding, padding)] * 2, ("NHWC", "HWIO", "NHWC")
     y = lax.conv_general_dilated(x, layer["weight"], (stride, stride), pads, dimension_numbers=numbers)
     return y + layer["bias"] if "bias" in layer else y
 
 
 def max_pool(x: Array, side: int = 2, padding: int = 0) -> Array:
-    """``side`` x ``side``, stride 2; what is left at the end is left out: [B, H, W, C] -> [B, H', W', C]."""
+    """Max pooling, stride 2, without incomplete windows: [B, H, W, C] -> [B, H', W', C]."""
     pads = ((0, 0), (padding, padding), (padding, padding), (0, 0))
     return lax.reduce_window(x, -jnp.inf, lax.max, (1, side, side, 1), (1, 2, 2, 1), pads)

@@ -1,19 +1,24 @@
-"""Objectives given as data: the loss of a scalar parameter on a sample is the value of the sample's polynomial."""
+"""Polynomial objectives: each sample holds the coefficients of a polynomial in a scalar parameter."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
 from fedrax.contract.model import Model, Params
 from fedrax.errors import FedraxError
+from fedrax.models.architecture import Architecture, Shape
 
 
 @dataclass(frozen=True)
-class Polynomial:
-    """A scalar parameter x whose loss on a sample a [degree] is sum_k a[k] x^(k + 1). For the data set quartic_pair.
+class Polynomial(Architecture):
+    """A scalar parameter x whose loss on a sample a [degree] is sum_k a[k] x^(k + 1).
+
+    It is the model of the data set quartic_pair. The value is the loss; labels are ignored. The model reports x as a
+    measure. Inputs have the shape (degree,), and there is one output.
 
     Example:
         >>> model = fedrax.models.Polynomial(start=2.0).build(input_shape=(2,), num_outputs=1)
@@ -24,20 +29,11 @@ class Polynomial:
     start: float = 1.0
     """Initial value of x."""
 
-    def build(self, input_shape: tuple[int, ...], num_outputs: int) -> Model:
-        """Build the model, which reports x as a measure and ignores labels.
-
-        Args:
-            input_shape: Number of coefficients of a sample, (degree,).
-            num_outputs: Must be 1.
-
-        Returns:
-            The model.
-        """
+    def _build(self, input_shape: Shape, num_outputs: int) -> Model:
         if len(input_shape) != 1 or num_outputs != 1:
             raise FedraxError(
-                f"polynomial reads coefficients (degree,) for one output, not inputs of shape {tuple(input_shape)} "
-                f"for {num_outputs}."
+                f"polynomial takes coefficients (degree,) and has one output, not inputs of shape {tuple(input_shape)}"
+                f" and {num_outputs} outputs"
             )
 
         def init(key: Array) -> Params:
@@ -46,5 +42,7 @@ class Polynomial:
         def apply(params: Params, x: Array, key: Array | None = None) -> Array:
             return x @ params["x"] ** jnp.arange(1, input_shape[0] + 1)
 
-        measures = lambda params, truth: dict(params)  # noqa: E731
+        def measures(params: Params, truth: Any) -> dict[str, Any]:
+            return dict(params)
+
         return Model(init, apply, name="polynomial", measures=measures, loss="value", reads_amounts=True)

@@ -1,7 +1,7 @@
-"""Networks that read tokens: EPISODE's sentence-pair classifier, and stacked LSTMs for tweets.
+"""Networks for texts as token numbers: EPISODE's sentence-pair classifier and stacked LSTMs for tweets.
 
-Token 0 is padding. A recurrent state does not change at padding, and outputs there are ignored, so that the amount of
-padding has no effect.
+Token 0 is padding. A recurrent state does not change at padding, and outputs there are ignored, so that padding has no
+effect.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from fedrax.config.hyperparameters import PositiveInt
 from fedrax.contract.model import Model, Params
 from fedrax.data.readers.text_data import PADDING, UNKNOWN, read_word_vectors
 from fedrax.errors import FedraxError
+from fedrax.models.architecture import Shape, TextArchitecture
 from fedrax.models.layers import dense, dropout, init_dense, init_output, output
 from fedrax.models.lstm import init_lstm
 
 
 @dataclass(frozen=True)
-class SentencePairs:
+class SentencePairs(TextArchitecture):
     """EPISODE's network for SNLI (Crawshaw et al. 2023, section 5.1, after Conneau et al. 2017).
 
     A bidirectional LSTM reads each sentence; u and v are the maxima of its hidden states over the words. A classifier
-    of three dense layers reads the features ``[u, v, |u - v|, u * v]``.
+    of three dense layers reads the features ``[u, v, |u - v|, u * v]``. Inputs have the shape
+    (2, words).
 
     Example:
         >>> network = fedrax.models.SentencePairs(hidden=8, classifier=4, embedding=5)
@@ -50,19 +52,11 @@ class SentencePairs:
     loss: Literal["hinge", "cross_entropy"] = "hinge"
     """Training loss: the multiclass hinge loss or cross entropy."""
 
-    def build(self, input_shape: tuple[int, ...], num_outputs: int, vocabulary: tuple[str, ...] = ()) -> Model:
-        """Build the model.
-
-        Args:
-            input_shape: Shape of a pair of texts, (2, words).
-            num_outputs: Number of classes.
-            vocabulary: The data set's vocabulary; its first word is token 2.
-
-        Returns:
-            The model.
-        """
+    def _build_for(self, input_shape: Shape, num_outputs: int, vocabulary: tuple[str, ...]) -> Model:
         if len(input_shape) != 2 or input_shape[0] != 2:
-            raise FedraxError(f"sentence_pairs reads pairs of texts (2, words), not inputs of shape {input_shape}.")
+            raise FedraxError(
+                f"sentence_pairs takes pairs of texts (2, words), not inputs of shape {tuple(input_shape)}"
+            )
         embed, init_embedding, width = _embedding(self.vectors, vocabulary, self.embedding)
         activate = jax.nn.relu if self.activation == "relu" else lambda x: x
 
@@ -76,26 +70,28 @@ class SentencePairs:
                 "output": init_output(keys[5], self.classifier, num_outputs),
             }
 
-        def encoded(params: Params, x: Array, key: Array | None = None) -> Array:
+        def encode(params: Params, x: Array, key: Array | None = None) -> Array:
             words = x.reshape(-1, x.shape[-1])  # both sentences at once: [2 B, words]
-            vectors, kept = embed(params, words), words != PADDING
-            both = [states(params[way], vectors, kept, way == "backward") for way in ("forward", "backward")]
-            found = jnp.concatenate(both, axis=-1)
-            longest = jnp.where(kept[..., None], found, -jnp.inf).max(1)
-            sentences = jnp.where(kept.any(1)[:, None], longest, 0).reshape(x.shape[0], 2, -1)
+            vectors, is_word = embed(params, words), words != PADDING
+            directions = [lstm_states(params[d], vectors, is_word, d == "backward") for d in ("forward", "backward")]
+            states = jnp.concatenate(directions, axis=-1)
+            maxima = jnp.where(is_word[..., None], states, -jnp.inf).max(1)
+            sentences = jnp.where(is_word.any(1)[:, None], maxima, 0).reshape(x.shape[0], 2, -1)
             u, v = sentences[:, 0], sentences[:, 1]
             return jnp.concatenate([u, v, jnp.abs(u - v), u * v], axis=-1)
 
         def hidden(params: Params, x: Array, key: Array | None = None) -> Array:
             return activate(dense(params["dense2"], activate(dense(params["dense1"], x))))
 
-        model = _model("sentence_pairs", init, [encoded, hidden], vocabulary)
+        model = _build_model("sentence_pairs", init, [encode, hidden], vocabulary)
         return replace(model, loss="hinge") if self.loss == "hinge" else model
 
 
 @dataclass(frozen=True)
-class Tweets:
+class Tweets(TextArchitecture):
     """Stacked LSTM layers over a text, whose last hidden state is the input of a dense layer (EPISODE, appendix H).
+
+    Inputs have the shape (words,).
 
     Example:
         >>> network = fedrax.models.Tweets(hidden=8, embedding=5)
@@ -115,21 +111,11 @@ class Tweets:
     dropout: float = 0.0
     """Dropout rate of the last hidden state, used in training only."""
 
-    def build(self, input_shape: tuple[int, ...], num_outputs: int, vocabulary: tuple[str, ...] = ()) -> Model:
-        """Build the model.
-
-        Args:
-            input_shape: Shape of a text, (words,).
-            num_outputs: Number of classes.
-            vocabulary: The data set's vocabulary; its first word is token 2.
-
-        Returns:
-            The model.
-        """
+    def _build_for(self, input_shape: Shape, num_outputs: int, vocabulary: tuple[str, ...]) -> Model:
         if len(input_shape) != 1:
-            raise FedraxError(f"tweets reads texts (words,), not inputs of shape {tuple(input_shape)}.")
+            raise FedraxError(f"tweets takes texts (words,), not inputs of shape {tuple(input_shape)}")
         if not 0 <= self.dropout < 1:
-            raise FedraxError(f"a dropout rate must lie in [0, 1), not {self.dropout}.")
+            raise FedraxError(f"a dropout rate must be in [0, 1), not {self.dropout}")
         embed, init_embedding, width = _embedding(self.vectors, vocabulary, self.embedding)
 
         def init(key: Array) -> Params:
@@ -138,40 +124,40 @@ class Tweets:
             lstms = {f"lstm{i}": init_lstm(keys[i + 1], size, self.hidden) for i, size in enumerate(sizes, start=1)}
             return init_embedding(keys[0]) | lstms | {"output": init_output(keys[1], self.hidden, num_outputs)}
 
-        def read(params: Params, x: Array, key: Array | None = None) -> Array:
-            h, kept = embed(params, x), x != PADDING
+        def encode(params: Params, x: Array, key: Array | None = None) -> Array:
+            h, is_word = embed(params, x), x != PADDING
             for i in range(1, self.layers + 1):
-                h = states(params[f"lstm{i}"], h, kept)
+                h = lstm_states(params[f"lstm{i}"], h, is_word)
             return dropout(h[:, -1], self.dropout, key)
 
-        return _model("tweets", init, [read], vocabulary)
+        return _build_model("tweets", init, [encode], vocabulary)
 
 
-def states(layer: dict[str, Array], x: Array, kept: Array, reverse: bool = False) -> Array:
-    """Hidden states [B, T, hidden] of an LSTM over x [B, T, F]; the state does not change where ``kept`` is False."""
+def lstm_states(layer: dict[str, Array], x: Array, is_word: Array, reverse: bool = False) -> Array:
+    """Hidden states [B, T, hidden] of an LSTM over x [B, T, F]; where ``is_word`` is False they do not change."""
     inputs = x @ layer["input_weight"] + (layer["input_bias"] + layer["hidden_bias"])
     zeros = jnp.zeros((x.shape[0], layer["hidden_weight"].shape[0]), inputs.dtype)
 
     def step(state: tuple[Array, Array], at: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
-        (h, c), (input_t, kept_t) = state, at
+        (h, c), (input_t, is_word_t) = state, at
         i, f, g, o = jnp.split(input_t + h @ layer["hidden_weight"], 4, axis=-1)
         new_c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
         new_h = jax.nn.sigmoid(o) * jnp.tanh(new_c)
-        h, c = (jnp.where(kept_t[:, None], new, old) for new, old in ((new_h, h), (new_c, c)))
+        h, c = (jnp.where(is_word_t[:, None], new, old) for new, old in ((new_h, h), (new_c, c)))
         return (h, c), h
 
-    _, found = lax.scan(step, (zeros, zeros), (inputs.swapaxes(0, 1), kept.T), reverse=reverse)
-    return found.swapaxes(0, 1)
+    _, states = lax.scan(step, (zeros, zeros), (inputs.swapaxes(0, 1), is_word.T), reverse=reverse)
+    return states.swapaxes(0, 1)
 
 
 def _embedding(vectors: Path | None, vocabulary: tuple[str, ...], width: int) -> tuple[Callable, Callable, int]:
     """(look-up (parameters, tokens) -> vectors, initializer key -> parameters, dimension of a vector)."""
     if not vocabulary:
         raise FedraxError(
-            "a model of words needs a data set of texts, with a vocabulary (snli, sent140, leaf, huggingface)."
+            "a text model needs a data set of texts, with a vocabulary: snli, sent140, leaf or huggingface"
         )
     if vectors is not None:
-        table = read_word_vectors(vectors, vocabulary)  # a constant of all clients: neither trained nor sent
+        table = read_word_vectors(vectors, vocabulary)  # a constant: neither trained nor sent
 
         def look_up(params: Params, words: Array) -> Array:
             return jnp.asarray(table, params["output"]["weight"].dtype)[words]
@@ -179,20 +165,20 @@ def _embedding(vectors: Path | None, vocabulary: tuple[str, ...], width: int) ->
         return look_up, lambda key: {}, table.shape[1]
 
     def init(key: Array) -> Params:
-        return {"embedding": jax.random.normal(key, (_numbers(vocabulary), width))}
+        return {"embedding": jax.random.normal(key, (_num_tokens(vocabulary), width))}
 
     return lambda params, words: params["embedding"][words], init, width
 
 
-def _numbers(vocabulary: tuple[str, ...]) -> int:
-    """How many numbers stand for words: padding, an unknown word, and those of the vocabulary."""
+def _num_tokens(vocabulary: tuple[str, ...]) -> int:
+    """Number of tokens: padding, unknown words, and the words of the vocabulary."""
     return UNKNOWN + 1 + len(vocabulary)
 
 
-def _model(name: str, init: Callable, body: list[Callable], vocabulary: tuple[str, ...]) -> Model:
-    """Blocks with a dense layer "output" on top."""
+def _build_model(name: str, init: Callable, body: list[Callable], vocabulary: tuple[str, ...]) -> Model:
+    """A model that applies the blocks ``body`` and the dense layer "output" one after the other."""
 
-    def top(params: Params, x: Array, key: Array | None = None) -> Array:
+    def output_block(params: Params, x: Array, key: Array | None = None) -> Array:
         return output(params["output"], x)
 
     def features(params: Params, x: Array, key: Array | None = None) -> Array:
@@ -201,6 +187,6 @@ def _model(name: str, init: Callable, body: list[Callable], vocabulary: tuple[st
         return x
 
     def apply(params: Params, x: Array, key: Array | None = None) -> Array:
-        return top(params, features(params, x, key))
+        return output_block(params, features(params, x, key))
 
-    return Model(init, apply, features, name, (*body, top), words=_numbers(vocabulary))
+    return Model(init, apply, features, name, (*body, output_block), words=_num_tokens(vocabulary))

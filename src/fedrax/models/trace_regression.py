@@ -1,4 +1,4 @@
-"""Trace regression: a matrix is estimated from its inner products with sample matrices."""
+"""Trace regression: estimation of a matrix from its inner products with sample matrices."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from jax import Array
 
 from fedrax.contract.model import Model, Params
 from fedrax.errors import FedraxError
+from fedrax.models.architecture import Architecture, Shape
 
-VISIBLE = 1e-3
+RANK_TOLERANCE = 1e-3
 """Singular values above this count toward the rank (LoSAC, section 5.5)."""
 
 
 @dataclass(frozen=True)
-class TraceRegression:
+class TraceRegression(Architecture):
     """y = <X, D> for a parameter matrix X and samples D of its shape, no bias (Negahban and Wainwright 2010).
 
     The model reports the rank of X (singular values above 1e-3) and, if the true matrix is known, the Frobenius norm
@@ -32,23 +33,14 @@ class TraceRegression:
     deviation: float = 0.0
     """Standard deviation of the normal initial entries of X; 0 initializes X to zero."""
 
-    def build(self, input_shape: tuple[int, ...], num_outputs: int) -> Model:
-        """Build the model.
-
-        Args:
-            input_shape: Shape of X and of a sample, (rows, columns).
-            num_outputs: Must be 1.
-
-        Returns:
-            The model.
-        """
+    def _build(self, input_shape: Shape, num_outputs: int) -> Model:
         if len(input_shape) != 2 or num_outputs != 1:
             raise FedraxError(
-                "trace_regression maps matrices to one number each, "
-                f"not inputs of shape {tuple(input_shape)} to {num_outputs} outputs."
+                "trace_regression takes matrices (rows, columns) and has one output, "
+                f"not inputs of shape {tuple(input_shape)} and {num_outputs} outputs"
             )
         if self.deviation < 0:
-            raise FedraxError(f"the deviation of trace_regression must be 0 or more, not {self.deviation}.")
+            raise FedraxError(f"trace_regression.deviation must be 0 or more, not {self.deviation}")
 
         def init(key: Array) -> Params:
             return {"matrix": self.deviation * jax.random.normal(key, input_shape)}
@@ -60,7 +52,8 @@ class TraceRegression:
 
 
 def _measures(params: Params, truth: Any) -> dict[str, Array]:
-    found = {"rank": (jnp.linalg.svd(params["matrix"], compute_uv=False) > VISIBLE).sum()}
+    """Rank of the matrix and, if the true matrix is known, the Frobenius norm of the error."""
+    measures = {"rank": (jnp.linalg.svd(params["matrix"], compute_uv=False) > RANK_TOLERANCE).sum()}
     if truth is not None:
-        found["frobenius_error"] = jnp.linalg.norm(params["matrix"] - truth)
-    return found
+        measures["frobenius_error"] = jnp.linalg.norm(params["matrix"] - truth)
+    return measures

@@ -7,28 +7,29 @@ the model's blocks. Parameters are nested dictionaries of arrays. They are initi
 in ±1/sqrt(fan_in). Integer inputs are converted to floating-point numbers.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedrax.config.hyperparameters import PositiveInt, check
+from fedrax.config.hyperparameters import PositiveInt
 from fedrax.contract.model import Model, Params
 from fedrax.errors import FedraxError, known_fields_only
+from fedrax.models.architecture import Architecture, Shape
+from fedrax.models.composable_layers import image_shape
 from fedrax.models.convolutional import VGG11, LeNet5, ResNet18, ResNet20, ResNet50, TinyNN
 from fedrax.models.layers import (
     ACTIVATIONS,
+    add_channel_axis,
     conv2d,
     dense,
     dropout,
     flatten,
-    images,
     init_conv,
     init_dense,
     init_output,
@@ -37,21 +38,19 @@ from fedrax.models.layers import (
     to_features,
 )
 from fedrax.models.lstm import init_lstm, lstm
-from fedrax.models.network_parts import image_shape
 from fedrax.models.polynomial import Polynomial
 from fedrax.models.text_networks import SentencePairs, Tweets
 from fedrax.models.trace_regression import TraceRegression
 
-Shape = tuple[int, ...]
 InitBody = Callable[[Array], Params]
 Block = Callable[..., Array]  # (params, x, key=None) -> x
-Start = Literal["pytorch", "glorot", "he"]
+Initialization = Literal["pytorch", "glorot", "he"]
 """Initialization: "pytorch" is uniform in ±1/sqrt(fan_in); "glorot" and "he" are normal with variance
 2/(fan_in + fan_out) and 2/fan_in, and biases are zero."""
 
 
 @dataclass(frozen=True)
-class Linear:
+class Linear(Architecture):
     """Linear model: one dense layer on the flattened input.
 
     Example:
@@ -60,21 +59,12 @@ class Linear:
         610
     """
 
-    def build(self, input_shape: Shape, num_outputs: int) -> Model:
-        """Build the model.
-
-        Args:
-            input_shape: Shape of one sample; it is flattened.
-            num_outputs: Number of outputs: classes, or targets of a regression.
-
-        Returns:
-            The model.
-        """
-        return _model("linear", math.prod(input_shape), num_outputs, lambda key: {}, [])
+    def _build(self, input_shape: Shape, num_outputs: int) -> Model:
+        return _build_model("linear", math.prod(input_shape), num_outputs, lambda key: {}, [])
 
 
 @dataclass(frozen=True)
-class Logistic:
+class Logistic(Architecture):
     """Softmax regression: one dense layer on the flattened input, initialized to zero.
 
     Example:
@@ -83,16 +73,7 @@ class Logistic:
         (2, 10)
     """
 
-    def build(self, input_shape: Shape, num_outputs: int) -> Model:
-        """Build the model.
-
-        Args:
-            input_shape: Shape of one sample; it is flattened.
-            num_outputs: Number of outputs: classes, or targets of a regression.
-
-        Returns:
-            The model.
-        """
+    def _build(self, input_shape: Shape, num_outputs: int) -> Model:
         linear = Linear().build(input_shape, num_outputs)
 
         def init(key: Array) -> Params:
@@ -102,7 +83,7 @@ class Logistic:
 
 
 @dataclass(frozen=True)
-class MLP:
+class MLP(Architecture):
     """Multilayer perceptron on the flattened input.
 
     Example:
@@ -115,26 +96,21 @@ class MLP:
     """Units of each hidden layer."""
     activation: Literal["relu", "tanh", "gelu", "elu", "sigmoid"] = "relu"
     """Activation after each hidden layer."""
-    start: Start = "pytorch"
+    start: Initialization = "pytorch"
     """Initialization of the parameters: "pytorch" is uniform in ±1/sqrt(fan_in), "glorot" and "he" are normal."""
 
-    def build(self, input_shape: Shape, num_outputs: int) -> Model:
-        """Build the model.
-
-        Args:
-            input_shape: Shape of one sample; it is flattened.
-            num_outputs: Number of outputs: classes, or targets of a regression.
-
-        Returns:
-            The model.
-        """
+    def _build(self, input_shape: Shape, num_outputs: int) -> Model:
         sizes = [math.prod(input_shape), *self.hidden]
-        return _started(_model("mlp", sizes[-1], num_outputs, *_dense_layers(sizes, self.activation)), self.start)
+        return _with_initialization(
+            _build_model("mlp", sizes[-1], num_outputs, *_dense_layers(sizes, self.activation)), self.start
+        )
 
 
 @dataclass(frozen=True)
-class TwoNN:
+class TwoNN(Architecture):
     """The "2NN" of McMahan et al. (2017), section 3: two hidden layers of 200 units with ReLU.
+
+    The first layer reads the flattened input.
 
     Example:
         >>> model = fedrax.models.TwoNN().build(input_shape=(28, 28, 1), num_outputs=10)
@@ -142,34 +118,24 @@ class TwoNN:
         199210
     """
 
-    start: Start = "pytorch"
+    start: Initialization = "pytorch"
     """Initialization of the parameters: "pytorch" is uniform in ±1/sqrt(fan_in), "glorot" and "he" are normal."""
 
-    def build(self, input_shape: Shape, num_outputs: int) -> Model:
-        """Build the model.
-
-        Args:
-            input_shape: Shape of one sample; it is flattened.
-            num_outputs: Number of outputs: classes, or targets of a regression.
-
-        Returns:
-            The model.
-        """
+    def _build(self, input_shape: Shape, num_outputs: int) -> Model:
         sizes = [math.prod(input_shape), 200, 200]
-        return _started(_model("2nn", 200, num_outputs, *_dense_layers(sizes, "relu")), self.start)
+        return _with_initialization(_build_model("2nn", 200, num_outputs, *_dense_layers(sizes, "relu")), self.start)
 
 
-def _started(model: Model, start: Start) -> Model:
-    """``model`` with dense layers initialized as ``start`` says."""
-    if start == "pytorch":
+def _with_initialization(model: Model, initialization: Initialization) -> Model:
+    """``model`` with another initialization of its dense layers."""
+    if initialization == "pytorch":
         return model
-    draw = {"glorot": jax.nn.initializers.glorot_normal, "he": jax.nn.initializers.he_normal}[start]()
+    draw = {"glorot": jax.nn.initializers.glorot_normal, "he": jax.nn.initializers.he_normal}[initialization]()
 
     def init(key: Array) -> Params:
         params = model.init(key)
-        params["output"]["weight"] = params["output"][
-            "weight"
-        ].T  # drawn in the layout of a dense layer, then transposed
+        # The output weight is drawn in the layout of a hidden layer, with fan-in as its first axis.
+        params["output"]["weight"] = params["output"]["weight"].T
         leaves, structure = jax.tree.flatten(params)
         keys = jax.random.split(key, len(leaves))
         drawn = [jnp.zeros_like(x) if x.ndim < 2 else draw(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
@@ -181,8 +147,10 @@ def _started(model: Model, start: Start) -> Model:
 
 
 @dataclass(frozen=True)
-class LeNet:
+class LeNet(Architecture):
     """Convolutional network for images: two 5x5 convolutions with ReLU and 2x2 max pooling, then dense layers.
+
+    Inputs are images [H, W] or [H, W, C] of at least 16x16 pixels.
 
     Example:
         >>> model = fedrax.models.LeNet().build(input_shape=(28, 28, 1), num_outputs=10)
@@ -195,16 +163,7 @@ class LeNet:
     hidden: tuple[PositiveInt, ...] = (512, 128)
     """Units of each hidden dense layer, with ReLU."""
 
-    def build(self, input_shape: Shape, num_outputs: int) -> Model:
-        """Build the model.
-
-        Args:
-            input_shape: Shape of one image, (height, width) or (height, width, channels), at least 16x16.
-            num_outputs: Number of outputs: classes, or targets of a regression.
-
-        Returns:
-            The model.
-        """
+    def _build(self, input_shape: Shape, num_outputs: int) -> Model:
         height, width, channels_in = image_shape("lenet", input_shape, smallest=16)
         first, second = self.channels
         rows, columns = (((side - 4) // 2 - 4) // 2 for side in (height, width))
@@ -218,19 +177,19 @@ class LeNet:
             return {"conv1": conv1, "conv2": conv2} | init_layers(keys[2])
 
         def conv1(params: Params, x: Array, key: Array | None = None) -> Array:
-            return max_pool(jax.nn.relu(conv2d(params["conv1"], images(x))))
+            return max_pool(jax.nn.relu(conv2d(params["conv1"], add_channel_axis(x))))
 
         def conv2(params: Params, x: Array, key: Array | None = None) -> Array:
             return to_features(max_pool(jax.nn.relu(conv2d(params["conv2"], x))))
 
-        return _model("lenet", sizes[-1], num_outputs, init, [conv1, conv2, *dense_layers])
+        return _build_model("lenet", sizes[-1], num_outputs, init, [conv1, conv2, *dense_layers])
 
 
 @dataclass(frozen=True)
-class CNN:
+class CNN(Architecture):
     """Convolutional network for images: two 3x3 convolutions with ReLU, 2x2 max pooling and one hidden dense layer.
 
-    The architecture of pfl-research's CIFAR-10 benchmark.
+    The architecture of pfl-research's CIFAR-10 benchmark. Inputs are images [H, W] or [H, W, C] of at least 6x6 pixels.
 
     Example:
         >>> model = fedrax.models.CNN().build(input_shape=(32, 32, 3), num_outputs=10)
@@ -245,19 +204,10 @@ class CNN:
     dropout: tuple[float, float] = (0.25, 0.5)
     """Dropout rates after the pooling and after the hidden layer, used in training only."""
 
-    def build(self, input_shape: Shape, num_outputs: int) -> Model:
-        """Build the model.
-
-        Args:
-            input_shape: Shape of one image, (height, width) or (height, width, channels), at least 6x6.
-            num_outputs: Number of outputs: classes, or targets of a regression.
-
-        Returns:
-            The model.
-        """
+    def _build(self, input_shape: Shape, num_outputs: int) -> Model:
         height, width, channels_in = image_shape("cnn", input_shape, smallest=6)
         if not all(0 <= rate < 1 for rate in self.dropout):
-            raise FedraxError(f"dropout rates must lie in [0, 1), not {self.dropout}.")
+            raise FedraxError(f"dropout rates must be in [0, 1), not {self.dropout}")
         first, second = self.channels
         num_pooled = second * ((height - 4) // 2) * ((width - 4) // 2)
 
@@ -270,7 +220,7 @@ class CNN:
             }
 
         def conv1(params: Params, x: Array, key: Array | None = None) -> Array:
-            return jax.nn.relu(conv2d(params["conv1"], images(x)))
+            return jax.nn.relu(conv2d(params["conv1"], add_channel_axis(x)))
 
         def conv2(params: Params, x: Array, key: Array | None = None) -> Array:
             return drop(0, to_features(max_pool(jax.nn.relu(conv2d(params["conv2"], x)))), key)
@@ -278,14 +228,14 @@ class CNN:
         def dense1(params: Params, x: Array, key: Array | None = None) -> Array:
             return drop(1, jax.nn.relu(dense(params["dense1"], x)), key)
 
-        def drop(place: int, x: Array, key: Array | None) -> Array:
-            return dropout(x, self.dropout[place], None if key is None else jax.random.split(key)[place])
+        def drop(index: int, x: Array, key: Array | None) -> Array:
+            return dropout(x, self.dropout[index], None if key is None else jax.random.split(key)[index])
 
-        return _model("cnn", self.hidden, num_outputs, init, [conv1, conv2, dense1])
+        return _build_model("cnn", self.hidden, num_outputs, init, [conv1, conv2, dense1])
 
 
 @dataclass(frozen=True)
-class LSTM:
+class LSTM(Architecture):
     """One LSTM layer over a sequence [T, F], whose last hidden state is the input of the output layer.
 
     Example:
@@ -297,20 +247,11 @@ class LSTM:
     hidden: PositiveInt = 128
     """Units of the LSTM."""
 
-    def build(self, input_shape: Shape, num_outputs: int) -> Model:
-        """Build the model.
-
-        Args:
-            input_shape: Shape of one sequence, (time steps, features).
-            num_outputs: Number of outputs: classes, or targets of a regression.
-
-        Returns:
-            The model.
-        """
+    def _build(self, input_shape: Shape, num_outputs: int) -> Model:
         if len(input_shape) != 2:
-            hint = "; of words or characters, as numbers, tweets makes the features" if len(input_shape) == 1 else ""
-            raise FedraxError(f"lstm reads sequences of shape (steps, features), not {tuple(input_shape)}{hint}.")
-        return _model(
+            hint = ": for texts as token numbers, use the model tweets" if len(input_shape) == 1 else ""
+            raise FedraxError(f"lstm takes sequences of shape (steps, features), not {tuple(input_shape)}{hint}")
+        return _build_model(
             "lstm",
             self.hidden,
             num_outputs,
@@ -340,61 +281,48 @@ MODELS: dict[str, type] = {
 }
 
 
-def _check_first(cls: Any) -> None:
-    """Make ``cls.build`` check the fields first: an unknown choice would silently select another one."""
-    build = cls.build
-
-    @functools.wraps(build)
-    def checked(self: Any, *shapes: Any, **named: Any) -> Model:
-        check(self)
-        return build(self, *shapes, **named)
-
-    cls.build = checked
-
-
 for _class in MODELS.values():
     known_fields_only(_class)
-    _check_first(_class)
 
 
-def _model(name: str, num_features: int, num_outputs: int, init_body: InitBody, layers: list[Block]) -> Model:
-    """A body of layers with a dense layer "output" on top, which reads the flattened input if there are no layers."""
+def _build_model(name: str, num_features: int, num_outputs: int, init_body: InitBody, layers: list[Block]) -> Model:
+    """A model that applies ``layers`` one after the other and a dense layer "output" to their flattened outputs."""
     if num_features < 1 or num_outputs < 1:
-        raise FedraxError(f"{name} needs positive sizes, not {num_features} features, {num_outputs} outputs.")
+        raise FedraxError(f"{name} needs positive sizes, not {num_features} features and {num_outputs} outputs")
 
     def init(key: Array) -> Params:
         body_key, output_key = jax.random.split(key)
         return init_body(body_key) | {"output": init_output(output_key, num_features, num_outputs)}
 
     def features(params: Params, x: Array, key: Array | None = None) -> Array:
-        x = _numbers(params, x)
+        x = _as_float(params, x)
         for layer in layers:
             x = layer(params, x, key)
         return flatten(x)
 
     def apply(params: Params, x: Array, key: Array | None = None) -> Array:
-        return top(params, features(params, x, key))
+        return output_block(params, features(params, x, key))
 
-    def top(params: Params, x: Array, key: Array | None = None) -> Array:
+    def output_block(params: Params, x: Array, key: Array | None = None) -> Array:
         return output(params["output"], flatten(x))
 
-    first, *others = *layers, top
+    first, *others = *layers, output_block
 
-    def bottom(params: Params, x: Array, key: Array | None = None) -> Array:
-        return first(params, _numbers(params, x), key)
+    def first_block(params: Params, x: Array, key: Array | None = None) -> Array:
+        return first(params, _as_float(params, x), key)
 
-    return Model(init, apply, features, name, (bottom, *others), reads_amounts=True)
+    return Model(init, apply, features, name, (first_block, *others), reads_amounts=True)
 
 
-def _numbers(params: Params, x: Array) -> Array:
-    """Integers converted to the parameters' dtype: no model of this module reads tokens."""
+def _as_float(params: Params, x: Array) -> Array:
+    """x with integers converted to the parameters' dtype."""
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(params["output"]["weight"].dtype)
 
 
 def _dense_layers(sizes: list[int], activation: str) -> tuple[InitBody, list[Block]]:
     """Dense layers "dense1", "dense2", ... of the given sizes with activations; the first flattens its input."""
     if min(sizes) < 1:
-        raise FedraxError(f"layer sizes must be positive, not {sizes}.")
+        raise FedraxError(f"layer sizes must be positive, not {sizes}")
     activate = ACTIVATIONS[activation]
     shapes = {f"dense{i}": shape for i, shape in enumerate(pairwise(sizes), 1)}
 
