@@ -18,7 +18,7 @@ from torch.nn import functional as F  # noqa: E402
 
 from fedrax import FedraxError  # noqa: E402
 from fedrax.models import from_torch  # noqa: E402
-from fedrax.models.pytorch.export import quiet  # noqa: E402
+from fedrax.models.pytorch.export import tracing_settings  # noqa: E402
 
 torch.manual_seed(0)
 VECTORS, IMAGES = torch.randn(5, 6), torch.randn(3, 2, 8, 8)
@@ -228,7 +228,7 @@ class Sign(torch.autograd.Function):
 
 
 def test_derivatives_that_a_trace_loses_are_rejected():
-    with pytest.raises(FedraxError, match=r"derivatives of its own.*\(Sign\).*detach"):
+    with pytest.raises(FedraxError, match=r"custom derivatives.*\(Sign\).*detach"):
         from_torch(*of_vectors(Sign.apply))
     again = of_vectors(lambda y: torch.utils.checkpoint.checkpoint(torch.tanh, y, use_reentrant=True))
     with pytest.raises(FedraxError, match=r"\(CheckpointFunction\).*use_reentrant=False"):
@@ -268,7 +268,7 @@ def hooked(y: Any) -> Any:
     ids=["in training alone", "a tensor's hook", "detached in place"],
 )
 def test_derivatives_that_a_trace_loses_in_other_ways_are_rejected(function: Any, name: str):
-    with pytest.raises(FedraxError, match=rf"derivatives of its own.*\({name}\)"):
+    with pytest.raises(FedraxError, match=rf"custom derivatives.*\({name}\)"):
         from_torch(Net(nn.Linear(6, 8), function), VECTORS)
 
 
@@ -295,13 +295,13 @@ def test_settings_of_pytorch_are_restored_after_two_threads():
     entered, may_leave = threading.Event(), threading.Event()
 
     def other() -> None:
-        with quiet(torch):
+        with tracing_settings(torch):
             entered.set()
             may_leave.wait()
 
     settings = lambda: (torch.backends.mha.get_fastpath_enabled(), nn.modules.transformer._detect_is_causal_mask)  # noqa: E731
     before, thread = settings(), threading.Thread(target=other, daemon=True)
-    with quiet(torch):
+    with tracing_settings(torch):
         thread.start()
         assert not entered.wait(0.2)
     may_leave.set()

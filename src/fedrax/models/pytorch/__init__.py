@@ -1,4 +1,4 @@
-"""Adapter of PyTorch modules: traced by ``torch.export`` and computed in JAX."""
+"""Adapter of PyTorch modules: they are traced by ``torch.export`` and evaluated in JAX."""
 
 from fedrax.models.pytorch.adapter import TorchModel, from_torch
 

@@ -18,18 +18,17 @@ from jax import Array
 from fedrax.contract.model import Model, Params, Variables
 from fedrax.devices import use_all_cores
 from fedrax.errors import FedraxError, unknown
-from fedrax.models.pytorch.export import quiet
-from fedrax.models.pytorch.module_state import called_once
-from fedrax.models.pytorch.program import BEYOND, Program, only_batches_of
+from fedrax.models.adapters.modules import ModuleFunction
+from fedrax.models.pytorch.export import tracing_settings
+from fedrax.models.pytorch.module_state import call_with_state_check
 from fedrax.models.pytorch.source_locations import line_of_error
-from fedrax.models.pytorch.stop_gradients import hooked_parameters, lost_derivatives
+from fedrax.models.pytorch.stop_gradients import custom_derivatives, parameters_with_hooks
+from fedrax.models.pytorch.traced_module import INT64_MESSAGE, TracedModule, fixed_batch_message
 
-QUICK: dict[str, Any] = {"compiler_options": {"xla_backend_optimization_level": 1}}
-"""What is run once need not run fast."""
-Part = str | Callable[..., Any]
-"""A method's name, or a function of the module and x."""
+FAST_COMPILATION: dict[str, Any] = {"compiler_options": {"xla_backend_optimization_level": 1}}
+"""Options of jax.jit for a program that runs once: compilation takes longer than execution."""
 TOLERANCE = 1e-5
-"""Largest difference of outputs in JAX and PyTorch, relative to the largest output or 1."""
+"""Largest accepted difference of outputs in JAX and PyTorch, relative to the largest output or 1."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -43,8 +42,8 @@ class TorchModel(Model):
     """
 
     module: Any = None
-    """A copy of the module as it was given to `from_torch`."""
-    moving: frozenset[str] = field(default_factory=frozenset)
+    """A copy of the module given to `from_torch`."""
+    running_buffers: frozenset[str] = field(default_factory=frozenset)
     """Names of the buffers that training updates, such as batch norm's running statistics."""
 
     def to_torch(self, trained: Any) -> Any:
@@ -63,25 +62,25 @@ class TorchModel(Model):
         torch = _torch()
         params = getattr(trained, "params", trained)
         values = _flat(params) | _flat(getattr(trained, "statistics", None) or {})
-        made = _copied(torch, self.module).eval()
-        places = dict(made.named_parameters()) | dict(made.named_buffers())
-        wanted = {name for name, p in made.named_parameters() if p.requires_grad}
-        if not wanted <= set(values) <= wanted | self.moving:
-            raise FedraxError(f"these are not the parameters of {self.name}: it has {', '.join(sorted(wanted))}")
+        copied = _copy(torch, self.module).eval()
+        tensors = dict(copied.named_parameters()) | dict(copied.named_buffers())
+        wanted = {name for name, p in copied.named_parameters() if p.requires_grad}
+        if not wanted <= set(values) <= wanted | self.running_buffers:
+            raise FedraxError(f"these are not the parameters of {self.name}, which are {', '.join(sorted(wanted))}")
         with torch.no_grad():
             for name, value in values.items():
-                if tuple(np.shape(value)) != tuple(places[name].shape):
-                    raise FedraxError(f"{name} has shape {np.shape(value)}, should be {tuple(places[name].shape)}")
-                places[name].copy_(torch.from_numpy(np.array(value)))
-        return made
+                if tuple(np.shape(value)) != tuple(tensors[name].shape):
+                    raise FedraxError(f"{name} has shape {np.shape(value)}, should be {tuple(tensors[name].shape)}")
+                tensors[name].copy_(torch.from_numpy(np.array(value)))
+        return copied
 
 
 def from_torch(
     module: Any,
     example: Any,
     *,
-    features: Part | None = None,
-    blocks: Sequence[Part] = (),
+    features: ModuleFunction | None = None,
+    blocks: Sequence[ModuleFunction] = (),
     channels_last: bool = False,
 ) -> TorchModel:
     """Convert a PyTorch module, which maps a batch [B, ...] to outputs [B, ...], to a model computed in JAX.
@@ -114,243 +113,260 @@ def from_torch(
     """
     torch = _torch()
     make = module if callable(module) and not isinstance(module, torch.nn.Module) else None
-    kept = _own_copy(torch, module if make is None else _made(torch, make, 0))
-    name = type(kept).__name__
-    batch = _batch(torch, kept, example, name)
-    whole = _Traced(torch, kept, lambda net, x: net(x), batch, name)
-    state = _State(torch, kept, whole.training.moved)
-    if moved := ", ".join(whole.evaluation.moved):
-        raise FedraxError(f"{name} moves {moved} in evaluation too: ask self.training first")
+    net = _checked_copy(torch, module if make is None else _create(torch, make, 0))
+    name = type(net).__name__
+    batch = _example_batch(torch, net, example, name)
+    whole = _TracedFunction(torch, net, lambda net, x: net(x), batch, name)
+    state = _ModuleState(torch, net, whole.training.updated_buffers)
+    if updated := ", ".join(whole.evaluation.updated_buffers):
+        raise FedraxError(f"{name} updates {updated} in evaluation too: do it only if self.training")
     whole.compare(state, batch)
 
-    def of(traced: _Traced, first: bool = True) -> Callable:
-        turned = channels_last and first
-        return lambda variables, x, key=None: traced.run(state, variables, _turned(x, turned), key)[0]
+    def apply_of(traced: _TracedFunction, first: bool = True) -> Callable:
+        transposed = channels_last and first
+        return lambda variables, x, key=None: traced.run(state, variables, _channels_first(x, transposed), key)[0]
 
     def train(variables: Variables, x: Array, key: Array) -> tuple[Array, Any]:
-        outputs, moved = whole.run(state, variables, _turned(x, channels_last), key)
-        return outputs, _nested(moved)
+        outputs, updated = whole.run(state, variables, _channels_first(x, channels_last), key)
+        return outputs, _nested(updated)
 
-    _check_other_sizes(of(whole, first=False), state.init(jax.random.key(0)), batch, name)
-    parts, given = [], batch
-    for number, part in enumerate(blocks):
-        traced = _Traced(torch, kept, _function(kept, part), given, f"{name}, block {part}")
-        parts.append(of(traced, number == 0))
-        given = traced.expected
+    _check_batch_sizes(apply_of(whole, first=False), state.init(jax.random.key(0)), batch, name)
+    block_functions, inputs = [], batch
+    for index, block in enumerate(blocks):
+        traced = _TracedFunction(torch, net, _function(net, block), inputs, f"{name}, block {block}")
+        block_functions.append(apply_of(traced, index == 0))
+        inputs = traced.expected
+    features_function = None
+    if features is not None:
+        features_function = apply_of(_TracedFunction(torch, net, _function(net, features), batch, name))
     return TorchModel(
-        init=state.init if make is None else state.init_by(lambda seed: _made(torch, make, seed)),
-        apply=of(whole),
-        features=None if features is None else of(_Traced(torch, kept, _function(kept, features), batch, name)),
+        init=state.init if make is None else state.init_by(lambda seed: _create(torch, make, seed)),
+        apply=apply_of(whole),
+        features=features_function,
         name=name,
-        blocks=tuple(parts) or None,
-        train=train if state.moving else None,
-        module=kept,
-        moving=frozenset(state.moving),
+        blocks=tuple(block_functions) or None,
+        train=train if state.running else None,
+        module=net,
+        running_buffers=frozenset(state.running),
     )
 
 
-def _own_copy(torch: ModuleType, source: Any) -> Any:
-    source = getattr(source, "_orig_mod", source)  # what torch.compile was given
+def _checked_copy(torch: ModuleType, source: Any) -> Any:
+    """A copy of a module in evaluation mode; raises FedraxError for modules that are not supported."""
+    source = getattr(source, "_orig_mod", source)  # the original of a module compiled by torch.compile
     if isinstance(source, torch.jit.ScriptModule):
         raise FedraxError(f"{type(source).__name__} is compiled for TorchScript: give the module that it was made of")
     if not isinstance(source, torch.nn.Module):
-        raise FedraxError(f"from_torch takes a torch.nn.Module, or what makes one, not {type(source).__name__}")
+        raise FedraxError(
+            f"from_torch takes a torch.nn.Module, or a function that creates one, not {type(source).__name__}"
+        )
     if any(torch.nn.parameter.is_lazy(p) for p in (*source.parameters(), *source.buffers())):
         raise FedraxError(f"{type(source).__name__} has layers without a shape yet: call it once, module(example)")
     short = next((str(p.dtype) for p in source.parameters() if p.dtype in (torch.float16, torch.bfloat16)), None)
     if short is not None:
         raise FedraxError(f"{type(source).__name__} has parameters of {short}: from_torch(module.float(), example)")
-    if hooked := hooked_parameters(source):
+    if hooked := parameters_with_hooks(source):
         raise FedraxError(
-            f"{type(source).__name__} has hooks of gradients ({hooked[0]}), which a trace does not know: put what they"
-            " do into forward, and requires_grad=False for parameters that stay"
+            f"{type(source).__name__} has hooks of gradients ({hooked[0]}), which cannot be traced: do the same in"
+            " forward, and set requires_grad=False for frozen parameters"
         )
-    return _copied(torch, source).cpu().eval()
+    return _copy(torch, source).cpu().eval()
 
 
-def _copied(torch: ModuleType, module: Any) -> Any:
-    # what an old weight_norm has computed of parameters cannot be copied with how it was computed
-    made: dict[int, Any] = {}
+def _copy(torch: ModuleType, module: Any) -> Any:
+    """A deep copy of a module, also with attributes that were computed from parameters."""
+    # Such tensors (as of the old weight_norm) cannot be copied with their autograd graph: they are detached.
+    detached: dict[int, Any] = {}
 
-    def look(value: Any) -> None:
+    def detach(value: Any) -> None:
         if isinstance(value, torch.Tensor) and not value.is_leaf:
-            made[id(value)] = value.detach().clone()
+            detached[id(value)] = value.detach().clone()
         elif isinstance(value, (dict, list, tuple)):
             for entry in value.values() if isinstance(value, dict) else value:
-                look(entry)
+                detach(entry)
 
-    for part in module.modules():
-        look(vars(part))
-    return copy.deepcopy(module, made)
+    for submodule in module.modules():
+        detach(vars(submodule))
+    return copy.deepcopy(module, detached)
 
 
-def _check_other_sizes(apply: Callable, variables: Any, batch: Any, name: str) -> None:
-    """Refuse a module with the example's size written into it; the tracer does not always notice."""
+def _check_batch_sizes(apply: Callable, variables: Any, batch: Any, name: str) -> None:
+    """Raise FedraxError for a module that takes only the example's batch size; the tracer does not always notice."""
     x = jax.ShapeDtypeStruct((len(batch) + 1, *batch.shape[1:]), jax.dtypes.canonicalize_dtype(_array(batch[:1]).dtype))
     try:
         fits = jax.eval_shape(apply, variables, x).shape[0] == len(batch) + 1
     except FedraxError:
         fits = False
     if not fits:
-        raise FedraxError(only_batches_of(len(batch), name))
+        raise FedraxError(fixed_batch_message(len(batch), name))
 
 
-class _Traced:
-    """A function of a module and x as a program for each mode."""
+class _TracedFunction:
+    """A function (module, x), traced in evaluation and in training mode."""
 
     def __init__(self, torch: ModuleType, module: Any, function: Callable, batch: Any, name: str):
         self._torch, self._name, self._function = torch, name, function
         self._eager = lambda net: function(net, batch)
-        with quiet(torch):
-            outputs, lost = lost_derivatives(torch, module, function, batch)
+        with tracing_settings(torch):
+            outputs, custom = custom_derivatives(torch, module, function, batch)
         if not isinstance(outputs, torch.Tensor):
-            raise FedraxError(f"{name} gives {type(outputs).__name__}, not one array: wrap it in one that does")
-        self._refuse(lost)
+            raise FedraxError(f"{name} returns {type(outputs).__name__}, not one array: wrap it in a module that does")
+        self._check_derivatives(custom)
         self._module, self.expected = module, outputs.detach()
-        self.evaluation = Program(torch, module, function, batch, name)
-        self.training = Program(torch, _copied(torch, module).train(), function, batch, name)
-        with torch.random.fork_rng(devices=[]), quiet(torch):
-            self._refuse(lost_derivatives(torch, _copied(torch, module).train(), function, batch)[1])
+        self.evaluation = TracedModule(torch, module, function, batch, name)
+        self.training = TracedModule(torch, _copy(torch, module).train(), function, batch, name)
+        with torch.random.fork_rng(devices=[]), tracing_settings(torch):
+            self._check_derivatives(custom_derivatives(torch, _copy(torch, module).train(), function, batch)[1])
 
-    def _refuse(self, lost: Sequence[str]) -> None:
-        if lost:
+    def _check_derivatives(self, custom: Sequence[str]) -> None:
+        """Raise FedraxError for derivatives that the trace does not have."""
+        if custom:
             raise FedraxError(
-                f"{self._name} has derivatives of its own, or hooks of them, which a trace does not know"
-                f" ({', '.join(lost)}): write what they do with detach, as in x + (f(x) - x).detach() for f with the"
-                " derivative of x; checkpoint(...) needs use_reentrant=False"
+                f"{self._name} has custom derivatives, or hooks of them, which cannot be traced ({', '.join(custom)}):"
+                " write them with detach, as x + (f(x) - x).detach() for f with the derivative of x; checkpoint(...)"
+                " needs use_reentrant=False"
             )
 
-    def run(self, state: _State, variables: Any, x: Any, key: Array | None) -> tuple[Array, dict]:
-        """(outputs, moved buffers by name); with a key in training mode."""
-        params, statistics = variables if state.moving else (variables, {})
+    def run(self, state: _ModuleState, variables: Any, x: Any, key: Array | None) -> tuple[Array, dict]:
+        """(outputs, running buffers by name); with a key in training mode."""
+        params, statistics = variables if state.running else (variables, {})
         leaves = jax.tree.leaves(params)
         float_type = jnp.result_type(*leaves) if leaves else jnp.float32
-        values = {**state.still, **_flat(params), **_flat(statistics)}
+        values = {**state.constants, **_flat(params), **_flat(statistics)}
         values = {alias: values[own] for alias, own in state.names.items() if own in values}
-        program = self.evaluation if key is None else self.training
-        outputs, moved, _ = program.run(values, x, key, float_type)
-        return outputs, {name: moved.get(name, values[name]) for name in state.moving}
+        traced = self.evaluation if key is None else self.training
+        outputs, updated, _ = traced.run(values, x, key, float_type)
+        return outputs, {name: updated.get(name, values[name]) for name in state.running}
 
-    def compare(self, state: _State, batch: Any) -> None:
-        """Refuse the program if its numbers are not PyTorch's, or not a row for each sample."""
-        values = {alias: state.start[own] for alias, own in state.names.items()}
-        asked = []
+    def compare(self, state: _ModuleState, batch: Any) -> None:
+        """Raise FedraxError if outputs differ from PyTorch's, or do not have a row for each sample."""
+        values = {alias: state.initial[own] for alias, own in state.names.items()}
+        uses_random = []
 
-        def both(values: dict, x: Array) -> tuple[Array, Array | None, Array, dict]:
-            found, _, _ = self.evaluation.run(values, x, None, jnp.float32)
-            first = None if alone is None else self.evaluation.run(values, x[:1], None, jnp.float32)[0]
-            outputs, moved, random = self.training.run(values, x, jax.random.key(0), jnp.float32)
-            asked.append(random)
-            return found, first, outputs, moved
+        def in_jax(values: dict, x: Array) -> tuple[Array, Array | None, Array, dict]:
+            evaluated, _, _ = self.evaluation.run(values, x, None, jnp.float32)
+            single = None if expected_single is None else self.evaluation.run(values, x[:1], None, jnp.float32)[0]
+            outputs, updated, random = self.training.run(values, x, jax.random.key(0), jnp.float32)
+            uses_random.append(random)
+            return evaluated, single, outputs, updated
 
-        alone = self._of_one(batch[:1])
+        expected_single = self._outputs_of_single(batch[:1])
         with jax.default_matmul_precision("highest"):
-            found, first, outputs, moved = jax.jit(both, **QUICK)(values, _array(batch))
-        self._compare("evaluation", found, self.expected)
+            evaluated, single, outputs, updated = jax.jit(in_jax, **FAST_COMPILATION)(values, _array(batch))
+        self._compare("evaluation", evaluated, self.expected)
         if self.expected.shape[:1] != batch.shape[:1]:
             raise FedraxError(
-                f"{self._name} gives outputs of shape {tuple(self.expected.shape)} for {len(batch)} samples: the first"
-                " axis must be the samples, and positions the next"
+                f"{self._name} returns outputs of shape {tuple(self.expected.shape)} for {len(batch)} samples: the"
+                " first axis must be the samples, and positions the next"
             )
-        if first is not None and first.shape == alone.shape:  # squeeze() may make it another, which nobody relies on
-            self._compare("evaluation of a single sample", first, alone)
-        net = _copied(self._torch, self._module).train()
-        with quiet(self._torch):
-            expected, buffers = called_once(self._torch, net, self._eager, self._name)
-        if any(asked):
+        if single is not None and single.shape == expected_single.shape:  # squeeze() may remove the axis in PyTorch
+            self._compare("evaluation of a single sample", single, expected_single)
+        net = _copy(self._torch, self._module).train()
+        with tracing_settings(self._torch):
+            expected, buffers = call_with_state_check(self._torch, net, self._eager, self._name)
+        if any(uses_random):
             return
         self._compare("training", outputs, expected)
-        for name, value in moved.items():
+        for name, value in updated.items():
             self._compare(f"training, {name}", value, buffers[name])
 
-    def _of_one(self, sample: Any) -> Any:
-        """PyTorch's outputs of a single one, of which the tracer knows nothing; None where the module gives none."""
-        with quiet(self._torch), self._torch.no_grad():
+    def _outputs_of_single(self, sample: Any) -> Any:
+        """PyTorch's outputs for a batch of one, a size that the tracer does not try; None if they are not finite."""
+        with tracing_settings(self._torch), self._torch.no_grad():
             try:
                 outputs = self._function(self._module, sample)
-            except Exception:  # of the user's own
+            except Exception:  # any error of user code
                 return None
         return outputs if outputs.isfinite().all() else None
 
     def _compare(self, where: str, found: Array, expected: Any) -> None:
+        """Raise FedraxError if an array differs from PyTorch's by more than ``TOLERANCE``."""
         kind = self._torch.complex128 if expected.is_complex() else self._torch.float64
         wanted = expected.detach().to(kind).numpy()
         if found.shape != wanted.shape:
-            raise FedraxError(f"{self._name} in {where}: JAX gives shape {found.shape}, PyTorch {wanted.shape}")
+            raise FedraxError(
+                f"{self._name} in {where}: the shape is {found.shape} in JAX and {wanted.shape} in PyTorch"
+            )
         numbers = np.asarray(found).astype(wanted.dtype)
-        differ = numbers != wanted  # infinities, as in what is masked, may be the same
+        differ = numbers != wanted  # equal infinities, as of masked entries, are equal
         error = float(np.max(np.abs(numbers[differ] - wanted[differ]), initial=0.0))
         limit = TOLERANCE * max(1.0, float(np.max(np.abs(wanted[np.isfinite(wanted)]), initial=0.0)))
         if not error <= limit:
-            raise FedraxError(f"{self._name} in {where}: JAX's numbers differ from PyTorch's by {error:.2g}")
+            raise FedraxError(
+                f"{self._name} in {where}: JAX's numbers differ from PyTorch's by {error:.2g}, at most {limit:.2g} is"
+                " accepted"
+            )
 
 
-class _State:
-    """A module's parameters and buffers: which are trained, which move, which stay."""
+class _ModuleState:
+    """A module's parameters and buffers: trained, running (updated by training) and constant ones."""
 
-    def __init__(self, torch: ModuleType, module: Any, moved: Sequence[str]):
+    def __init__(self, torch: ModuleType, module: Any, updated: Sequence[str]):
         shared: dict[int, str] = {}
         self.names: dict[str, str] = {}
-        """A tensor's first name by each of its names."""
-        self.start: dict[str, np.ndarray] = {}
+        """For each name of a tensor, the first of its names: modules may share tensors."""
+        self.initial: dict[str, np.ndarray] = {}
         trained = []
         tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         for name, tensor in tensors:
             own = self.names[name] = shared.setdefault(id(tensor), name)
             if own == name:
-                self.start[name] = _array(tensor)
+                self.initial[name] = _array(tensor)
                 trained += [name] if tensor.requires_grad else []
-        self.trained, self.moving = trained, [name for name in moved if name in self.start]
-        self.still = {name: a for name, a in self.start.items() if name not in (*self.trained, *self.moving)}
+        self.trained, self.running = trained, [name for name in updated if name in self.initial]
+        variable = (*self.trained, *self.running)
+        self.constants = {name: a for name, a in self.initial.items() if name not in variable}
         if not self.trained:
             raise FedraxError(
-                f"{type(module).__name__} has no parameters that need a gradient: there is nothing to train"
+                f"{type(module).__name__} has no parameters with requires_grad=True: there is nothing to train"
             )
 
     def init(self, key: Array) -> Params:
-        """The module's own values."""
-        return self._variables({name: jnp.asarray(a) for name, a in self.start.items()})
+        """The module's own values, for any key."""
+        return self._variables({name: jnp.asarray(a) for name, a in self.initial.items()})
 
     def init_by(self, make: Callable[[int], Any]) -> Callable[[Array], Params]:
-        """Values that ``make(seed)`` draws, for any key."""
+        """An initializer whose values are those of ``make(seed)``, with a seed derived from the key."""
 
         def draw(shapes: dict[str, jax.ShapeDtypeStruct], bits: np.ndarray) -> dict[str, np.ndarray]:
             seed = int(np.asarray(bits, np.uint64) @ np.array([1 << 32, 1], np.uint64)) if np.size(bits) == 2 else 0
-            made = make(seed % (1 << 63))
-            found = {**dict(made.named_parameters()), **dict(made.named_buffers())}
-            return {name: _array(found[name]).astype(shape.dtype) for name, shape in shapes.items()}
+            module = make(seed % (1 << 63))
+            tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            return {name: _array(tensors[name]).astype(shape.dtype) for name, shape in shapes.items()}
 
         def init(key: Array) -> Params:
             bits = jax.random.bits(key, (2,), jnp.uint32)
-            # JAX's type of a double is a matter of the precision in which init is called.
-            types = {name: jax.dtypes.canonicalize_dtype(a.dtype) for name, a in self.start.items()}
-            shapes = {name: jax.ShapeDtypeStruct(a.shape, types[name]) for name, a in self.start.items()}
+            # Types depend on whether float64 is enabled when init is called.
+            types = {name: jax.dtypes.canonicalize_dtype(a.dtype) for name, a in self.initial.items()}
+            shapes = {name: jax.ShapeDtypeStruct(a.shape, types[name]) for name, a in self.initial.items()}
             return self._variables(jax.pure_callback(partial(draw, shapes), shapes, bits, vmap_method="sequential"))
 
         return init
 
     def _variables(self, values: dict[str, Any]) -> Params:
+        """The model's variables from values by name."""
         params = _nested({name: values[name] for name in self.trained})
-        return Variables(params, _nested({name: values[name] for name in self.moving})) if self.moving else params
+        return Variables(params, _nested({name: values[name] for name in self.running})) if self.running else params
 
 
 def _torch() -> ModuleType:
-    use_all_cores()  # before the first array: afterwards JAX's devices are what they are
+    """Import PyTorch; raises FedraxError if it is not installed."""
+    use_all_cores()  # before the first array: JAX fixes its devices when it creates one
     try:
         return importlib.import_module("torch")
     except ImportError:
         raise FedraxError("this model needs torch: pip install 'fedrax[torch]'.") from None
 
 
-def _made(torch: ModuleType, make: Callable, seed: int) -> Any:
-    """What ``make()`` gives from a seed, PyTorch's own random state left as it is."""
+def _create(torch: ModuleType, make: Callable, seed: int) -> Any:
+    """``make()`` with PyTorch's random seed set to ``seed``; its global random state does not change."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make()
 
 
-def _batch(torch: ModuleType, module: Any, example: Any, name: str) -> Any:
-    """The example as a tensor of two samples at least, floats in the module's type; the module must take it."""
+def _example_batch(torch: ModuleType, module: Any, example: Any, name: str) -> Any:
+    """The example as a tensor of at least two samples that the module accepts, floats in the module's dtype."""
     try:
         batch = (
             torch.as_tensor(np.asarray(example) if not isinstance(example, torch.Tensor) else example).detach().cpu()
@@ -358,14 +374,16 @@ def _batch(torch: ModuleType, module: Any, example: Any, name: str) -> Any:
     except (TypeError, ValueError) as error:
         raise FedraxError(f"the example must be a batch of numbers, an array [B, ...]: {error}") from None
     if batch.ndim < 1 or not len(batch):
-        raise FedraxError(f"the example must be a batch [B, ...] of samples, not of shape {tuple(batch.shape)}")
+        raise FedraxError(
+            f"the example must be a batch [B, ...] of at least one sample, not of shape {tuple(batch.shape)}"
+        )
     kind = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     batch = batch.to(kind if batch.is_floating_point() else torch.int64)
-    batch = batch if len(batch) > 1 else torch.cat([batch, batch])  # of one sample alone PyTorch takes 1 for a constant
+    batch = batch if len(batch) > 1 else torch.cat([batch, batch])  # PyTorch's tracer takes a size of 1 for a constant
     try:
-        with quiet(torch), torch.enable_grad():
+        with tracing_settings(torch), torch.enable_grad():
             module(batch)
-    except Exception as error:  # of the user's own code
+    except Exception as error:  # any error of user code
         cause = next((text for text in str(error).splitlines() if text.strip()), type(error).__name__)
         where = line_of_error(torch, error)
         raise FedraxError(
@@ -374,44 +392,47 @@ def _batch(torch: ModuleType, module: Any, example: Any, name: str) -> Any:
     return batch
 
 
-def _function(module: Any, part: Part) -> Callable:
-    if not isinstance(part, str):
-        return part
-    if not callable(getattr(module, part, None)):
+def _function(module: Any, function: ModuleFunction) -> Callable:
+    """A function (module, x), for the name of a method too."""
+    if not isinstance(function, str):
+        return function
+    if not callable(getattr(module, function, None)):
         known = [name for name, value in vars(type(module)).items() if callable(value) and not name.startswith("_")]
-        raise unknown(f"method of {type(module).__name__}", part, known)
-    return lambda net, x: getattr(net, part)(x)
+        raise unknown(f"method of {type(module).__name__}", function, known)
+    return lambda net, x: getattr(net, function)(x)
 
 
-def _turned(x: Any, channels_last: bool) -> Any:
+def _channels_first(x: Any, channels_last: bool) -> Any:
+    """[B, ..., C] -> [B, C, ...] if ``channels_last``."""
     return jnp.moveaxis(jnp.asarray(x), -1, 1) if channels_last else x
 
 
 def _array(tensor: Any) -> np.ndarray:
-    """A tensor's values; integers as int32, floats as float32 or float64: what JAX holds."""
+    """A tensor as a NumPy array of a type that JAX has: integers as int32, floats as float32 or float64."""
     array = tensor.detach().cpu()
     array = array.float() if array.is_floating_point() and array.element_size() < 8 else array
-    made = array.numpy().copy()
-    if made.dtype != np.int64:
-        return made
-    if made.size and (made.max() >= 1 << 31 or made.min() < -(1 << 31)):
-        raise FedraxError(BEYOND)
-    return made.astype(np.int32)
+    values = array.numpy().copy()
+    if values.dtype != np.int64:
+        return values
+    if values.size and (values.max() >= 1 << 31 or values.min() < -(1 << 31)):
+        raise FedraxError(INT64_MESSAGE)
+    return values.astype(np.int32)
 
 
 def _nested(flat: dict[str, Any]) -> dict[str, Any]:
-    """Names with dots as dictionaries in dictionaries."""
+    """Nested dictionaries from dotted names."""
     tree: dict[str, Any] = {}
     for name, value in flat.items():
-        *folders, last = name.split(".")
-        place = tree
-        for folder in folders:
-            place = place.setdefault(folder, {})
-        place[last] = value
+        *prefixes, last = name.split(".")
+        node = tree
+        for prefix in prefixes:
+            node = node.setdefault(prefix, {})
+        node[last] = value
     return tree
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Values by dotted name, from nested dictionaries."""
     if not isinstance(tree, dict):
         return {prefix[:-1]: tree}
     return {name: v for key, value in tree.items() for name, v in _flat(value, f"{prefix}{key}.").items()}

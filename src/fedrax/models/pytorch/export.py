@@ -1,4 +1,4 @@
-"""How PyTorch traces a module: with functions that its tracer knows, and without what the trace would lose."""
+"""Tracing of a PyTorch module by ``torch.export``, with replacements for functions that its tracer does not support."""
 
 from __future__ import annotations
 
@@ -15,58 +15,76 @@ from typing import Any
 from fedrax.errors import FedraxError
 from fedrax.models.pytorch.operators import OPERATORS, key_of
 from fedrax.models.pytorch.source_locations import current_line, line_of_error
-from fedrax.models.pytorch.stop_gradients import ANOTHER, mark_stopped_gradients
+from fedrax.models.pytorch.stop_gradients import NEW_ARRAY_REMEDY, mark_stopped_gradients
 
 
-def part_class(torch: ModuleType) -> type:
-    """A module whose forward is a function of another: ``torch.export`` traces nothing else."""
+def _wrapper_class(torch: ModuleType) -> type:
+    """Class of modules whose ``forward`` is ``function(module, x)``, because ``torch.export`` traces modules only."""
 
-    class Part(torch.nn.Module):
+    class Wrapper(torch.nn.Module):
         def __init__(self, module: Any, function: Callable):
             super().__init__()
             self.module, self.function = module, function
 
         def forward(self, x: Any) -> Any:
-            held = [(part, name, buffer) for part in self.modules() for name, buffer in part._buffers.items()]
+            before = [(module, name, buffer) for module in self.modules() for name, buffer in module._buffers.items()]
             outputs = self.function(self.module, x)
-            for part, name, buffer in held:  # the tracer does not see one that is assigned: self.mean = ...
-                now = part._buffers.get(name)
-                if buffer is not None and now is not None and now is not buffer:
-                    buffer.copy_(now.detach())
+            # The tracer does not see a buffer that is assigned (self.mean = ...): it is copied in place.
+            for module, name, buffer in before:
+                after = module._buffers.get(name)
+                if buffer is not None and after is not None and after is not buffer:
+                    buffer.copy_(after.detach())
             return outputs
 
-    return Part
+    return Wrapper
 
 
 def export(torch: ModuleType, module: Any, function: Callable, example: Any, name: str) -> Any:
-    """``function(module, x)`` as ``torch.export`` writes it down, for any number of samples, in operators of the table.
+    """Trace ``function(module, x)`` for any batch size and decompose it into the operators that fedrax has.
 
-    Raises FedraxError, with the user's line, for what cannot be traced.
+    Args:
+        torch: The module torch.
+        module: The PyTorch module; its mode is that of the trace.
+        function: (module, x) -> outputs.
+        example: A batch of at least two samples.
+        name: Name of the function in messages.
+
+    Returns:
+        A ``torch.export.ExportedProgram``.
+
+    Raises:
+        FedraxError: The function cannot be traced; the message has the line of user code.
     """
-    part = part_class(torch)(module, function)
-    part.train(module.training)
+    wrapper = _wrapper_class(torch)(module, function)
+    wrapper.train(module.training)
     batch = torch.export.Dim.AUTO
     try:
-        with quiet(torch), torch.enable_grad(), _known_functions(torch), _plain_inference(torch), _silent():
-            exported = torch.export.export(part, (example,), dynamic_shapes=({0: batch},), strict=False)
+        with (
+            tracing_settings(torch),
+            torch.enable_grad(),
+            _replacements(torch),
+            _inference_as_no_grad(torch),
+            _silent(),
+        ):
+            exported = torch.export.export(wrapper, (example,), dynamic_shapes=({0: batch},), strict=False)
             mark_stopped_gradients(torch, exported, name)
-            known = torch.export.default_decompositions()
-            unknown = {op: how for op, how in known.items() if key_of(op) not in OPERATORS}
-            return exported.run_decompositions(unknown)
+            decompositions = torch.export.default_decompositions()
+            needed = {op: how for op, how in decompositions.items() if key_of(op) not in OPERATORS}
+            return exported.run_decompositions(needed)
     except FedraxError:
         raise
-    except Exception as error:  # whatever the user's code or PyTorch's tracer makes of it
+    except Exception as error:  # any error of user code or of PyTorch's tracer
         cause = next((text for text in str(error).splitlines() if text.strip()), type(error).__name__)
-        why = "what it does depends on the values of arrays" if "data-dependent" in str(error).lower() else cause
+        why = "control flow depends on the values of arrays" if "data-dependent" in str(error).lower() else cause
         raise FedraxError(f"{name} cannot be traced at {line_of_error(torch, error)}: {why}") from error
 
 
 @functools.cache
-def _known_functions(torch: ModuleType) -> Any:
-    """While it holds, some functions are others of the same numbers.
+def _replacements(torch: ModuleType) -> Any:
+    """Context manager that replaces functions which cannot be traced by equivalent ones.
 
-    PyTorch computes distances in ways that depend on how many there are, which a trace would take for a condition on
-    the batch, and asks of inverses and factors whether they exist, which a trace cannot. ``x.data`` its tracer loses.
+    ``cdist`` selects an algorithm by the number of points, which the trace would take for a condition on the batch
+    size. Inverses and factorizations check whether they exist, which depends on values. The tracer ignores ``x.data``.
     """
     linalg = torch.linalg
 
@@ -77,17 +95,18 @@ def _known_functions(torch: ModuleType) -> Any:
         return linalg.inv_ex(x)[0]
 
     def quantized(x: Any, scale: Any, zero_point: Any, quant_min: int, quant_max: int) -> Any:
-        known = x.detach()
-        steps = torch.round(known * (1 / scale)) + zero_point  # gradients go through where these are within the ends
-        through = torch.where((steps >= quant_min) & (steps <= quant_max), x - known, 0)
-        return (steps.clamp(quant_min, quant_max) - zero_point) * scale + through
+        constant = x.detach()
+        steps = torch.round(constant * (1 / scale)) + zero_point
+        # The straight-through gradient is one within the limits and zero outside.
+        straight_through = torch.where((steps >= quant_min) & (steps <= quant_max), x - constant, 0)
+        return (steps.clamp(quant_min, quant_max) - zero_point) * scale + straight_through
 
-    def lstm(*given: Any) -> Any:
-        outputs, *states = torch_lstm(*given)  # PyTorch 2.11 traces the states with one axis too many
+    def lstm(*arguments: Any) -> Any:
+        outputs, *states = torch_lstm(*arguments)  # PyTorch 2.11 traces the states with an additional axis
         return outputs, *(state.reshape(state.shape[0], state.shape[-2], state.shape[-1]) for state in states)
 
     torch_lstm = torch._VF.lstm  # type: ignore[attr-defined]
-    others = {
+    replacements = {
         torch_lstm: lstm,
         torch.cdist: distances,
         torch.Tensor.data.__get__: torch.Tensor.detach,  # type: ignore[attr-defined]
@@ -99,20 +118,20 @@ def _known_functions(torch: ModuleType) -> Any:
         torch.fake_quantize_per_tensor_affine: quantized,
     }
 
-    class Known(torch.overrides.TorchFunctionMode):
+    class Replacements(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if (kwargs or {}).get("max_norm") is not None:
-                raise FedraxError(f"max_norm changes rows when they are read ({current_line(torch)}): {ANOTHER}")
+                raise FedraxError(f"max_norm changes parameters in forward ({current_line(torch)}): {NEW_ARRAY_REMEDY}")
             if function == torch.Tensor.data.__set__:
-                raise FedraxError(f"the data of an array is replaced ({current_line(torch)}): {ANOTHER}")
-            return others.get(function, function)(*args, **(kwargs or {}))
+                raise FedraxError(f"the data of an array is replaced ({current_line(torch)}): {NEW_ARRAY_REMEDY}")
+            return replacements.get(function, function)(*args, **(kwargs or {}))
 
-    return Known()
+    return Replacements()
 
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Without the graph that the tracer prints beside its error."""
+    """Suppress the graph that the tracer prints with its errors."""
     log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -124,8 +143,8 @@ def _silent() -> Iterator[None]:
 
 
 @contextmanager
-def _plain_inference(torch: ModuleType) -> Iterator[None]:
-    """``inference_mode`` as ``no_grad``: of the former the tracer writes nothing down."""
+def _inference_as_no_grad(torch: ModuleType) -> Iterator[None]:
+    """Replace ``inference_mode`` by ``no_grad``, because the tracer does not record the former."""
     mode = torch.inference_mode
     enter, leave = mode.__enter__, mode.__exit__
 
@@ -142,23 +161,23 @@ def _plain_inference(torch: ModuleType) -> Iterator[None]:
 
 
 @contextmanager
-def quiet(torch: ModuleType) -> Iterator[None]:
-    """Without warnings, attention and products in their plain form, nothing compiled, and masks as they are.
+def tracing_settings(torch: ModuleType) -> Iterator[None]:
+    """Settings of PyTorch for tracing: no warnings, compilation, fused attention, or checks and plans by values.
 
-    These are settings of the process: one thread at a time, or another would restore what the first has set.
+    They are global in the process, so that only one thread at a time may change and restore them.
     """
-    with _ONE_AT_A_TIME:
+    with _SETTINGS_LOCK:
         fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
-        # of a mask's values PyTorch asks whether it is the causal one, only to say which kernel it takes
+        # PyTorch compares an attention mask with the causal one to select a kernel, which depends on values.
         transformer, causal = torch.nn.modules.transformer, "_detect_is_causal_mask"
         detect = getattr(transformer, causal, None)
         setattr(transformer, causal, lambda mask, is_causal=None, size=None: is_causal is True)
-        # distributions ask whether their parameters are in range
+        # Distributions check the range of their parameters, which depends on values.
         distribution = torch.distributions.Distribution
         validated = distribution._validate_args
         distribution.set_default_validate_args(False)
-        # the order of products is planned for one size of the batch
+        # The order of the products in einsum is optimized for one batch size.
         planner = torch.backends.opt_einsum
         planned, planner.enabled = planner.enabled, False
         try:
@@ -172,4 +191,4 @@ def quiet(torch: ModuleType) -> Iterator[None]:
             planner.enabled = planned
 
 
-_ONE_AT_A_TIME = threading.RLock()
+_SETTINGS_LOCK = threading.RLock()

@@ -1,4 +1,4 @@
-"""PyTorch's complex numbers and Fourier transforms as operators."""
+"""PyTorch's operators of complex numbers and Fourier transforms."""
 
 from __future__ import annotations
 
@@ -23,35 +23,36 @@ OPERATORS |= {
 
 
 def _along_axes(transform: Callable, x: Array, dims: Sequence[int]) -> Array:
+    """A one-dimensional transform along each of the axes."""
     for dim in dims:
         x = transform(x, axis=dim)
     return x
 
 
-def _scaled(x: Array, sizes: Sequence[int], normalization: int) -> Array:
-    """Divided by nothing, by the root of the number of entries, or by the number."""
-    number = math.prod(sizes)
-    return x if normalization == 0 else x / (math.sqrt(number) if normalization == 1 else number)
+def _normalized(x: Array, sizes: Sequence[int], normalization: int) -> Array:
+    """x divided by 1, sqrt(n) or n for the normalization 0, 1 or 2, where n is the product of the sizes."""
+    count = math.prod(sizes)
+    return x if normalization == 0 else x / (math.sqrt(count) if normalization == 1 else count)
 
 
 @operator("_fft_r2c")
-def _of_reals(x: Array, dim: Sequence[int], normalization: int, onesided: bool) -> Array:
+def _real_to_complex(x: Array, dim: Sequence[int], normalization: int, onesided: bool) -> Array:
     *others, last = dim
     first = jnp.fft.rfft(x, axis=last) if onesided else jnp.fft.fft(x, axis=last)
-    return _scaled(_along_axes(jnp.fft.fft, first, others), [x.shape[d] for d in dim], normalization)
+    return _normalized(_along_axes(jnp.fft.fft, first, others), [x.shape[d] for d in dim], normalization)
 
 
 @operator("_fft_c2c")
-def _of_complex(x: Array, dim: Sequence[int], normalization: int, forward: bool) -> Array:
+def _complex_to_complex(x: Array, dim: Sequence[int], normalization: int, forward: bool) -> Array:
     sizes = [x.shape[d] for d in dim]
     if forward:
-        return _scaled(_along_axes(jnp.fft.fft, x, dim), sizes, normalization)
-    return _scaled(_along_axes(jnp.fft.ifft, x, dim) * math.prod(sizes), sizes, normalization)
+        return _normalized(_along_axes(jnp.fft.fft, x, dim), sizes, normalization)
+    return _normalized(_along_axes(jnp.fft.ifft, x, dim) * math.prod(sizes), sizes, normalization)
 
 
 @operator("_fft_c2r")
-def _to_reals(x: Array, dim: Sequence[int], normalization: int, last_dim_size: int) -> Array:
+def _complex_to_real(x: Array, dim: Sequence[int], normalization: int, last_dim_size: int) -> Array:
     *others, last = dim
     sizes = [*(x.shape[d] for d in others), last_dim_size]
     inverse = jnp.fft.irfft(_along_axes(jnp.fft.ifft, x, others), last_dim_size, axis=last)
-    return _scaled(inverse * math.prod(sizes), sizes, normalization)
+    return _normalized(inverse * math.prod(sizes), sizes, normalization)

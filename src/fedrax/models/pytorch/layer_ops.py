@@ -1,6 +1,6 @@
-"""PyTorch's layers as operators: convolutions, norms, dropout, attention.
+"""PyTorch's operators of layers: convolutions, normalization, dropout, attention.
 
-Arrays lie as PyTorch's do: [B, C, ...] with the space last, kernels [C out, C in / groups, ...].
+Arrays have PyTorch's layout: images [B, C, ...] with the spatial axes last, kernels [C out, C in / groups, ...].
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from fedrax.models.pytorch.operators import Context, axes, operator
 Sizes = int | Sequence[int]
 
 
-def each(sizes: Sizes, space: int) -> list[int]:
-    """A number for each axis of space."""
+def per_axis(sizes: Sizes, space: int) -> list[int]:
+    """One number for each of ``space`` spatial axes."""
     listed = [sizes] if isinstance(sizes, int) else list(sizes)
     return listed * space if len(listed) == 1 else listed
 
@@ -31,19 +31,20 @@ def each(sizes: Sizes, space: int) -> list[int]:
 def _conv(x: Array, weight: Array, bias=None, stride: Sizes = 1, padding: Any = 0, dilation: Sizes = 1, groups=1):
     space = weight.ndim - 2
     if isinstance(padding, str):
-        reach = [d * (k - 1) for d, k in zip(each(dilation, space), weight.shape[2:], strict=True)]
+        reach = [d * (k - 1) for d, k in zip(per_axis(dilation, space), weight.shape[2:], strict=True)]
         pads = [(0, 0) if padding == "valid" else (r // 2, r - r // 2) for r in reach]
     else:
-        pads = [(p, p) for p in each(padding, space)]
-    return _convolve(x, weight, bias, each(stride, space), pads, [1] * space, each(dilation, space), groups)
+        pads = [(p, p) for p in per_axis(padding, space)]
+    return _convolve(x, weight, bias, per_axis(stride, space), pads, [1] * space, per_axis(dilation, space), groups)
 
 
 def _convolve(
     x: Array, weight: Array, bias: Array | None, stride: list, pads: list, gaps: list, dilation: list, groups: int
 ) -> Array:
+    """A convolution of x [B, C, ...] or [C, ...]; ``gaps`` dilates the image, ``dilation`` the kernel."""
     batched = x if x.ndim == weight.ndim else x[None]
-    letters = "DHW"[-len(stride) :]
-    numbers = (f"NC{letters}", f"OI{letters}", f"NC{letters}")
+    spatial = "DHW"[-len(stride) :]
+    numbers = (f"NC{spatial}", f"OI{spatial}", f"NC{spatial}")
     y = lax.conv_general_dilated(
         batched, weight, stride, pads, gaps, dilation, dimension_numbers=numbers, feature_group_count=groups
     )
@@ -62,9 +63,9 @@ def _conv_transpose(
     groups: int = 1,
     dilation: Sizes = 1,
 ) -> Array:
-    """The transpose of a convolution by weight [C in, C out / groups, ...]: one over a spread image, kernel turned."""
+    """Transposed convolution by weight [C in, C out / groups, ...]: one of the dilated image by the flipped kernel."""
     space = weight.ndim - 2
-    stride, padding, extra, dilation = (each(v, space) for v in (stride, padding, output_padding, dilation))
+    stride, padding, extra, dilation = (per_axis(v, space) for v in (stride, padding, output_padding, dilation))
     reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
     pads = [(r - p, r - p + e) for r, p, e in zip(reach, padding, extra, strict=True)]
     into, out, *entries = weight.shape
@@ -80,21 +81,23 @@ def _convolution(x, weight, bias, stride, padding, dilation, transposed, output_
     return _conv(x, weight, bias, stride, padding, dilation, groups)
 
 
-# --- Norms --------------------------------------------------------------------------------------------
+# --- Normalization --------------------------------------------------------------------------------------------
 
 
 def _normalized(x: Array, mean: Array, var: Array, eps: float, weight: Array | None, bias: Array | None) -> Array:
+    """(x - mean) / sqrt(var + eps) * weight + bias."""
     y = (x - mean) * lax.rsqrt(var + eps)
     y = y if weight is None else y * weight
     return y if bias is None else y + bias
 
 
 def _by_channel(values: Array, ndim: int) -> Array:
+    """``values`` [C] with unit axes appended, to broadcast against [B, C, ...] of ``ndim`` axes."""
     return values.reshape(-1, *[1] * (ndim - 2))
 
 
 def _batch_norm(x: Array, weight: Array | None, bias: Array | None, eps: float) -> tuple[Array, Array, Array]:
-    """By the batch's own mean and variance [C], which it returns too."""
+    """(outputs, mean [C], variance [C]) of batch norm with the statistics of the batch."""
     over = (0, *range(2, x.ndim))
     mean, var = x.mean(over), x.var(over)
     shaped = [None if v is None else _by_channel(v, x.ndim) for v in (mean, var, weight, bias)]
@@ -103,9 +106,9 @@ def _batch_norm(x: Array, weight: Array | None, bias: Array | None, eps: float) 
 
 @operator("_native_batch_norm_legit_functional")
 def _batch_norm_training(x, weight, bias, running_mean, running_var, training: bool, momentum: float, eps: float):
-    """(outputs, mean, 1 / deviation, the new running mean and variance)."""
+    """(outputs, mean, 1 / standard deviation, new running mean, new running variance)."""
     if not training:
-        y, *_ = _batch_norm_fixed(x, weight, bias, running_mean, running_var, momentum, eps)
+        y, *_ = _batch_norm_evaluation(x, weight, bias, running_mean, running_var, momentum, eps)
         return y, running_mean, running_var, running_mean, running_var
     y, mean, var = _batch_norm(x, weight, bias, eps)
     count = x.size // x.shape[1]
@@ -115,13 +118,13 @@ def _batch_norm_training(x, weight, bias, running_mean, running_var, training: b
 
 
 @operator("_native_batch_norm_legit_no_training")
-def _batch_norm_fixed(x, weight, bias, running_mean, running_var, momentum: float, eps: float):
+def _batch_norm_evaluation(x, weight, bias, running_mean, running_var, momentum: float, eps: float):
     shaped = [None if v is None else _by_channel(v, x.ndim) for v in (running_mean, running_var, weight, bias)]
     return _normalized(x, shaped[0], shaped[1], eps, *shaped[2:]), running_mean, running_var  # type: ignore[arg-type]
 
 
 @operator("_native_batch_norm_legit.no_stats")
-def _batch_norm_without(x, weight, bias, training: bool, momentum: float, eps: float):
+def _batch_norm_without_statistics(x, weight, bias, training: bool, momentum: float, eps: float):
     return _batch_norm(x, weight, bias, eps)
 
 
@@ -157,7 +160,7 @@ def _group_norm(x: Array, num_groups: int, weight=None, bias=None, eps: float = 
 
 @operator("dropout")
 def dropout(context: Context, x: Array, p: float, train: bool, shape: tuple[int, ...] | None = None) -> Array:
-    """Zeroes entries with probability p, and scales the others by 1/(1 - p); nothing without a key."""
+    """Set entries to zero with probability p and scale the others by 1/(1 - p); without a key, return x."""
     key = context.key() if train and p > 0 else None
     if key is None:
         return x
@@ -172,7 +175,7 @@ def _native_dropout(context: Context, x: Array, p: float, train: bool | None = T
 
 @operator("feature_dropout")
 def _feature_dropout(context: Context, x: Array, p: float, train: bool) -> Array:
-    """Whole channels."""
+    """Dropout of whole channels."""
     return dropout(context, x, p, train, (*x.shape[:2], *[1] * (x.ndim - 2)))
 
 
@@ -192,7 +195,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Array:
-    """softmax(query key' scale + mask) value over [..., L, E]; a query that may see nothing gets zeros."""
+    """softmax(scale query @ key.T + mask) @ value over [..., L, E]; zeros for a query whose keys are all masked."""
     if enable_gqa:
         key, value = (jnp.repeat(v, query.shape[-3] // v.shape[-3], axis=-3) for v in (key, value))
     scores = query @ key.swapaxes(-1, -2) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
@@ -201,10 +204,10 @@ def _attention(
     if attn_mask is None:
         weights = jax.nn.softmax(scores, axis=-1)
     else:
-        seen = attn_mask if attn_mask.dtype == bool else ~jnp.isneginf(attn_mask)
-        some = seen.any(-1, keepdims=True)
-        scores = scores if attn_mask.dtype == bool else scores + jnp.where(seen, attn_mask, 0)
-        weights = jnp.where(some, jax.nn.softmax(jnp.where(seen | ~some, scores, -jnp.inf), axis=-1), 0)
+        visible = attn_mask if attn_mask.dtype == bool else ~jnp.isneginf(attn_mask)
+        some = visible.any(-1, keepdims=True)
+        scores = scores if attn_mask.dtype == bool else scores + jnp.where(visible, attn_mask, 0)
+        weights = jnp.where(some, jax.nn.softmax(jnp.where(visible | ~some, scores, -jnp.inf), axis=-1), 0)
     return dropout(context, weights, dropout_p, True) @ value
 
 

@@ -1,7 +1,8 @@
-"""PyTorch's linear algebra as operators."""
+"""PyTorch's operators of linear algebra."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -11,34 +12,34 @@ from jax import Array, lax
 from fedrax.models.pytorch.operators import OPERATORS, operator
 
 OPERATORS |= {
-    "linalg_matrix_exp": lambda x: jax.scipy.linalg.expm(x) if x.ndim == 2 else _of_each(jax.scipy.linalg.expm, x),
+    "linalg_matrix_exp": lambda x: jax.scipy.linalg.expm(x) if x.ndim == 2 else _map_matrices(jax.scipy.linalg.expm, x),
     "linalg_qr": lambda x, mode="reduced": (None, jnp.linalg.qr(x, "r")) if mode == "r" else jnp.linalg.qr(x, mode),
     "_linalg_eigh": lambda x, UPLO="L", compute_v=True: jnp.linalg.eigh(x, UPLO=UPLO),
 }
 
 
-def _of_each(function, x: Array) -> Array:
-    """Of matrices [..., n, m]."""
-    made = jax.vmap(function)(x.reshape(-1, *x.shape[-2:]))
-    return made.reshape(*x.shape[:-2], *made.shape[1:])
+def _map_matrices(function: Callable[[Array], Array], x: Array) -> Array:
+    """A function of a matrix for each matrix of x [..., n, m]."""
+    results = jax.vmap(function)(x.reshape(-1, *x.shape[-2:]))
+    return results.reshape(*x.shape[:-2], *results.shape[1:])
 
 
 @operator("linalg_householder_product")
 def _householder_product(x: Array, tau: Array) -> Array:
-    """The first columns of (1 - tau_1 v_1 v_1') (1 - tau_2 v_2 v_2') ..., the v below the diagonal of x [..., n, m]."""
+    """The first columns of (1 - tau_1 v_1 v_1') (1 - tau_2 v_2 v_2') ..., v below the diagonal of x [..., n, m]."""
     ones = jnp.broadcast_to(jnp.eye(*x.shape[-2:], dtype=x.dtype), x.shape)
     columns = jnp.moveaxis(jnp.tril(x, -1) + ones, -1, 0)[: tau.shape[-1]]
 
-    def reflected(q: Array, one: tuple[Array, Array]) -> tuple[Array, None]:
-        v, factor = one
+    def reflect(q: Array, reflection: tuple[Array, Array]) -> tuple[Array, None]:
+        v, factor = reflection
         return q - factor[..., None, None] * v[..., :, None] * (v[..., None, :] @ q), None
 
-    return lax.scan(reflected, ones, (columns, jnp.moveaxis(tau, -1, 0)), reverse=True)[0]
+    return lax.scan(reflect, ones, (columns, jnp.moveaxis(tau, -1, 0)), reverse=True)[0]
 
 
 @operator("_linalg_det")
 def _det(x: Array) -> tuple[Array, None, None]:
-    """And what PyTorch keeps for the derivative."""
+    """The determinant; PyTorch's factors for the derivative are not computed."""
     return jnp.linalg.det(x), None, None
 
 
@@ -60,10 +61,10 @@ def _cholesky(x: Array, *, upper: bool = False, check_errors: bool = False) -> t
 
 @operator("_linalg_solve_ex")
 def _solve(x: Array, y: Array, *, left: bool = True, check_errors: bool = False) -> tuple[Array, None, None, None]:
-    vectors = y.ndim == 1 or (y.ndim == x.ndim - 1 and y.shape == x.shape[:-1])
-    sides = y[..., None] if vectors else y
-    found = jnp.linalg.solve(x, sides) if left else jnp.linalg.solve(x.mT, sides.mT).mT
-    return (found[..., 0] if vectors else found), None, None, None
+    is_vector = y.ndim == 1 or (y.ndim == x.ndim - 1 and y.shape == x.shape[:-1])
+    matrix = y[..., None] if is_vector else y
+    solution = jnp.linalg.solve(x, matrix) if left else jnp.linalg.solve(x.mT, matrix.mT).mT
+    return (solution[..., 0] if is_vector else solution), None, None, None
 
 
 @operator("linalg_solve_triangular")

@@ -1,7 +1,7 @@
-"""The table of PyTorch's operators (ATen) as functions of JAX arrays, and the elementwise ones.
+"""The table of PyTorch's ATen operators as functions of JAX arrays, and the elementwise operators and reductions.
 
-Names and argument orders are those of ATen's schemas. A key is an operator's name, ``add``, or one of its overloads,
-``max.dim``, where they differ in what they take.
+Names and argument orders are those of ATen's schemas. A key is an operator's name, ``add``, or that of an overload,
+``max.dim``, if overloads take different arguments.
 """
 
 from __future__ import annotations
@@ -20,32 +20,41 @@ from fedrax.errors import FedraxError
 from fedrax.models.pytorch import subgradients
 
 OPERATORS: dict[str, Callable[..., Any]] = {}
-"""By name, or name and overload."""
+"""JAX functions by the name of the operator or overload."""
 NEEDS_CONTEXT: set[str] = set()
 """Operators whose first argument is the :class:`Context`."""
 
 
 class Context:
-    """What an evaluation of a program has besides its values."""
+    """Random keys and dtypes of one evaluation of a traced graph.
+
+    Attributes:
+        float_type: Dtype of the parameters, which replaces float32 and float64.
+    """
 
     def __init__(self, key: Array | None, float_type: Any):
-        """key: for random numbers, None in evaluation. float_type: that of the parameters, in place of float32."""
-        self._key, self.float_type, self._drawn = key, float_type, 0
+        """Create the context; the random key is None in evaluation mode."""
+        self._key, self.float_type, self._num_keys = key, float_type, 0
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether an operator has asked for a random key."""
+        return self._num_keys > 0
 
     def key(self) -> Array | None:
-        """Another key at each call, in the same order in every evaluation; None in evaluation mode."""
-        self._drawn += 1
-        return None if self._key is None else jax.random.fold_in(self._key, self._drawn)
+        """The next random key, the same sequence in every evaluation; None in evaluation mode."""
+        self._num_keys += 1
+        return None if self._key is None else jax.random.fold_in(self._key, self._num_keys)
 
-    def random_key(self, what: str) -> Array:
-        """As :meth:`key`, for what draws without asking for the mode."""
+    def random_key(self, operator: str) -> Array:
+        """As :meth:`key`, for operators that draw in both modes; raises FedraxError in evaluation mode."""
         key = self.key()
         if key is None:
-            raise FedraxError(f"{what} draws random numbers in evaluation too: ask self.training first")
+            raise FedraxError(f"{operator} draws random numbers in evaluation too: do it only if self.training")
         return key
 
     def type_of(self, dtype: Any) -> Any:
-        """JAX's type for one of PyTorch's, by its name; floats in the type of the parameters."""
+        """The JAX dtype of a PyTorch dtype; floats have the dtype of the parameters."""
         name = str(dtype).removeprefix("torch.")
         if name in ("float32", "float64"):
             return self.float_type
@@ -54,47 +63,47 @@ class Context:
         try:
             return jnp.dtype({"int64": "int32", "half": "float16"}.get(name, name))
         except TypeError:
-            raise FedraxError(f"numbers of type {name} are not supported") from None
+            raise FedraxError(f"the dtype {name} is not supported: use float32 or int64") from None
 
     def cast(self, x: Any, dtype: Any) -> Array:
-        """x in the type that JAX has for ``dtype``, or as it is where that is None."""
+        """x as an array of the JAX dtype of ``dtype``; None keeps its dtype."""
         return jnp.asarray(x) if dtype is None else jnp.asarray(x, self.type_of(dtype))
 
 
 def operator(*names: str) -> Callable[[Callable], Callable]:
-    """Enter a function under these names; a first parameter called ``context`` is given the :class:`Context`."""
+    """Decorator that adds a function to the table; a first parameter ``context`` receives the :class:`Context`."""
 
-    def enter(function: Callable) -> Callable:
+    def register(function: Callable) -> Callable:
         for name in names:
             OPERATORS[name] = function
             if next(iter(inspect.signature(function).parameters), None) == "context":
                 NEEDS_CONTEXT.add(name)
         return function
 
-    return enter
+    return register
 
 
 def key_of(target: Any) -> str:
-    """The operator's key in the table: with its overload where that has one of its own."""
+    """The operator's key in the table: that of the overload if it has an entry, else of the operator."""
     full = str(target).removeprefix("aten.")
     return full if full in OPERATORS else full.split(".")[0]
 
 
 def axes(dim: Any, ndim: int) -> tuple[int, ...]:
-    """Axes counted from 0; all of them for None or an empty list."""
+    """Axes as non-negative numbers; None or an empty list stands for all axes."""
     if dim is None or (isinstance(dim, Sequence) and not dim):
         return tuple(range(ndim))
     return tuple(d % max(ndim, 1) for d in (dim if isinstance(dim, Sequence) else (dim,)))
 
 
-# --- One array ----------------------------------------------------------------------------------------
+# --- Unary operators ----------------------------------------------------------------------------------------
 
-_ALIKE = (
+_SAME_NAME_IN_NUMPY = (
     "acos acosh asin asinh atan atanh ceil cos cosh exp exp2 expm1 floor isfinite isinf isnan log log10 log1p log2 "
     "logical_not reciprocal round sign sin sinc sinh sqrt square tan tanh trunc"
 )
-"""Those that NumPy calls the same."""
-for _name in _ALIKE.split():
+"""Operators that are functions of the same name in jax.numpy."""
+for _name in _SAME_NAME_IN_NUMPY.split():
     OPERATORS[_name] = getattr(jnp, _name)
 OPERATORS |= {
     "neg": jnp.negative,
@@ -136,7 +145,7 @@ def _hardtanh(x: Array, min_val: float = -1.0, max_val: float = 1.0) -> Array:
 
 @operator("clamp", "clip")
 def clamp(x: Array, min: Any = None, max: Any = None) -> Array:
-    """x within limits; at them the gradient is one, as in ``torch.clamp``."""
+    """x clipped to [min, max]; the gradient at the limits is one, as in ``torch.clamp``."""
     x = x if min is None else jnp.where(x < min, min, x)
     return x if max is None else jnp.where(x > max, max, x)
 
@@ -148,7 +157,9 @@ def _gelu(x: Array, approximate: str = "none") -> Array:
 
 @operator("elu")
 def _elu(x: Array, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Array:
-    below = alpha * jnp.expm1(jnp.where(x > 0, 0, x) * input_scale)  # without infinities where it is not taken
+    below = alpha * jnp.expm1(
+        jnp.where(x > 0, 0, x) * input_scale
+    )  # finite in the branch that is not selected, for gradients
     return scale * jnp.where(x > 0, x, below)
 
 
@@ -185,7 +196,7 @@ def _nan_to_num(x: Array, nan: Any = None, posinf: Any = None, neginf: Any = Non
 
 
 @operator("clone", "alias", "lift_fresh", "lift_fresh_copy", "contiguous", "positive")
-def _same(x: Array, memory_format: Any = None) -> Array:
+def _identity(x: Array, memory_format: Any = None) -> Array:
     return x
 
 
@@ -196,11 +207,11 @@ def _to_copy(context: Context, x: Array, *dtypes: Any, dtype: Any = None, **_: A
 
 
 @operator("_assert_tensor_metadata", "sym_constrain_range_for_size", "_assert_scalar")
-def _nothing(*_: Any, **__: Any) -> None:
+def _no_value(*_: Any, **__: Any) -> None:
     return None
 
 
-# --- Two and more ---------------------------------------------------------------------------------------
+# --- Operators of several arrays --------------------------------------------------------------------------
 
 for _name, _function in {
     "maximum": jnp.maximum, "minimum": jnp.minimum, "max.other": jnp.maximum, "min.other": jnp.minimum,
@@ -241,16 +252,18 @@ def _div(x: Any, other: Any, *, rounding_mode: str | None = None) -> Array:
 
 @operator("pow")
 def _pow(x: Any, exponent: Any) -> Array:
-    real = jnp.issubdtype(jnp.result_type(x), jnp.inexact)  # of whole numbers PyTorch makes real ones
-    if real and isinstance(exponent, float) and exponent.is_integer() and abs(exponent) < 64:
-        exponent = int(exponent)  # a product, whose gradient is right at zero too
+    is_float = jnp.issubdtype(jnp.result_type(x), jnp.inexact)  # integers with a float exponent become floats
+    if is_float and isinstance(exponent, float) and exponent.is_integer() and abs(exponent) < 64:
+        exponent = int(exponent)  # repeated products have the right gradient at zero
     return jnp.power(x, exponent)
 
 
 @operator("where")
 def _where(mask: Array, x: Any = None, other: Any = None) -> Array:
     if x is None:
-        raise FedraxError("the places of a mask are of unknown number: use torch.where(mask, x, y) or masked_fill")
+        raise FedraxError(
+            "torch.where(mask) returns arrays of unknown length: use torch.where(mask, x, y) or masked_fill"
+        )
     return jnp.where(mask, x, other)
 
 
@@ -282,7 +295,7 @@ def _addmm(x: Array, one: Array, two: Array, *, beta: Any = 1, alpha: Any = 1) -
 
 @operator("linear")
 def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
-    """x [..., inputs] times the transpose of weight [outputs, inputs], plus bias [outputs]."""
+    """x [..., inputs] @ weight.T + bias, with weight [outputs, inputs] and bias [outputs]."""
     product = lax.dot_general(x, weight, (((x.ndim - 1,), (weight.ndim - 1,)), ((), ())))
     return product if bias is None else product + bias
 
@@ -322,7 +335,8 @@ def _prod(context: Context, x: Array, dim: Any = None, keepdim: bool = False, *,
     return context.cast(x, dtype).prod(axes(dim, x.ndim), keepdims=keepdim)
 
 
-def _reduced(function: Callable, x: Array, dim: Any = None, keepdim: bool = False) -> Array:
+def _reduce(function: Callable, x: Array, dim: Any = None, keepdim: bool = False) -> Array:
+    """A reduction of jax.numpy with PyTorch's arguments."""
     return function(x, axis=axes(dim, x.ndim), keepdims=keepdim)
 
 
@@ -330,17 +344,17 @@ for _name, _function in {
     "amax": jnp.max, "amin": jnp.min, "any": jnp.any, "all": jnp.all, "logsumexp": jax.nn.logsumexp,
     "max.default": jnp.max, "min.default": jnp.min,
 }.items():  # fmt: skip
-    OPERATORS[_name] = partial(_reduced, _function)
+    OPERATORS[_name] = partial(_reduce, _function)
 
 
-def _at_extreme(find: Callable, x: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
-    """The extreme along an axis and its place; the gradient goes to that place alone."""
+def _extreme_with_index(find: Callable, x: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
+    """The maximum or minimum along an axis and its index; only the entry at the index has a gradient."""
     index = find(x, axis=dim, keepdims=True)
     value = jnp.take_along_axis(x, index, axis=dim)
     return (value, index) if keepdim else (value.squeeze(dim), index.squeeze(dim))
 
 
-OPERATORS["max.dim"], OPERATORS["min.dim"] = partial(_at_extreme, jnp.argmax), partial(_at_extreme, jnp.argmin)
+OPERATORS["max.dim"], OPERATORS["min.dim"] = (partial(_extreme_with_index, find) for find in (jnp.argmax, jnp.argmin))
 
 
 @operator("argmax")

@@ -1,4 +1,4 @@
-"""PyTorch's operators that draw random numbers; the numbers are JAX's."""
+"""PyTorch's operators that draw random numbers, with JAX's generator."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fedrax.models.pytorch.operators import Context, operator
 
 
 def _shape(like: Any) -> tuple[int, ...]:
+    """The shape of an array, or a size."""
     return like.shape if isinstance(like, Array) else tuple(like)
 
 
@@ -37,7 +38,7 @@ def _normal_functional(context: Context, x: Array, mean: float = 0.0, std: float
 
 @operator("normal")
 def _normal(context: Context, mean: Any, std: Any = 1.0, size: Any = None, **_: Any) -> Array:
-    """Around means, with deviations; of a size where both are numbers."""
+    """Normal numbers of given means and standard deviations; ``size`` is given if both are scalars."""
     shape = jnp.broadcast_shapes(jnp.shape(mean), jnp.shape(std)) if size is None else tuple(size)
     return mean + std * jax.random.normal(context.random_key("normal"), shape, context.float_type)
 
@@ -49,8 +50,8 @@ def _exponential(context: Context, x: Array, rate: float = 1.0, *, generator: An
 
 @operator("bernoulli", "bernoulli.p")
 def _bernoulli(context: Context, x: Array, p: Any = None, *, generator: Any = None) -> Array:
-    chance = x if p is None else jnp.full(x.shape, p)
-    return jax.random.bernoulli(context.random_key("bernoulli"), chance).astype(x.dtype)
+    probability = x if p is None else jnp.full(x.shape, p)
+    return jax.random.bernoulli(context.random_key("bernoulli"), probability).astype(x.dtype)
 
 
 @operator("randint")
@@ -78,10 +79,10 @@ def _randperm(context: Context, n: int, *, dtype: Any = None, **_: Any) -> Array
 def _multinomial(
     context: Context, x: Array, num_samples: int, replacement: bool = False, *, generator: Any = None
 ) -> Array:
-    """Places of x [..., n] by chances in proportion to it, with or without the same place twice."""
-    chances, key = jnp.log(x), context.random_key("multinomial")
+    """Indices into x [..., n] with probabilities in proportion to x."""
+    logits, key = jnp.log(x), context.random_key("multinomial")
     if replacement:
-        drawn = jax.random.categorical(key, chances[..., None, :], shape=(*x.shape[:-1], num_samples))
+        drawn = jax.random.categorical(key, logits[..., None, :], shape=(*x.shape[:-1], num_samples))
         return drawn.astype(jnp.int32)
-    noisy = chances + jax.random.gumbel(key, x.shape, x.dtype)  # the largest are a draw without replacement
+    noisy = logits + jax.random.gumbel(key, x.shape, x.dtype)  # Gumbel top-k: sampling without replacement
     return jax.lax.top_k(noisy, num_samples)[1]

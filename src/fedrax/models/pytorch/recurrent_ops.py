@@ -1,4 +1,4 @@
-"""PyTorch's recurrent layers: LSTM, GRU and plain ones, of several layers and both directions."""
+"""PyTorch's recurrent operators: LSTM, GRU and plain RNN, with several layers and two directions."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from fedrax.models.pytorch.layer_ops import dropout
 from fedrax.models.pytorch.operators import Context, linear, operator
 
 Cell = Callable[[Array, Any, Array, Array | None], Any]
-"""(what the input adds [B, gates * hidden], state, hidden weight, hidden bias) -> state; states are tuples of h, ..."""
+"""(projected input [B, gates * hidden], state, hidden weight, hidden bias) -> state, a tuple (h, ...)."""
 
 
 def _lstm_step(inputs: Array, state: Any, weight: Array, bias: Array | None) -> Any:
+    """One step of an LSTM; the state is (h, c)."""
     h, c = state
     i, f, g, o = jnp.split(inputs + linear(h, weight, bias), 4, axis=-1)
     c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
@@ -25,6 +26,7 @@ def _lstm_step(inputs: Array, state: Any, weight: Array, bias: Array | None) -> 
 
 
 def _gru_step(inputs: Array, state: Any, weight: Array, bias: Array | None) -> Any:
+    """One step of a GRU; the state is (h,)."""
     (h,) = state
     reset, update, new = jnp.split(inputs, 3, axis=-1)
     hidden_reset, hidden_update, hidden_new = jnp.split(linear(h, weight, bias), 3, axis=-1)
@@ -34,11 +36,12 @@ def _gru_step(inputs: Array, state: Any, weight: Array, bias: Array | None) -> A
 
 
 def _plain_step(activation: Callable[[Array], Array]) -> Cell:
+    """One step of a plain RNN; the state is (h,)."""
     return lambda inputs, state, weight, bias: (activation(inputs + linear(state[0], weight, bias)),)
 
 
 def _over_time(cell: Cell, x: Array, start: Any, weights: Sequence[Array], backwards: bool) -> tuple[Array, Any]:
-    """One direction of one layer over x [T, B, F]: (outputs [T, B, hidden], the last state)."""
+    """(outputs [T, B, hidden], last state) of one direction of one layer over x [T, B, F]."""
     input_weight, hidden_weight, *biases = weights
     input_bias, hidden_bias = biases or (None, None)
 
@@ -51,6 +54,8 @@ def _over_time(cell: Cell, x: Array, start: Any, weights: Sequence[Array], backw
 
 
 def _recurrent(cell: Cell) -> Callable[..., Any]:
+    """The operator of a recurrent network with the given cell."""
+
     def run(
         context: Context,
         x: Array,
@@ -63,46 +68,47 @@ def _recurrent(cell: Cell) -> Callable[..., Any]:
         bidirectional: bool,
         batch_first: bool,
     ) -> tuple[Array, ...]:
-        """(outputs, last states...), states [layers * directions, B, hidden]."""
+        """(outputs, last states...); states are [layers * directions, B, hidden]."""
         if not isinstance(params, Sequence):
-            raise FedraxError("packed sequences are not supported: pad them and mask what does not count")
-        each = 4 if has_biases else 2
-        runs = num_layers * (2 if bidirectional else 1)
-        if len(params) != each * runs:
-            raise FedraxError("LSTMs with projections (proj_size) are not supported")
+            raise FedraxError("packed sequences are not supported: pad them and mask the padding")
+        num_params = 4 if has_biases else 2
+        num_runs = num_layers * (2 if bidirectional else 1)
+        if len(params) != num_params * num_runs:
+            raise FedraxError("LSTMs with projections are not supported: unset proj_size")
         outputs = x.swapaxes(0, 1) if batch_first else x
         lasts = []
         for layer in range(num_layers):
-            found = []
+            by_direction = []
             for direction in range(2 if bidirectional else 1):
                 k = layer * (2 if bidirectional else 1) + direction
                 start = tuple(jnp.asarray(state[k], x.dtype) for state in states)
-                made, last = _over_time(cell, outputs, start, params[each * k : each * (k + 1)], direction == 1)
-                found.append(made)
+                weights = params[num_params * k : num_params * (k + 1)]
+                hidden_states, last = _over_time(cell, outputs, start, weights, direction == 1)
+                by_direction.append(hidden_states)
                 lasts.append(last)
-            outputs = jnp.concatenate(found, axis=-1) if bidirectional else found[0]
+            outputs = jnp.concatenate(by_direction, axis=-1) if bidirectional else by_direction[0]
             if layer < num_layers - 1:
                 outputs = dropout(context, outputs, p, train)
-        ends = tuple(jnp.stack(parts) for parts in zip(*lasts, strict=True))
-        return (outputs.swapaxes(0, 1) if batch_first else outputs, *ends)
+        last_states = tuple(jnp.stack(states) for states in zip(*lasts, strict=True))
+        return (outputs.swapaxes(0, 1) if batch_first else outputs, *last_states)
 
     return run
 
 
-def _single(cell: Cell) -> Callable[..., Any]:
-    """The same for layers of one state, which PyTorch gives by itself."""
+def _recurrent_with_one_state(cell: Cell) -> Callable[..., Any]:
+    """As `_recurrent`, for cells whose state is h only: PyTorch passes it without a tuple."""
     run = _recurrent(cell)
 
-    def of_one(context: Context, x: Array, state: Array, *rest: Any) -> tuple[Array, ...]:
+    def run_with_state(context: Context, x: Array, state: Array, *rest: Any) -> tuple[Array, ...]:
         return run(context, x, (state,), *rest)
 
-    return of_one
+    return run_with_state
 
 
 operator("lstm.input")(_recurrent(_lstm_step))
-operator("gru.input")(_single(_gru_step))
-operator("rnn_tanh.input")(_single(_plain_step(jnp.tanh)))
-operator("rnn_relu.input")(_single(_plain_step(jax.nn.relu)))
+operator("gru.input")(_recurrent_with_one_state(_gru_step))
+operator("rnn_tanh.input")(_recurrent_with_one_state(_plain_step(jnp.tanh)))
+operator("rnn_relu.input")(_recurrent_with_one_state(_plain_step(jax.nn.relu)))
 
 
 @operator("lstm_cell")

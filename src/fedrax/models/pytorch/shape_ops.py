@@ -1,4 +1,4 @@
-"""PyTorch's operators that arrange, pick and make numbers."""
+"""PyTorch's operators that change shapes, index arrays and create arrays."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ OPERATORS |= {
     "tril": lambda x, diagonal=0: jnp.tril(x, diagonal),
     "triu": lambda x, diagonal=0: jnp.triu(x, diagonal),
     "index_select": lambda x, dim, index: jnp.take(x, index, axis=dim),
-    "gather": lambda x, dim, index, sparse_grad=False: x[_along(x, dim, index)] if x.ndim else x,
+    "gather": lambda x, dim, index, sparse_grad=False: x[_index_along(x, dim, index)] if x.ndim else x,
     "diagonal": lambda x, offset=0, dim1=0, dim2=1: jnp.diagonal(x, offset, dim1, dim2),
     "expand_as": lambda x, other: jnp.broadcast_to(x, other.shape),
 }
 
-# --- Arranging ----------------------------------------------------------------------------------------
+# --- Shapes ----------------------------------------------------------------------------------------
 
 
 @operator("view", "_unsafe_view", "reshape")
 def _view(x: Array, size: Sequence[int], *_: Any) -> Array:
     if not isinstance(size, Sequence):
-        raise FedraxError("the bytes of numbers read as another type (Tensor.view(dtype)) are not supported")
+        raise FedraxError("Tensor.view(dtype) is not supported: use Tensor.to(dtype), which converts values")
     return x.reshape(tuple(size))
 
 
@@ -52,8 +52,8 @@ def _flatten(x: Array, start_dim: int = 0, end_dim: int = -1) -> Array:
 def _unflatten(x: Array, dim: int, sizes: Sequence[int]) -> Array:
     dim %= x.ndim
     known = -math.prod(sizes) if -1 in sizes else 1
-    whole = [x.shape[dim] // known if size == -1 else size for size in sizes]
-    return x.reshape(*x.shape[:dim], *whole, *x.shape[dim + 1 :])
+    lengths = [x.shape[dim] // known if size == -1 else size for size in sizes]
+    return x.reshape(*x.shape[:dim], *lengths, *x.shape[dim + 1 :])
 
 
 @operator("unsqueeze")
@@ -94,8 +94,8 @@ def _roll(x: Array, shifts: Any, dims: Any = ()) -> Array:
 
 @operator("cat", "concat")
 def _cat(tensors: Sequence[Array], dim: int = 0) -> Array:
-    whole = [t for t in tensors if t.shape != (0,)] or list(tensors)  # PyTorch passes over empty vectors
-    return jnp.concatenate(whole, axis=dim)
+    nonempty = [t for t in tensors if t.shape != (0,)] or list(tensors)  # PyTorch ignores empty vectors
+    return jnp.concatenate(nonempty, axis=dim)
 
 
 @operator("split", "split_with_sizes", "split.sizes")
@@ -123,8 +123,7 @@ def _pad(x: Array, pad: Sequence[int], mode: Any = "constant", value: Any = None
     widths = [(0, 0)] * (x.ndim - len(pad) // 2) + list(zip(pad[::2], pad[1::2], strict=True))[::-1]
     kinds = {"constant": "constant", "reflect": "reflect", "replicate": "edge", "circular": "wrap"}
     if mode == "constant":
-        filled = lax.pad(x, jnp.asarray(value or 0, x.dtype), [(low, high, 0) for low, high in widths])
-        return filled
+        return lax.pad(x, jnp.asarray(value or 0, x.dtype), [(low, high, 0) for low, high in widths])
     return jnp.pad(x, widths, mode=kinds[mode])
 
 
@@ -166,7 +165,7 @@ def _unfold(x: Array, dimension: int, size: int, step: int) -> Array:
     return jnp.moveaxis(windows, dimension + 1, -1)
 
 
-# --- Picking ------------------------------------------------------------------------------------------
+# --- Indexing ------------------------------------------------------------------------------------------
 
 
 @operator("select")
@@ -177,13 +176,14 @@ def _select(x: Array, dim: int, index: Any) -> Array:
     return jnp.take(x, index, axis=dim)
 
 
-def _range(x: Array, dim: int, start: Any, end: Any, step: int) -> tuple[slice, ...]:
+def _slices(x: Array, dim: int, start: Any, end: Any, step: int) -> tuple[slice, ...]:
+    """An index that slices one axis."""
     return (*[slice(None)] * (dim % x.ndim), slice(start, end, step))
 
 
 @operator("slice")
 def _slice(x: Array, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Array:
-    return x[_range(x, dim, start, end, step)]
+    return x[_slices(x, dim, start, end, step)]
 
 
 @operator("narrow")
@@ -193,7 +193,7 @@ def _narrow(x: Array, dim: int, start: int, length: int) -> Array:
 
 @operator("slice_scatter")
 def _slice_scatter(x: Array, source: Array, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Array:
-    return x.at[_range(x, dim, start, end, step)].set(source)
+    return x.at[_slices(x, dim, start, end, step)].set(source)
 
 
 @operator("select_scatter")
@@ -209,7 +209,7 @@ def _copy(x: Array, source: Array, non_blocking: bool = False) -> Array:
 @operator("index", "_unsafe_index")
 def _index(x: Array, indices: Sequence[Array | None]) -> Array:
     if any(i is not None and i.dtype == bool for i in indices):
-        raise FedraxError("picking by a mask gives arrays of unknown length: use torch.where or masked_fill")
+        raise FedraxError("indexing by a mask gives arrays of unknown length: use torch.where or masked_fill")
     return x[tuple(slice(None) if i is None else i for i in indices)]
 
 
@@ -221,55 +221,55 @@ def _index_put(x: Array, indices: Sequence[Array | None], values: Array, accumul
         return jnp.where(mask, values.reshape(()), x)
     if any(i.dtype == bool for i in given):
         raise FedraxError("setting by a mask needs one value: use torch.where or masked_fill")
-    place = x.at[tuple(slice(None) if i is None else i for i in indices)]
-    return place.add(values) if accumulate else place.set(values)
+    target = x.at[tuple(slice(None) if i is None else i for i in indices)]
+    return target.add(values) if accumulate else target.set(values)
 
 
-def _along(x: Array, dim: int, index: Array) -> tuple[Array, ...]:
-    """Where ``index`` points along one axis, for all axes."""
-    places = list(jnp.indices(index.shape, sparse=True))
-    places[dim % x.ndim] = index
-    return tuple(places)
+def _index_along(x: Array, dim: int, index: Array) -> tuple[Array, ...]:
+    """Indices of all axes for entries at ``index`` along one axis, as in ``torch.gather``."""
+    indices = list(jnp.indices(index.shape, sparse=True))
+    indices[dim % x.ndim] = index
+    return tuple(indices)
 
 
 @operator("scatter.src", "scatter.value")
 def _scatter(x: Array, dim: int, index: Array, source: Any) -> Array:
     values = source if jnp.ndim(source) == 0 else source[tuple(map(slice, index.shape))]
-    return x.at[_along(x, dim, index)].set(values)
+    return x.at[_index_along(x, dim, index)].set(values)
 
 
 @operator("scatter_add")
 def _scatter_add(x: Array, dim: int, index: Array, source: Array) -> Array:
-    return x.at[_along(x, dim, index)].add(source[tuple(map(slice, index.shape))])
+    return x.at[_index_along(x, dim, index)].add(source[tuple(map(slice, index.shape))])
 
 
 @operator("scatter_reduce.two")
 def _scatter_reduce(
     x: Array, dim: int, index: Array, source: Array, reduce: str, *, include_self: bool = True
 ) -> Array:
-    """Sums, means or extremes of what comes to a place, with what is there or without; equal ones share gradients."""
-    source, place = source[tuple(map(slice, index.shape))], _along(x, dim, index)
-    counts = jnp.full(x.shape, int(include_self)).at[place].add(1)
+    """Sum, mean, maximum or minimum of the entries scattered to an index; ties share the gradient equally."""
+    source, target = source[tuple(map(slice, index.shape))], _index_along(x, dim, index)
+    counts = jnp.full(x.shape, int(include_self)).at[target].add(1)
     if reduce in ("sum", "mean"):
         start = x if include_self else jnp.where(counts > 0, 0, x)
-        total = start.at[place].add(source)
+        total = start.at[target].add(source)
         return total / jnp.maximum(counts, 1) if reduce == "mean" else total
     if reduce not in ("amax", "amin"):
-        raise FedraxError(f"scatter_reduce with reduce={reduce!r} has no form here")
+        raise FedraxError(f"scatter_reduce(reduce={reduce!r}) is not implemented: use sum, mean, amax or amin")
     sign = 1 if reduce == "amax" else -1
-    known, had = sign * lax.stop_gradient(source), sign * lax.stop_gradient(x)
-    start = had if include_self else jnp.where(counts > 0, -jnp.inf, had)
-    largest = start.at[place].max(known)
-    own, others = had == largest, known == largest[place]
+    signed_source, signed_x = sign * lax.stop_gradient(source), sign * lax.stop_gradient(x)
+    start = signed_x if include_self else jnp.where(counts > 0, -jnp.inf, signed_x)
+    largest = start.at[target].max(signed_source)
+    own, others = signed_x == largest, signed_source == largest[target]
     own = own if include_self else own & (counts == 0)
-    shares = own.astype(x.dtype).at[place].add(others)
-    return jnp.where(own, x, 0).at[place].add(jnp.where(others, source, 0)) / jnp.maximum(shares, 1)
+    ties = own.astype(x.dtype).at[target].add(others)
+    return jnp.where(own, x, 0).at[target].add(jnp.where(others, source, 0)) / jnp.maximum(ties, 1)
 
 
 @operator("one_hot")
 def _one_hot(x: Array, num_classes: int = -1) -> Array:
     if num_classes < 0:
-        raise FedraxError("one_hot needs num_classes: without, the length depends on the data")
+        raise FedraxError("one_hot needs num_classes, because its length would depend on the data: set it")
     return jax.nn.one_hot(x, num_classes, dtype=jnp.int32)
 
 
@@ -278,8 +278,8 @@ def _embedding(
     weight: Array, indices: Array, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
 ) -> Array:
     if scale_grad_by_freq:
-        raise FedraxError("an embedding whose gradients are divided by counts has no form here: scale_grad_by_freq")
-    if padding_idx >= 0:  # its row is not trained
+        raise FedraxError("embedding(scale_grad_by_freq=True) is not implemented: leave it False")
+    if padding_idx >= 0:  # PyTorch does not train the padding row
         weight = weight.at[padding_idx].set(lax.stop_gradient(weight[padding_idx]))
     return jnp.take(weight, indices, axis=0)
 
@@ -296,27 +296,27 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int = -1,
 ) -> tuple[Array, None, None, None]:
-    """Sums (mode 0), means (1) or maxima (2) of the rows in each bag, the words from its offset to the next."""
+    """Sum (mode 0), mean (1) or maximum (2) of the rows in each bag: the tokens from its offset to the next one."""
     starts = offsets[:-1] if include_last_offset else offsets
-    words, bags = jnp.arange(indices.size, dtype=jnp.int32), len(starts)
-    bag = jnp.searchsorted(starts, words, side="right") - 1
-    counted = (indices != padding_idx if padding_idx >= 0 else jnp.ones(indices.shape, bool))[:, None]
+    tokens, bags = jnp.arange(indices.size, dtype=jnp.int32), len(starts)
+    bag = jnp.searchsorted(starts, tokens, side="right") - 1
+    valid = (indices != padding_idx if padding_idx >= 0 else jnp.ones(indices.shape, bool))[:, None]
     rows = _embedding(weight, indices, padding_idx, scale_grad_by_freq)
     if mode == 2:
-        known = jnp.where(counted, lax.stop_gradient(rows), -jnp.inf)
-        largest = jax.ops.segment_max(known, bag, bags)
-        is_first = counted & (known == largest[bag])
-        first = jax.ops.segment_min(jnp.where(is_first, words[:, None], indices.size), bag, bags)
-        found = jnp.take_along_axis(rows, jnp.minimum(first, indices.size - 1), 0)
-        return jnp.where(first < indices.size, found, 0), None, None, None
+        values = jnp.where(valid, lax.stop_gradient(rows), -jnp.inf)
+        largest = jax.ops.segment_max(values, bag, bags)
+        is_maximum = valid & (values == largest[bag])
+        first = jax.ops.segment_min(jnp.where(is_maximum, tokens[:, None], indices.size), bag, bags)
+        maxima = jnp.take_along_axis(rows, jnp.minimum(first, indices.size - 1), 0)
+        return jnp.where(first < indices.size, maxima, 0), None, None, None
     rows = rows if per_sample_weights is None else rows * per_sample_weights[:, None]
-    total = jax.ops.segment_sum(jnp.where(counted, rows, 0), bag, bags)
+    total = jax.ops.segment_sum(jnp.where(valid, rows, 0), bag, bags)
     if mode == 1:
-        total = total / jnp.maximum(jax.ops.segment_sum(counted.astype(rows.dtype), bag, bags), 1)
+        total = total / jnp.maximum(jax.ops.segment_sum(valid.astype(rows.dtype), bag, bags), 1)
     return total, None, None, None
 
 
-# --- Making -------------------------------------------------------------------------------------------
+# --- Creation -------------------------------------------------------------------------------------------
 
 
 @operator("zeros", "empty", "new_zeros", "new_empty")
@@ -337,7 +337,7 @@ def _full(context: Context, *arguments: Any, dtype: Any = None, **_: Any) -> Arr
 
 
 def _filled(context: Context, arguments: tuple, value: Any, dtype: Any, kind: Any = None) -> Array:
-    """A constant of a size; after an array (``new_...``) in its type, else in ``kind`` or the parameters'."""
+    """A constant array; ``arguments`` are (size) or (array, size) of ``new_...``, whose dtype is the default."""
     *like, size = arguments
     kind = like[0].dtype if like else kind or context.float_type
     return jnp.full(tuple(size), value, kind if dtype is None else context.type_of(dtype))

@@ -1,4 +1,4 @@
-"""PyTorch's operators that put numbers in order, find their places in one, or go along one."""
+"""PyTorch's operators of sorting, searching and cumulative reductions."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def _topk(x: Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = 
     return lax.slice_in_dim(values, 0, k, axis=dim % x.ndim), lax.slice_in_dim(order, 0, k, axis=dim % x.ndim)
 
 
-def _picked(x: Array, index: Array, dim: int, keepdim: bool) -> tuple[Array, Array]:
-    """The numbers at places along an axis, which ``index`` [.., 1, ..] names, and the places."""
+def _take_with_index(x: Array, index: Array, dim: int, keepdim: bool) -> tuple[Array, Array]:
+    """(entries at ``index`` [.., 1, ..] along an axis, index)."""
     value = jnp.take_along_axis(x, index, axis=dim)
     return (value, index) if keepdim else (value.squeeze(dim), index.squeeze(dim))
 
@@ -46,33 +46,33 @@ def _picked(x: Array, index: Array, dim: int, keepdim: bool) -> tuple[Array, Arr
 @operator("kthvalue")
 def _kthvalue(x: Array, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
     order = jnp.argsort(x, axis=dim, stable=True)
-    return _picked(x, lax.slice_in_dim(order, k - 1, k, axis=dim % x.ndim), dim, keepdim)
+    return _take_with_index(x, lax.slice_in_dim(order, k - 1, k, axis=dim % x.ndim), dim, keepdim)
 
 
 @operator("median.dim")
 def _median(x: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
-    """The lower one of two in the middle."""
+    """The median along an axis and its index; the lower of two middle values."""
     return _kthvalue(x, (x.shape[dim] + 1) // 2, dim, keepdim)
 
 
 @operator("median", "median.default")
 def _median_of_all(x: Array) -> Array:
-    """All that are the median share the gradient."""
-    same = x == lax.stop_gradient(_median(x.reshape(-1))[0])
-    return (jnp.where(same, x, 0).sum() / same.sum()).astype(x.dtype)
+    """The median of all entries; entries equal to it share the gradient."""
+    is_median = x == lax.stop_gradient(_median(x.reshape(-1))[0])
+    return (jnp.where(is_median, x, 0).sum() / is_median.sum()).astype(x.dtype)
 
 
-def _so_far(best: Any, x: Array, dim: int) -> tuple[Array, Array]:
-    """The extremes of all numbers up to each, and the last places that have them."""
+def _cumulative_extreme(best: Any, x: Array, dim: int) -> tuple[Array, Array]:
+    """(cumulative maximum or minimum, index of its last occurrence)."""
     dim %= x.ndim
-    known = lax.stop_gradient(x)
-    new = known == best(known, axis=dim)
-    places = jnp.where(new, lax.broadcasted_iota(jnp.int32, x.shape, dim), 0)
+    values = lax.stop_gradient(x)
+    is_extreme = values == best(values, axis=dim)
+    places = jnp.where(is_extreme, lax.broadcasted_iota(jnp.int32, x.shape, dim), 0)
     index = lax.cummax(places, axis=dim)
     return jnp.take_along_axis(x, index, axis=dim), index
 
 
-OPERATORS["cummax"], OPERATORS["cummin"] = partial(_so_far, lax.cummax), partial(_so_far, lax.cummin)
+OPERATORS["cummax"], OPERATORS["cummin"] = (partial(_cumulative_extreme, best) for best in (lax.cummax, lax.cummin))
 
 
 @operator("logcumsumexp")
@@ -87,7 +87,7 @@ def _bucketize(x: Any, boundaries: Array, *, out_int32: bool = False, right: boo
 
 @operator("searchsorted")
 def _searchsorted(
-    rising: Array,
+    ordered: Array,
     x: Any,
     *,
     out_int32: bool = False,
@@ -95,11 +95,11 @@ def _searchsorted(
     side: str | None = None,
     sorter: Array | None = None,
 ) -> Array:
-    """The places of x [..., n] among numbers that rise [..., m], or [m] for all of them."""
+    """Indices at which x [..., n] would be inserted into ascending numbers [..., m] or [m]."""
     if sorter is not None:
-        rising = jnp.take_along_axis(rising, sorter, axis=-1)
+        ordered = jnp.take_along_axis(ordered, sorter, axis=-1)
     find = partial(jnp.searchsorted, side=side or ("right" if right else "left"))
-    if rising.ndim == 1:
-        return find(rising, x)
-    rows = jax.vmap(find)(rising.reshape(-1, rising.shape[-1]), x.reshape(-1, x.shape[-1]))
+    if ordered.ndim == 1:
+        return find(ordered, x)
+    rows = jax.vmap(find)(ordered.reshape(-1, ordered.shape[-1]), x.reshape(-1, x.shape[-1]))
     return rows.reshape(x.shape)
