@@ -34,8 +34,8 @@ class NormNnx(nnx.Module):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: from_linen(Norm("batch"), X), "Norm takes means over an axis batch: leave axis_name out"),
-        (lambda: from_nnx(NormNnx), "NormNnx takes means over an axis batch: leave axis_name out"),
+        (lambda: from_linen(Norm("batch"), X), "Norm averages over the device axis batch, .*: unset axis_name"),
+        (lambda: from_nnx(NormNnx), "NormNnx averages over the device axis batch, .*: unset axis_name"),
         (lambda: from_linen(Norm(), X), "Norm draws random numbers in evaluation too"),
         (lambda: from_linen(Norm, X), r"not the class Norm: give Norm\(\.\.\.\)"),
         (lambda: from_linen(partial(Norm, "batch"), X), r"not the class Norm: give Norm\(\.\.\.\)"),

@@ -36,7 +36,7 @@ def test_noise_is_drawn_from_the_key_and_only_in_training(net: Any):
 
 
 def test_noise_in_evaluation_is_rejected():
-    with pytest.raises(FedraxError, match=r"draws random numbers in evaluation too: ask self.training first"):
+    with pytest.raises(FedraxError, match=r"draws random numbers in evaluation too: do it only if self.training"):
         from_torch(made(4, 3, lambda self, x: self.layer(x + torch.randn_like(x))), torch.randn(3, 4))
 
 

@@ -176,7 +176,7 @@ def test_an_optimizer_with_its_learning_rate_in_its_state_is_rejected():
 
 
 def test_an_optimizer_that_needs_the_loss_function_is_rejected():
-    with pytest.raises(FedraxError, match="needs more than a direction"):
+    with pytest.raises(FedraxError, match="needs more arguments than the gradient"):
         run(FedAvg(LocalSGD(steps=1, optimizer=Optax(optax.lbfgs()))))
 
 
