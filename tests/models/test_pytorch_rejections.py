@@ -78,7 +78,7 @@ def by_chance(self: Made, x: Any) -> Any:
         (by_chance, "random numbers that are not PyTorch's"),
         (lambda self, x: (Reversed.apply if self.training else torch.tanh)(self.layer(x)), r"custom.*\(Reversed\)"),
         (hooked, r"hooks of them.*\(register_hook\)"),
-        (clamped, r"changes the parameter layer.weight without.*test_pytorch_rejections.py, line"),
+        (clamped, r"changes the parameter layer.weight without.*torch_modules.py, line"),
         (replaced, r"data of an array is replaced .*test_pytorch_rejections.py, line"),
         (short, "autocast"),
         (lambda self, x: self.layer(x) + len(torch.where(self.layer(x) > 0)), "unknown length|cannot be traced"),

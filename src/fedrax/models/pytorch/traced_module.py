@@ -19,7 +19,19 @@ import numpy as np
 from jax import Array, lax
 
 from fedrax.errors import FedraxError
-from fedrax.models.pytorch import subgradients
+from fedrax.models.pytorch import (  # noqa: F401 - importing them registers their operators
+    fourier_ops,
+    interpolation_ops,
+    layer_ops,
+    linear_algebra_ops,
+    pooling_ops,
+    random_ops,
+    recurrent_ops,
+    shape_ops,
+    sorting_ops,
+    subgradients,
+    variance_ops,
+)
 from fedrax.models.pytorch.export import export
 from fedrax.models.pytorch.operators import NEEDS_CONTEXT, OPERATORS, Context, key_of
 from fedrax.models.pytorch.source_locations import line_of
