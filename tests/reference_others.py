@@ -73,6 +73,7 @@ class Scaffnew(Method):
 @dataclass
 class SignSGD(Method):
     beta: float | None = None
+    abstain: bool = True
 
     def start(self):
         self.m = [np.zeros_like(self.x) for _ in self.clients]
@@ -84,7 +85,7 @@ class SignSGD(Method):
             gradient = client.gradient(self.x, client.batches()[0])
             if self.beta is not None:
                 gradient = self.m[p.client] = self.beta * self.m[p.client] + (1 - self.beta) * gradient
-            votes = votes + np.where(gradient >= 0, 1, -1)
+            votes = votes + (np.sign(gradient) if self.abstain else np.where(gradient >= 0, 1, -1))
         local = self.clients[0].local
         eta = local.lr * factor(local.schedule, parts[0].round)
         self.x = self.x - eta * (np.sign(votes) + local.weight_decay * self.x)

@@ -45,7 +45,7 @@ METHODS: dict[str, fedrax.Algorithm] = {
     "Personalized FedAvg, last layer at home": fedrax.personalization.Personalized(
         fedrax.FedAvg(local=FULL), personal_params=("output/*",)
     ),
-    "SignSGD": fedrax.algorithms.SignSGD(local=dataclasses.replace(FULL, steps=1)),
+    "SignSGD": fedrax.algorithms.SignSGD(local=dataclasses.replace(FULL, steps=1), abstain=False),
     "ClientDP of FedAvg, noise at the client": fedrax.privacy.ClientDP(fedrax.FedAvg(local=FULL), at="client"),
     "ClientDP of FedAvg, noise at the server": fedrax.privacy.ClientDP(fedrax.FedAvg(local=FULL)),
     "SampleDP of FedAvg": fedrax.privacy.SampleDP(fedrax.FedAvg(local=dataclasses.replace(FULL, batch_size=SAMPLES))),

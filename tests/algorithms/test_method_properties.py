@@ -13,6 +13,7 @@ from fedrax import FedAvg, Federation, FedraxError, LocalSGD, simulate
 from fedrax.algorithms import FedLion, FedSGD, QFedAvg, Scaffnew, SignSGD
 from fedrax.algorithms.scaffnew import geometric
 from fedrax.algorithms.signsgd import majority
+from fedrax.compression.packing import TernarySigns
 from fedrax.config.hyperparameters import check
 from fedrax.contract import Batch
 from fedrax.personalization import Ditto
@@ -128,9 +129,43 @@ def test_a_step_of_fedlion_moves_every_parameter_by_eta():
     np.testing.assert_array_equal(result.server.momentum["w"], [-1, 2, 0, -3])
 
 
-def test_a_vote_is_a_bit():
-    event = run(SignSGD(LocalSGD(lr=0.1)), rounds=1).events[-1]
-    assert (event["bytes_up"], event["bytes_down"]) == (7, 7 * 16)  # four numbers, of which a byte holds eight
+@pytest.mark.parametrize("abstain", [False, True])
+def test_votes_of_four_parameters_are_a_byte(abstain: bool):
+    event = run(SignSGD(LocalSGD(lr=0.1), abstain=abstain), rounds=1).events[-1]
+    assert (event["bytes_up"], event["bytes_down"]) == (7, 7 * 16)  # of seven clients
+
+
+@pytest.mark.parametrize("shape", [(1,), (5,), (2, 3), (7, 11)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ternary_signs_are_packed_without_loss(shape: tuple[int, ...], dtype: str):
+    drawn = np.random.default_rng(0).integers(-1, 2, shape)
+    values = {"a": jax.numpy.asarray(3.5 * drawn, dtype), "b": jax.numpy.asarray([-0.0, 1e-30], "float32")}
+    packed = TernarySigns.of(values)
+    assert packed.packed.size == -(-(drawn.size + 2) // 5) and packed.packed.dtype == np.uint8
+    unpacked = packed.values()
+    assert unpacked["a"].dtype == dtype
+    np.testing.assert_array_equal(unpacked["a"].astype(int), drawn)
+    np.testing.assert_array_equal(unpacked["b"], [0, 1])
+
+
+def test_clients_without_a_gradient_abstain():
+    """A word that only one of five clients has is learned; a parameter that no client uses stays."""
+    x = np.array([[1.0, 0.0, 0.0, 0.0]] * 4 + [[1.0, 1.0, 0.0, 0.0]])
+    federation = Federation.from_arrays(x, np.full(5, -1.0), offsets=np.arange(6), shuffle=False)
+    settings: dict[str, Any] = {"rounds": 1, "cohort_size": 5, "devices": 1}
+    local = LocalSGD(lr=0.25, batch_size="full")
+    printed, ours = (simulate(SignSGD(local, abstain=a), PROBLEM.task, federation, **settings) for a in (False, True))
+    np.testing.assert_array_equal(ours.params["w"], [-0.25, -0.25, 0, 0])
+    np.testing.assert_array_equal(printed.params["w"], [-0.25] * 4)  # clients without a gradient vote as well
+
+
+@pytest.mark.parametrize("plan", ["scan", "vmap", "loop", "debug"])
+def test_abstentions_are_the_same_on_every_plan(plan: str):
+    x = np.eye(4)[[0, 1, 2, 0, 1]]
+    federation = Federation.from_arrays(x, np.array([1.0, -1.0, 1.0, 1.0, 1.0]), offsets=np.arange(6), shuffle=False)
+    method = SignSGD(LocalSGD(lr=0.5, batch_size="full"))
+    result = simulate(method, PROBLEM.task, federation, rounds=1, cohort_size=5, devices=1, plan=plan)
+    np.testing.assert_array_equal(result.params["w"], [0.5, 0, 0.5, 0])  # the second is a tie
 
 
 @pytest.mark.parametrize(

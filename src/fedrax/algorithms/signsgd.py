@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax import tree
-from fedrax.compression.packing import Signs
+from fedrax.compression.packing import Signs, TernarySigns
 from fedrax.config.hyperparameters import Decay, hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
@@ -32,11 +32,11 @@ class Client(NamedTuple):
 
 @hyperparameters
 class SignSGD(Algorithm):
-    """One step per round: clients upload the signs of their gradients, one bit each; x <- x - eta sign(sum of signs).
+    """One step per round: clients upload the signs of their gradients; x <- x - eta sign(sum of signs).
 
     The gradient is that of one batch. With ``beta`` the signs are those of m_i <- beta m_i + (1 - beta) g_i, which a
-    client keeps: SIGNUM. Weight decay is the server's, x <- x - eta (sign(...) + decay x). Where the votes are equal x
-    stays, and a gradient of zero votes as a positive one. Algorithm 3; eta is ``local.lr``.
+    client keeps: SIGNUM. Weight decay is the server's, x <- x - eta (sign(...) + decay x). A tie leaves x unchanged.
+    Algorithm 3; eta is ``local.lr``.
 
     Example:
         >>> method = fedrax.algorithms.SignSGD(local=fedrax.LocalSGD(lr=1e-3, steps=1), beta=0.9)
@@ -48,6 +48,9 @@ class SignSGD(Algorithm):
     """Mini-batch size, learning rate and weight decay; one step per round."""
     beta: Decay | None = None
     """Momentum on the clients."""
+    abstain: bool = True
+    """Whether a gradient of zero is an abstention, as for the embedding of a word that the client does not have; a
+    sign then takes 8/5 bits. False: as in the paper, zero votes as a positive gradient, and a sign takes one bit."""
 
     traits = Traits(uniform_weights=True)
     """Uniform weights: each client has one vote."""
@@ -72,10 +75,11 @@ class SignSGD(Algorithm):
             gradient = tree.add(tree.scale(self.beta, state.momentum), tree.scale(1 - self.beta, gradient))
             state = Client(gradient)
         info = {"loss": loss, "gradients": self.local.samples(data, 1)}
-        return ClientOutput(upload=Signs.of(gradient), state=state, info=info)
+        votes = TernarySigns if self.abstain else Signs
+        return ClientOutput(upload=votes.of(gradient), state=state, info=info)
 
-    def receive(self, upload: Signs) -> Tree:
-        """1 and -1."""
+    def receive(self, upload: Signs | TernarySigns) -> Tree:
+        """1, -1 and, for an abstention, 0."""
         return upload.values()
 
     def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
