@@ -38,6 +38,7 @@ FILE_TIMEOUT = 60.0
 """Seconds to wait for a file that a worker has written: network file systems show it with a delay."""
 TaskAndFederation = tuple[Task, Federation]
 Executors = Executor | Callable[[], Executor]
+"""An executor, or a function that makes executors."""
 
 
 class ComparisonWatcher:

@@ -26,6 +26,7 @@ from fedrax.experiments.user_code import Trust, import_named
 from fedrax.files import below
 
 TomlTable = dict[str, Any]
+"""A table of a TOML file."""
 METHODS = ("algorithm", "inner")
 """Keys of tables of methods, whose settings are kept when the name changes, because methods share them."""
 

@@ -153,7 +153,7 @@ _SCALAR_ADVICE = (
 )
 _SCALAR_BELOW = 0.25
 """Share of the memory bandwidth below which an operation is called computed one element at a time."""
-_NO_PASSES = ("Fourier transform", "call of a library")
+_NO_PASSES = ("Fourier transform", "library call")
 """Operations whose time does not depend on bytes alone."""
 _NORM = re.compile(r"norm|(?:^|/)[bgl]n(?:[_\d/]|$)", re.IGNORECASE)
 _NORM_ADVICE = (

@@ -21,6 +21,7 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _CUDNN = re.compile(r'custom_call_target="__cudnn\$conv(\w+)"')
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
 _FREE |= {"while", "call", "conditional", "async-start", "async-update", "async-done"}
+"""Opcodes without a cost of their own."""
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 _SLICES = ("dynamic-slice", "gather", "slice")
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
@@ -281,7 +282,7 @@ class ProgramText:
         return total
 
 
-_WHAT = {"sort": "sort", "fft": "Fourier transform", "custom-call": "call of a library", "scatter": "scatter"}
+_WHAT = {"sort": "sort", "fft": "Fourier transform", "custom-call": "library call", "scatter": "scatter"}
 _WHAT |= {"gather": "gather", "reduce": "reduction", "while": "loop"}
 """Kinds of operations by an opcode in them; the first that occurs applies."""
 

@@ -16,6 +16,7 @@ from fedrax.escaping import for_markdown, plain
 from fedrax.report.runs import MethodSummary, Statistic, finite
 
 COLUMNS = ("accuracy", "loss", "best", "epsilon", "epsilon_paper", "rounds", "megabytes", "seconds")
+"""Columns that are fields of `MethodSummary`, in the order of the table."""
 _TO_TARGET = ("rounds", "megabytes", "seconds")
 """Columns of the cost to reach the target."""
 _SHARES = ("accuracy", "auc", "f1")
