@@ -92,7 +92,7 @@ def test_arithmetic_is_weighed_against_what_devices_exchange(width: int, rows: i
     cut = plan_microbatches(losses, w, jnp.ones((rows, width)), jax.random.key(0), 13)
     assert (cut is not None) == worth
     if cut is not None:
-        assert cut.rows == rows and cut.lost is not None and 0 < cut.lost < 0.3
+        assert cut.rows == rows and cut.overhead is not None and 0 < cut.overhead < 0.3
 
 
 def test_long_programs_are_not_compiled_twice() -> None:

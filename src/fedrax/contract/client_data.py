@@ -427,7 +427,7 @@ class ClientData(TrainingHooks):
             losses, params, samples, key, traced, 2 if joined is None else jax.lax.axis_size(xla.CLIENT_AXIS)
         )
         drawn: Any = key
-        if pieces is not None and pieces.drawn is not None and (pieces.lost is None or joined is not None):
+        if pieces is not None and pieces.drawn is not None and (pieces.overhead is None or joined is not None):
             arrays, drawn = pieces.drawn.draws(params, samples, key)
             losses, samples = pieces.drawn.losses, (samples, arrays)
         elif pieces is not None and traced is not None:

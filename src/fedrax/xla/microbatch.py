@@ -68,7 +68,7 @@ class Microbatches(NamedTuple):
     """Dtype of the losses."""
     drawn: HoistedDraws | None
     """Random draws for the whole batch, which come before it is split, and the losses that take them."""
-    lost: float | None = None
+    overhead: float | None = None
     """Overhead of sharing a whole batch between devices, as a fraction of its time; None for microbatches."""
 
 
@@ -114,11 +114,11 @@ def plan_microbatches(
     else:
         seconds = 3 * rows * seen.flops / limits().sharing_flops  # the backward pass takes twice the forward pass
         exchange, reads = tree.num_bytes(params) / _EXCHANGE_BYTES_PER_SECOND, seen.weights / _READ_BYTES_PER_SECOND
-        lost = (_START_SECONDS + exchange + reads) / max(seconds, _START_SECONDS)
+        overhead = (_START_SECONDS + exchange + reads) / max(seconds, _START_SECONDS)
         # a share of one example is excluded, since models may treat unit axes differently
-        if seen.length > _MAX_SHARED_EQUATIONS or lost >= limits().sharing_overhead or least < 2:
+        if seen.length > _MAX_SHARED_EQUATIONS or overhead >= limits().sharing_overhead or least < 2:
             return None
-        found = Microbatches(rows, seen.dtype, drawn, lost)
+        found = Microbatches(rows, seen.dtype, drawn, overhead)
     trace = jax.make_jaxpr(losses) if traced is None else partial(cached_trace, losses)
     fits = drawn is None or all(drawn.fits(params, of_rows(n), key) for n in (rows, least))
     same = fits and _is_invariant(lambda n: trace(params, of_rows(n), key), traced or rows, (rows, least))
@@ -195,8 +195,8 @@ def accumulate_gradients(
     """
     if plan is None:
         return gradient(params, batch, counts)
-    if plan.lost is not None:
-        return _share_batch(gradient, plan.lost, params, batch, counts, joined)
+    if plan.overhead is not None:
+        return _share_batch(gradient, plan.overhead, params, batch, counts, joined)
     rows = len(jax.tree.leaves(batch)[0])
     number = -(-rows // plan.rows)
     if number * plan.rows > rows:  # padded with masked copies of the last example
@@ -220,12 +220,12 @@ def accumulate_gradients(
 
 
 def _share_batch(
-    gradient: Callable, lost: float, params: Tree, batch: Tree, counts: Array | None, joined: Array | None
+    gradient: Callable, overhead: float, params: Tree, batch: Tree, counts: Array | None, joined: Array | None
 ) -> Tree:
     """:func:`accumulate_gradients` of a whole batch, or of a share of it where ``joined``."""
     if joined is None:
         loss, found = gradient(params, batch, counts)
-        return checkpoint_name(loss, f"{_WHOLE_BATCH}{lost}"), found
+        return checkpoint_name(loss, f"{_WHOLE_BATCH}{overhead}"), found
     rows, me = len(jax.tree.leaves(batch)[0]), lax.axis_index(CLIENT_AXIS)
     share = -(-rows // lax.axis_size(CLIENT_AXIS))
     first = jnp.minimum(me * share, rows - share)
@@ -245,7 +245,7 @@ class BatchSplit(NamedTuple):
     """Number of microbatches; 1 for a whole batch."""
     rows: int
     """Examples in a microbatch; 0 for a whole batch."""
-    lost: float = 0.0
+    overhead: float = 0.0
     """Overhead of sharing a whole batch, see :class:`Microbatches`."""
 
 
@@ -267,7 +267,7 @@ def device_speedup(splits: Sequence[BatchSplit], devices: int) -> float:
         (
             split.num_microbatches / -(-split.num_microbatches // devices)
             if split.rows
-            else 1 / (1 / devices + split.lost)
+            else 1 / (1 / devices + split.overhead)
             for split in splits
         ),
         default=1.0,
