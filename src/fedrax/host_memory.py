@@ -10,23 +10,23 @@ from pathlib import Path, PurePosixPath
 _OWN_GROUPS, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
-def host_memory() -> int:
+def host_memory(own_groups: Path = _OWN_GROUPS, groups: Path = _GROUPS) -> int:
     """Bytes that this process can have: the machine's, or less where a container or a cluster's job limits it."""
-    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_limits()])
+    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_limits(own_groups, groups)])
 
 
-def _limits() -> Iterator[int]:
+def _limits(own_groups: Path, groups: Path) -> Iterator[int]:
     """Those of the process's control groups, of version 2 or 1, and of the groups that these are in."""
     try:
-        lines = _OWN_GROUPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        lines = own_groups.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:  # no Linux
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            root, name = _GROUPS, "memory.max"
+            root, name = groups, "memory.max"
         elif "memory" in controllers.split(","):
-            root, name = _GROUPS / "memory", "memory.limit_in_bytes"
+            root, name = groups / "memory", "memory.limit_in_bytes"
         else:
             continue
         group = PurePosixPath(path)

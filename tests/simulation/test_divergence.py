@@ -81,14 +81,13 @@ def test_the_state_is_kept_before_the_samples_are_searched(tmp_path: Path, monke
         )
 
 
-def test_samples_are_searched_in_pieces(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(debug, "_PIECE_BYTES", 1 << 16)
+def test_samples_are_searched_in_pieces():
     x = np.zeros((20_000, 100), np.float32)
     x[7_000:7_500, 3], x[19_999] = np.nan, np.inf
     offsets = np.array([0, 6_000, 20_000])
     federation = fedrax.Federation.from_arrays(x, np.zeros(len(x), int), offsets=offsets, shuffle=False)
     tracemalloc.start()
-    found = debug.in_the_data(federation)
+    found = debug.in_the_data(federation, piece_bytes=1 << 16)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert "; 501 of the training samples" in found and found.endswith("the first is sample 1000 of client 1")

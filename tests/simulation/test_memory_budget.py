@@ -92,13 +92,12 @@ def test_memory_is_what_the_control_group_allows(
 ):
     machine, limit = host_memory.host_memory(), 123456789
     (tmp_path / "cgroup").write_text(groups)
-    monkeypatch.setattr(host_memory, "_OWN_GROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(host_memory, "_GROUPS", tmp_path)
     place = tmp_path / file
     place.parent.mkdir(parents=True, exist_ok=True)
     for said, expected in (("9223372036854771712\n", machine), ("max\n", machine), (f"{limit}\n", limit)):
         place.write_text(said)
-        assert host_memory.host_memory() == expected
+        assert host_memory.host_memory(tmp_path / "cgroup", tmp_path) == expected
+    monkeypatch.setattr("fedrax.simulation.placement.memory_budget.host_memory", lambda: limit)
     assert MemoryBudget.of(choose.make_mesh(2)).whole == limit // 2
 
 

@@ -56,7 +56,7 @@ def room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
     return request.param
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_on_two_devices(name: str, room: int):
     away = run(METHODS[name], **AWAY, **OPTIONS)
@@ -75,7 +75,7 @@ def test_every_plan(plan: str, devices: int):
     assert away.plan.endswith(", samples streamed, client states on disk")
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("away", [{"samples": "streamed"}, {"states": "spilled"}], ids=["samples", "states"])
 @pytest.mark.parametrize(
     "changes",
@@ -211,8 +211,7 @@ def test_evaluation_piece_by_piece(rows: int, devices: int, monkeypatch: pytest.
     mesh = choose.make_mesh(devices)
     expected = evaluation.Evaluator(TASK, mesh, batch).per_sample(params)
     for most in (1, 300, 1 << 20):
-        monkeypatch.setattr(evaluation, "_PIECE_BYTES", most)
-        found = evaluation.StreamedEvaluator(TASK, mesh, batch).per_sample(params)
+        found = evaluation.StreamedEvaluator(TASK, mesh, batch, piece_bytes=most).per_sample(params)
         assert found.keys() == expected.keys() == {"loss", "accuracy"}
         for name, values in expected.items():
             np.testing.assert_array_equal(found[name], values)
@@ -242,7 +241,6 @@ def test_a_row_file_against_an_array(tmp_path: Path, monkeypatch: pytest.MonkeyP
     preadv, pwritev = os.preadv, os.pwritev
     monkeypatch.setattr(row_file.os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:7]], at))
     monkeypatch.setattr(row_file.os, "pwritev", lambda fd, views, at: pwritev(fd, [views[0][:7]], at))
-    monkeypatch.setattr(row_file, "_PIECE_BYTES", 50)
     rng = np.random.default_rng(0)
     for initial in (np.float64(2.5), np.arange(3, dtype=np.int16), rng.normal(size=(2, 2)).astype(np.float32)):
         initial = np.asarray(initial)
@@ -254,7 +252,7 @@ def test_a_row_file_against_an_array(tmp_path: Path, monkeypatch: pytest.MonkeyP
             mirror[rows] = values
             look = rng.choice(30, 9)
             np.testing.assert_array_equal(table.read(look), mirror[look])
-        np.testing.assert_array_equal(np.concatenate(list(table.pieces())), mirror)
+        np.testing.assert_array_equal(np.concatenate(list(table.pieces(max_bytes=50))), mirror)
         assert len(table) == 30 and table[-1].tobytes() == mirror[-1].tobytes()
         with pytest.raises(IndexError):
             table[30]
@@ -367,6 +365,7 @@ def test_samples_larger_than_memory(tmp_path: Path):
     assert 0 < seen["last"]["train_loss"] < 2
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("method", [PFedMe(LOCAL), Ditto(FedAvg(local=LOCAL))], ids=["pFedMe", "Ditto"])
 def test_metrics_of_personalized_models_are_the_same_with_streamed_samples(method: Algorithm):
     """Devices then hold only the samples of a block, at other indices."""

@@ -20,13 +20,13 @@ _BLOCK_BYTES = 400_000
 _KEY_TYPES = {np.dtype(np.float32): np.int32, np.dtype(np.float64): np.int64}
 
 
-def sort_columns(x: Array) -> Array:
+def sort_columns(x: Array, block_bytes: int = _BLOCK_BYTES) -> Array:
     """Sort x [K, ...] along the first axis, as ``jnp.sort``: ascending, NaN last."""
     rows = len(x)
     if jax.default_backend() != "cpu" or x.dtype not in _KEY_TYPES or not 2 <= rows <= _MAX_ROWS or x.size == 0:
         return jnp.sort(x, axis=0)
     flat = x.reshape(rows, -1)
-    number = -(-flat.nbytes // _BLOCK_BYTES)
+    number = -(-flat.nbytes // block_bytes)
     width = -(-flat.shape[1] // number)
     flat = jnp.pad(flat, ((0, 0), (0, number * width - flat.shape[1])))
 

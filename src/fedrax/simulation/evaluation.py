@@ -231,7 +231,14 @@ def over_clients(sums: np.ndarray, sizes: np.ndarray, key: str, lower_is_better:
 class StreamedEvaluator(Evaluator):
     """Evaluator for samples on the host: chunks are sent while the devices compute the previous ones."""
 
-    def __init__(self, task: Any, mesh: Mesh, samples: Any, offsets: np.ndarray | None = None):
+    def __init__(
+        self,
+        task: Any,
+        mesh: Mesh,
+        samples: Any,
+        offsets: np.ndarray | None = None,
+        piece_bytes: int = _PIECE_BYTES,
+    ):
         self.task, self.offsets = task, offsets
         self.rows, self.samples = len(jax.tree.leaves(samples)[0]), samples
         self._chunk, self._starts = chunk_starts(self.rows, mesh.devices.size)
@@ -242,7 +249,7 @@ class StreamedEvaluator(Evaluator):
         row_bytes = sum(a.nbytes for a in jax.tree.leaves(samples)) / self.rows
         # two at least: a loop with one iteration is compiled to other code, which may round differently
 
-        at_once = max(2, int(_PIECE_BYTES / (row_bytes * self._chunk * mesh.devices.size)))
+        at_once = max(2, int(piece_bytes / (row_bytes * self._chunk * mesh.devices.size)))
         self._at_once = min(at_once * mesh.devices.size, len(self._starts))
 
     def per_sample(self, params: Tree) -> dict[str, np.ndarray]:

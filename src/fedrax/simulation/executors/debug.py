@@ -154,13 +154,13 @@ def culprit(engine: Engine, algorithm: Algorithm, carry: Carry, key: Array, xs: 
     return at_the_server
 
 
-def in_the_data(federation: Federation) -> str:
+def in_the_data(federation: Federation, piece_bytes: int = _PIECE_BYTES) -> str:
     """A clause on training samples that are not finite, of which nothing finite can be made; empty without any."""
     bad = np.zeros(len(federation.train.y), bool)
     for part in federation.train:
         if not np.issubdtype(part.dtype, np.inexact):
             continue
-        step = max(1, _PIECE_BYTES * len(part) // max(1, part.nbytes))
+        step = max(1, piece_bytes * len(part) // max(1, part.nbytes))
         for first in range(0, len(part), step):
             piece = part[first : first + step]
             bad[first : first + step] |= ~np.isfinite(piece).reshape(len(piece), -1).all(1)

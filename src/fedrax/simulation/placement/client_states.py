@@ -32,11 +32,11 @@ class Shards:
         self.shape, self.dtype = array.shape, np.dtype(array.dtype)
         self._shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)
 
-    def pieces(self) -> Iterator[np.ndarray]:
+    def pieces(self, max_bytes: int = _PIECE_BYTES) -> Iterator[np.ndarray]:
         """All rows in order."""
         for shard in self._shards:
             rows = np.asarray(shard.data)  # of a CPU no copy
-            step = max(1, _PIECE_BYTES * len(rows) // max(1, rows.nbytes))
+            step = max(1, max_bytes * len(rows) // max(1, rows.nbytes))
             yield from (rows[first : first + step] for first in range(0, len(rows), step))
 
 

@@ -57,9 +57,9 @@ class RowFile:
         self._transfer(os.pwritev, rows, values, np.arange(len(rows)))
         self.written[rows] = True
 
-    def pieces(self) -> Iterator[np.ndarray]:
+    def pieces(self, max_bytes: int = _PIECE_BYTES) -> Iterator[np.ndarray]:
         """All rows in order, a few at a time."""
-        step = max(1, _PIECE_BYTES // max(1, self.initial.nbytes))
+        step = max(1, max_bytes // max(1, self.initial.nbytes))
         for first in range(0, len(self), step):
             yield self.read(np.arange(first, min(first + step, len(self))))
 
