@@ -31,10 +31,18 @@ LOCAL = LocalSGD(steps=3, batch_size=10)
 RATES = (0.02, 0.2, 1e38)
 SETTINGS = Settings(rounds=8, cohort_size=3, seed=4)
 
+pytestmark = pytest.mark.usefixtures("tasks_once")
+
 
 @pytest.fixture(autouse=True)
 def few_rates(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(method_trials, "LEARNING_RATES", RATES)
+
+
+@pytest.fixture
+def few_methods(monkeypatch: pytest.MonkeyPatch):
+    """A command tries two methods, of which one has a hyper-parameter besides the learning rate."""
+    monkeypatch.setattr(method_trials, "DEFAULT_METHODS", ("FedAvg", "FedDyn"))
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +151,7 @@ FEDERATION = Federation.from_dataset(DIGITS, Shards(10, 2), seed=0)
 TASK = classification(Logistic().build(DIGITS.train.x.shape[1:], 10))
 
 
+@pytest.mark.usefixtures("few_methods")
 def test_the_command_tries_what_takes_little(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     assert cli.main([*FLAGS, *RUN, "--json"]) == 0
     tried = json.loads(capsys.readouterr().out)["trials"]["tried"]
@@ -156,6 +165,7 @@ def test_the_command_tries_what_takes_little(capsys: pytest.CaptureFixture[str],
     assert "\ntrials " in shown and f": {tried[0]['method']} " in shown and "not tried" not in shown
 
 
+@pytest.mark.usefixtures("few_methods")
 @pytest.mark.parametrize("tune", ["always", "never"])
 def test_the_command_writes_the_comparison_to_run(tune: str, tmp_path, capsys: pytest.CaptureFixture[str]):
     file, run = tmp_path / "next.toml", [*RUN, "--run.seed", "3", "--tune", tune]
@@ -270,6 +280,7 @@ def said(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("few_methods")
 def test_methods_are_tried_where_the_experiments_own_step_size_diverges(capsys: pytest.CaptureFixture[str]):
     shown = said(capsys, "--algorithm.local.lr", "1e30", "--tune", "always")
     assert shown.startswith("not measured   ") and "\ntrials " in shown

@@ -1,4 +1,4 @@
-"""What tables say of runs of unusual kinds."""
+"""Tables of runs that diverged, stopped early or have other metrics, and flags of one run among many."""
 
 from __future__ import annotations
 

@@ -26,11 +26,12 @@ def test_changing_the_message_in_one_client_does_not_reach_others():
             message["output"] = tree.scale(1.5, message["output"])
             return super().client(message, state, data)
 
-    one, *others = [run(Moved(LOCAL), plan=plan).params["output"] for plan in PLANS]
+    one, *others = [run(Moved(LOCAL), plan=plan, rounds=1).params["output"] for plan in PLANS]
     for other in others:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), one, other)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_index_of_a_local_step_is_an_array_on_every_plan(plan: str):
     """It selects a row of an array, and every local step has its own random key."""
@@ -85,6 +86,7 @@ def test_with_samples_and_size_excludes_the_remaining_samples(local: LocalSGD):
     assert moved[stored].reshape(2, 4).tolist() == 2 * [[True, True, True, False]]
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("plan", ["scan", "vmap", "debug"])
 def test_all_samples_are_those_of_the_client_alone(plan: str):
     """The sum over clients of different sizes contains no sample of another client."""

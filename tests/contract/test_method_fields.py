@@ -6,6 +6,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -46,6 +47,7 @@ def test_enumeration_fields_are_checked_and_read_from_files(tmp_path: Path):
         reader.fields(Sided, {"side": "right"}, "")
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("options", [{"plan": "debug"}, {"plan": "loop"}, {"devices": 1}], ids=str)
 def test_a_field_may_hold_the_parameters_of_an_earlier_run(options: dict[str, Any]):
     @hyperparameters
@@ -57,17 +59,26 @@ def test_a_field_may_hold_the_parameters_of_an_earlier_run(options: dict[str, An
             near = tree.sub(self.teacher, message)
             return output._replace(upload=tree.add_scaled(output.upload, 0.1, near))
 
-    first = run(FedAvg(LOCAL))
-    assert len(run(Towards(LOCAL, teacher=first.params), **options).events) == 4
+    first = run(FedAvg(LOCAL), rounds=1)
+    assert len(run(Towards(LOCAL, teacher=first.params), rounds=2, **options).events) == 2
+
+
+@hyperparameters
+class Weighed(FedAvg):
+    """FedAvg with a float field that scales the updates."""
+
+    mu: float = 0.1
+
+    def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
+        output = super().client(message, state, data)
+        return output._replace(upload=tree.scale(1 - self.mu, output.upload))
 
 
 def test_a_float_field_may_be_a_numpy_scalar():
-    @hyperparameters
-    class Weighed(FedAvg):
-        mu: float = 0.1
+    one, other = (run(Weighed(LOCAL, mu=mu), rounds=1).params for mu in (0.1, np.float32(0.1)))  # type: ignore[arg-type]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), one, other)
 
-        def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
-            output = super().client(message, state, data)
-            return output._replace(upload=tree.scale(1 - self.mu, output.upload))
 
+@pytest.mark.slow
+def test_a_method_with_a_numpy_scalar_keeps_the_rules():
     check_algorithm(Weighed(mu=np.float32(0.1)))  # type: ignore[arg-type]

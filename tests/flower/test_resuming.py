@@ -17,16 +17,18 @@ from fedrax.optim import Optax
 from fedrax.privacy import ClientDP
 from fedrax.simulation import read_events
 from tests.flower.messages import SIZES, START, TASK, Serialized, assert_close, deployed, own
+from tests.slow import slow_cases
 
 LOCAL = LocalSGD(lr=0.05, steps=3, batch_size=4)
 MOMENTUM = dataclasses.replace(LOCAL, optimizer=Optax(optax.adam(0.01)), carry=True)
 METHODS = [
     Scaffold(local=LOCAL),
-    PFedMe(),
-    GradMA(previous="local", local=LOCAL),
     FedAvg(local=MOMENTUM),
     Episode(local=LOCAL),
+    PFedMe(),
+    GradMA(previous="local", local=LOCAL),
 ]
+"""Client states, carried optimizers and two phases; personal models and the last local model."""
 
 
 class PowerCut(Exception):
@@ -61,7 +63,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedrax.flower.driver._CHECKPOINT_SECONDS", 0.0)
 
 
-@pytest.mark.parametrize("algorithm", METHODS, ids=lambda method: type(method).__name__)
+@pytest.mark.parametrize("algorithm", slow_cases(METHODS, 3), ids=lambda method: type(method).__name__)
 def test_a_resumed_federation_equals_an_uninterrupted_one(
     algorithm: Algorithm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -78,17 +80,17 @@ def test_a_resumed_federation_equals_an_uninterrupted_one(
 
 def test_a_finished_federation_continues_with_more_rounds(tmp_path: Path):
     method = Scaffold(local=LOCAL)
-    whole = run(method, tmp_path / "whole", rounds=7)
-    run(method, tmp_path / "more", rounds=5)
-    more = run(method, tmp_path / "more", rounds=7, resume=True)
+    whole = run(method, tmp_path / "whole", rounds=3)
+    run(method, tmp_path / "more", rounds=2)
+    more = run(method, tmp_path / "more", rounds=3, resume=True)
     assert_close(more.server, whole.server, 0)
 
 
 def test_a_resumed_federation_keeps_the_spent_budget(tmp_path: Path):
     method = ClientDP(FedAvg(local=LOCAL), noise=5.0)
-    whole = run(method, tmp_path / "whole", seed=None)
-    run(method, tmp_path / "more", rounds=2, seed=None)
-    more = run(method, tmp_path / "more", resume=True, seed=None)
+    whole = run(method, tmp_path / "whole", rounds=2, seed=None)
+    run(method, tmp_path / "more", rounds=1, seed=None)
+    more = run(method, tmp_path / "more", rounds=2, resume=True, seed=None)
     assert more.events[-1]["epsilon"] == whole.events[-1]["epsilon"]
 
 
