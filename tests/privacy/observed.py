@@ -13,7 +13,7 @@ from scipy import stats
 
 import fedrax
 from fedrax import Algorithm, ClientData, ClientOutput, Cohort, Wrapper, hyperparameters, tree
-from fedrax.contract import Info, Phase
+from fedrax.contract import Info, Phase, Wrapped
 from fedrax.prng.keys import NamedKeys
 from fedrax.tree import Tree
 from tests.simulation.problems import CLASSES, FEATURES, SIZES, TASK, run
@@ -67,7 +67,10 @@ class Silent(Algorithm):
 def noise_of(wrap: Callable[[Algorithm], Wrapper], apart: bool, **options: Any) -> np.ndarray:
     """The noise of two rounds: [draws, 1000], a row for each leaf of each phase of each round (and client)."""
     result = run(wrap(Silent(apart)), rounds=ROUNDS, cohort_size=COHORT, **options)
-    rows = np.concatenate([np.asarray(result.server.seen[name]).reshape(-1, 1000) for name in SHAPES])
+    server = result.server
+    while isinstance(server, Wrapped):  # of a wrapper with its own state
+        server = server.inner
+    rows = np.concatenate([np.asarray(server.seen[name]).reshape(-1, 1000) for name in SHAPES])
     return rows[(rows != 0).any(1)]
 
 

@@ -165,7 +165,7 @@ def test_gradients_that_nobody_counts_are_rejected():
     asks = {
         "all of a client's data": (fedrax.Scaffold(local=LOCAL, option="I"), fedrax.algorithms.Mime(local=LOCAL)),
         "besides those of its local steps": (fedrax.Episode(local=LOCAL), fedrax.algorithms.NaiveParallelClip()),
-        "steps of what stays at home": (
+        "local steps of personal parameters": (
             fedrax.personalization.Personalized(FedAvg(local=LOCAL), ("*bias",), alternate=LOCAL),
         ),
         "a second gradient in a step": (fedrax.algorithms.PFedMe(local=LocalSGD(lr=0.005, steps=2)),),
@@ -178,7 +178,7 @@ def test_gradients_that_nobody_counts_are_rejected():
 def test_steps_without_noise_before_those_with_noise_are_rejected():
     """What stays at home would be exact, and move the gradient of every other sample."""
     outside = fedrax.personalization.Personalized(SampleDP(FedAvg(local=LOCAL)), ("*bias",), alternate=LOCAL)
-    refuse(outside, "look at samples without the noise of SampleDP")
+    refuse(outside, "use samples without the noise of SampleDP")
 
 
 def test_local_work_that_cannot_be_counted_is_rejected():

@@ -121,7 +121,7 @@ class Twice(FedAvg):
 @pytest.mark.parametrize("method", [Turned(local=STEPS), Twice(local=STEPS), Ditto(FedAvg(local=STEPS))])
 def test_local_steps_in_loops_and_taken_twice_are_rejected(method: Any):
     """All iterations would share one noise and be counted once."""
-    with pytest.raises(FedraxError, match="other local steps, or for them in a loop"):
+    with pytest.raises(FedraxError, match="further local steps, or for local steps inside a loop"):
         run(SampleDP(method), rounds=1)
     if not isinstance(method, Ditto):  # whose own steps end in a model that is not sent
         with pytest.raises(FedraxError, match=r"no noise has covered|takes local steps 2 times"):
