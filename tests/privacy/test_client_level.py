@@ -321,7 +321,7 @@ def test_what_no_noise_covers_is_rejected():
     refuse(ClientDP(Robust(inner)), "one by one")
     for outside in (Quantized, TopK, Robust):
         refuse(outside(ClientDP(inner)), r"changes: put .* inside")
-    refuse(Robust(fedrax.algorithms.upcycle(ClientDP(inner))), "the noise of ClientDP is measured")
+    refuse(Robust(fedrax.algorithms.upcycle(ClientDP(inner))), "the noise of ClientDP is calibrated")
     assert run(Quantized(ClientDP(inner, at="client")), rounds=1).events
     refuse(ClientDP(fedrax.Episode(local=LOCAL), clip=Adaptive()), "several: clip flat")
     refuse(ClientDP(inner, clip=Adaptive(count_noise=0.4), noise=0.8), "count_noise must be above 0.4")
