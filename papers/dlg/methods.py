@@ -15,7 +15,7 @@ import numpy as np
 import fedrax
 from fedrax import FedraxError, LocalSGD, files, tree
 from fedrax.attacks import as_client_program, as_gradient, candidate_gradients, dlg, parameter_vectors, score
-from fedrax.attacks.messages import decoded
+from fedrax.attacks.messages import decode_upload
 from fedrax.data import load
 from fedrax.models import MLP
 from papers.losac.running import write_table
@@ -113,7 +113,7 @@ def methods(arguments: argparse.Namespace) -> int:
 def _kept(path: Path) -> dict[str, Any]:
     """A row that an earlier command has written."""
     try:
-        with files.reading(path, files.MAX_JSON) as file:
+        with files.open_regular_file(path, files.MAX_JSON) as file:
             row = json.loads(file.read())  # NaN is among its numbers where an attack has diverged
         return {key: row[key] for key in ("seeds", "steps", "restarts", "psnr", "labels", "sends")}
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -178,7 +178,7 @@ def _by_program(method: Any, task: Any, run: Any, params: Any, shape: Any, seed:
 def sends(method: fedrax.Algorithm, run: fedrax.Result, params: Any) -> str:
     """The vectors that go up, by phase, and their bytes a round and client."""
     first = [one for one in run.exchanges if one.round == 1]
-    names = [", ".join(parameter_vectors(decoded(method, one), params)) or "-" for one in first]
+    names = [", ".join(parameter_vectors(decode_upload(method, one), params)) or "-" for one in first]
     return "; ".join(names) + f" ({sum(tree.num_bytes(one.sent) for one in first)} B)"
 
 

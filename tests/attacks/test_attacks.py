@@ -292,17 +292,17 @@ def test_labels_of_several_samples_are_counted() -> None:
 def test_bad_input_is_one_sentence(one_gradient: Any, of_losac: list[Any]) -> None:
     shape = (1, 8, 8, 1)
     refused: list[tuple[str, Any]] = [
-        ("give one", lambda: dlg(2).invert(one_gradient, shape)),
-        ("1 samples have as many labels", lambda: dlg(2).invert(one_gradient, shape, y=[1, 2])),
-        ("one of images", lambda: inverting_gradients(2).invert(one_gradient, (1, 64), y=[1])),
+        ("give either", lambda: dlg(2).invert(one_gradient, shape)),
+        ("one label for each of 1 samples", lambda: dlg(2).invert(one_gradient, shape, y=[1, 2])),
+        ("needs images", lambda: inverting_gradients(2).invert(one_gradient, (1, 64), y=[1])),
         (
-            "does not stop at the walls",
+            "does not support box",
             lambda: Attack(LBFGS(), 2, "cosine", box=(0, 1)).invert(one_gradient, shape, 10),
         ),
-        ("one step", lambda: dlg(0).invert(one_gradient, shape, 10)),
+        ("steps and restarts", lambda: dlg(0).invert(one_gradient, shape, 10)),
         ("messages of one client, not of 0", lambda: candidate_gradients(LOSAC, [], START)),
         (
-            "none of the rounds to match was seen",
+            "none of the rounds in matched was observed",
             lambda: as_client_program(TASK, LOSAC, START, of_losac, CLIENTS, CLIENTS, matched=(9,)),
         ),
     ]

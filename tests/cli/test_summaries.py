@@ -12,7 +12,7 @@ import pytest
 
 from fedrax.attacks import Attack
 from fedrax.attacks.observation import Observation
-from fedrax.attacks.optimizers import Descent
+from fedrax.attacks.optimizers import GradientDescent
 from fedrax.report.comparison_table import cells, legend
 from fedrax.report.runs import MethodRuns, SavedRun, curve, group, summarize, target_of
 from tests.cli.conftest import TINY, Outcome
@@ -96,7 +96,7 @@ def test_a_start_that_is_no_number_does_not_replace_a_sound_one():
     view = Observation(predict, (), ({"w": jnp.array([1.0])},))
     pairs = []
     for seed in range(12):
-        attacks = (Attack(Descent(0.01), 5, "squared", restarts=n) for n in (1, 2))
+        attacks = (Attack(GradientDescent(0.01), 5, "squared", restarts=n) for n in (1, 2))
         pairs.append([attack.invert(view, (1, 1), y=[0], seed=seed).distance for attack in attacks])
     sound = [pair for pair in pairs if np.isfinite(pair[0])]
     assert sound and all(two <= one for one, two in sound)

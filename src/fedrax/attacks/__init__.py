@@ -1,7 +1,7 @@
-"""Gradient leakage: what an attacker makes of the messages of a client.
+"""Gradient leakage attacks: reconstruction of a client's data from its recorded messages.
 
-Messages come from ``simulate(..., record=Record(...))``. A view says how they came about, an attack looks for data
-that would have made them, a score says how near it came.
+``simulate(..., record=MessageSelection(...))`` records messages. An :class:`Observation` models how data produce them,
+an :class:`Attack` searches for data that reproduce them, and :func:`score` compares the result with the true data.
 """
 
 from fedrax.attacks.label_recovery import recover_labels

@@ -1,4 +1,4 @@
-"""Labels read off a gradient, without any search (iDLG: Zhao et al. 2020; batches as in LLG: Wainakh et al. 2022)."""
+"""Analytic label recovery from a gradient (iDLG: Zhao et al. 2020; batches as in LLG: Wainakh et al. 2022)."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from fedrax.tree import Tree
 
 
 def recover_labels(gradient: Tree, samples: int, leaf: str = "output/bias") -> np.ndarray:
-    """The labels [samples] behind a gradient of the mean cross entropy, in rising order.
+    """Recover the labels of a batch from the gradient of the mean cross entropy.
 
-    ``leaf`` names the bias [C] of the last layer. Its gradient is, for each class, the mean predicted chance less the
-    class's share of the samples. So of a single sample the one negative entry is its label, whatever the model says;
-    of several, the lowest entry is taken as often as there are samples, each time lifted by a sample's share, which
-    is right as long as the model is not yet sure of anything.
+    The gradient of the last layer's bias [C] is, for each class, the mean predicted probability minus the fraction of
+    samples with this label. For a single sample, the only negative entry is its label. For n samples, the class with
+    the lowest entry is chosen n times, and each time 1 / n is added to its entry; this is accurate while predictions
+    are nearly uniform, as at initialization.
 
     Args:
         gradient: The gradient, with the structure of the parameters.
-        samples: Samples behind the gradient.
-        leaf: The path of the last layer's bias.
+        samples: Number n of samples in the batch.
+        leaf: Path of the last layer's bias.
 
     Returns:
-        The labels, int [samples].
+        The labels in ascending order, int [samples].
 
     Raises:
         FedraxError: The gradient has no vector ``leaf``.
@@ -34,11 +34,11 @@ def recover_labels(gradient: Tree, samples: int, leaf: str = "output/bias") -> n
         >>> fedrax.attacks.recover_labels(gradient, samples=1).tolist()
         [1]
     """
-    found = dict(zip(tree.leaf_names(gradient), map(np.array, jax.tree.leaves(gradient)), strict=True))
-    if leaf not in found or found[leaf].ndim != 1 or len(found[leaf]) < 2:
-        names = ", ".join(found)
+    leaves = dict(zip(tree.leaf_names(gradient), map(np.array, jax.tree.leaves(gradient)), strict=True))
+    if leaf not in leaves or leaves[leaf].ndim != 1 or len(leaves[leaf]) < 2:
+        names = ", ".join(leaves)
         raise FedraxError(f"the gradient has no vector {leaf!r} with an entry for each class: it has {names}")
-    bias, labels = found[leaf].astype(float), []
+    bias, labels = leaves[leaf].astype(float), []
     for _ in range(samples):
         lowest = int(bias.argmin())
         bias[lowest] += 1 / samples

@@ -1,7 +1,7 @@
-"""What is in messages: vectors of the parameters' kind, alone and summed up over the rounds that somebody saw.
+"""Candidate gradients in recorded messages, for any method.
 
-Nothing here knows a method. A message is a pytree, and whatever in it has the structure and shapes of the parameters
-may be a gradient, a model, an increment of either, or a state's.
+A message is a pytree. Each part of it with the structure and shapes of the parameters may be a gradient, a model, a
+difference of either, or a difference of client states.
 """
 
 from __future__ import annotations
@@ -27,52 +27,57 @@ def parameter_vectors(message: Tree, params: Tree) -> dict[str, Tree]:
         params: The model's parameters.
 
     Returns:
-        The parts by their path in the message; "" is the path of the whole.
+        The parts by their path in the message; the path of the message itself is "".
 
     Example:
         >>> message = {"model": {"w": jnp.ones(2)}, "count": jnp.ones(())}
         >>> list(fedrax.attacks.parameter_vectors(message, {"w": jnp.zeros(2)}))
         ['model']
     """
-    parts = jax.tree_util.tree_flatten_with_path(message, is_leaf=lambda part: _alike(part, params))[0]
-    return {_path(path): part for path, part in parts if _alike(part, params)}
+    parts = jax.tree_util.tree_flatten_with_path(message, is_leaf=lambda part: _matches_params(part, params))[0]
+    return {_path(path): part for path, part in parts if _matches_params(part, params)}
 
 
-def parts(message: Tree, params: Tree) -> tuple[Tree, ...]:
-    """The message cut into vectors of the parameters' kind and the arrays besides them, floating ones only."""
-    found = jax.tree.leaves(message, is_leaf=lambda part: _alike(part, params))
-    floating = lambda part: all(jnp.issubdtype(jnp.result_type(a), jnp.floating) for a in jax.tree.leaves(part))  # noqa: E731
-    return tuple(part for part in found if floating(part))
+def floating_parts(message: Tree, params: Tree) -> tuple[Tree, ...]:
+    """The floating-point parts of a message: those with the structure of the parameters, and all other arrays."""
+    parts = jax.tree.leaves(message, is_leaf=lambda part: _matches_params(part, params))
+    return tuple(part for part in parts if all(map(_is_floating, jax.tree.leaves(part))))
 
 
-def without_whole_numbers(read: Tree, sent: Tree) -> Tree:
-    """What was ``read`` of a message without what traveled as whole numbers, where reading keeps its structure.
+def drop_integer_leaves(decoded: Tree, sent: Tree) -> Tree:
+    """The decoded message without leaves that were sent as integers, if decoding keeps the tree structure.
 
-    Counts of signs, say, have no derivative, and would drown what has one.
+    Integers such as counts of signs have zero derivative and would dominate the distance.
     """
-    if jax.tree.structure(read) != jax.tree.structure(sent):
-        return read
-    floating = lambda r, s: r if jnp.issubdtype(jnp.result_type(s), jnp.floating) else None  # noqa: E731
-    return jax.tree.map(floating, read, sent)
+    if jax.tree.structure(decoded) != jax.tree.structure(sent):
+        return decoded
+    return jax.tree.map(lambda value, encoded: value if _is_floating(encoded) else None, decoded, sent)
 
 
-def decoded(algorithm: Algorithm, exchange: RecordedExchange) -> RecordedUpload:
-    """What the server reads of what a client sent: the upload received, and what it sent besides."""
+def _is_floating(array: Any) -> bool:
+    """Whether an array has a floating-point dtype."""
+    return jnp.issubdtype(jnp.result_type(array), jnp.floating)
+
+
+def decode_upload(algorithm: Algorithm, exchange: RecordedExchange) -> RecordedUpload:
+    """What a client sent, with the upload as the server decodes it."""
     return exchange.sent._replace(upload=algorithm.phases[exchange.phase].receive(exchange.sent.upload))
 
 
-def _alike(part: Any, params: Tree) -> bool:
+def _matches_params(part: Any, params: Tree) -> bool:
+    """Whether a part has the structure and shapes of the parameters."""
     if jax.tree.structure(part) != jax.tree.structure(params):
         return False
     return [jnp.shape(a) for a in jax.tree.leaves(part)] == [jnp.shape(a) for a in jax.tree.leaves(params)]
 
 
 def _path(path: tuple) -> str:
+    """A path as a string with slashes."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 class CandidateGradient(NamedTuple):
-    """A vector made of messages that may be a gradient of a client's data, and where it was taken, as far as known.
+    """A vector derived from messages that may be a gradient of a client's data, and the parameters of this gradient.
 
     Example:
         >>> params = {"w": jnp.zeros(2)}
@@ -81,34 +86,34 @@ class CandidateGradient(NamedTuple):
     """
 
     name: str
-    """Phase, part of the message, and what was made of it."""
+    """Phase, part of the message, and how the vector is derived from it."""
     params: Tree
-    """The parameters that the client had been sent."""
+    """The parameters that the client received."""
     vector: Tree
     """The candidate for the gradient at ``params``, of their structure and shapes."""
 
 
-def of_one_client(exchanges: Sequence[RecordedExchange]) -> list[RecordedExchange]:
-    """The exchanges in order. FedraxError where there are none, or of several clients."""
-    clients = {one.client for one in exchanges}
+def exchanges_of_one_client(exchanges: Sequence[RecordedExchange]) -> list[RecordedExchange]:
+    """The exchanges by round and phase; FedraxError unless they are of exactly one client."""
+    clients = {exchange.client for exchange in exchanges}
     if len(clients) != 1:
         raise FedraxError(f"an attack needs the messages of one client, not of {len(clients)}")
-    return sorted(exchanges, key=lambda one: (one.round, one.phase))
+    return sorted(exchanges, key=lambda exchange: (exchange.round, exchange.phase))
 
 
 def candidate_gradients(
     algorithm: Algorithm, exchanges: Sequence[RecordedExchange], params: Tree
 ) -> list[CandidateGradient]:
-    """What could be the gradient of a client's data at a point that the attacker knows.
+    """List vectors that may be the gradient of a client's data at parameters that the adversary knows.
 
-    Each vector of the client's messages, in the last one ("last"), summed up over all ("sum", which turns increments
-    of a state that began at zero into the state), and less the one before ("difference"). A vector descends where it
-    is a gradient with the sign turned round, so each is there with both signs. None where part of the parameters stays
-    at home: then nobody knows where a gradient was taken.
+    For each vector in the client's messages these are its last value ("last"), the sum over all messages ("sum", which
+    recovers a state from its increments), and the last minus the second last value ("difference"), each also with the
+    opposite sign. There are no candidates if the client keeps personal parameters, because the adversary does not know
+    where the gradient was taken.
 
     Args:
         algorithm: The method that was run.
-        exchanges: The messages of one client that the attacker saw; a server saw all of them.
+        exchanges: The messages of one client that the adversary observed; the server observes all of them.
         params: Parameters of the model, for their structure and shapes.
 
     Returns:
@@ -126,36 +131,37 @@ def candidate_gradients(
         >>> len(fedrax.attacks.candidate_gradients(method, run.exchanges, params))
         2
     """
-    exchanges = of_one_client(exchanges)
-    found: list[CandidateGradient] = []
-    for p in sorted({one.phase for one in exchanges}):
-        series = [one for one in exchanges if one.phase == p]
-        histories = [parameter_vectors(decoded(algorithm, one), params) for one in series]
+    exchanges = exchanges_of_one_client(exchanges)
+    candidates: list[CandidateGradient] = []
+    for p in sorted({exchange.phase for exchange in exchanges}):
+        series = [exchange for exchange in exchanges if exchange.phase == p]
+        histories = [parameter_vectors(decode_upload(algorithm, exchange), params) for exchange in series]
         at = _parameters(exchanges, series[-1], params)
         for name in () if at is None else histories[-1]:
-            history = [one[name] for one in histories]
-            made = {"last": history[-1]}
+            history = [vectors[name] for vectors in histories]
+            derived = {"last": history[-1]}
             if len(history) > 1:
                 total = history[0]
                 for vector in history[1:]:
                     total = tree.add(total, vector)
-                made |= {"sum": total, "difference": tree.sub(history[-1], history[-2])}
-            for what, vector in made.items():
-                label = f"phase {p + 1}, {name}, {what}"
-                found += [
+                derived |= {"sum": total, "difference": tree.sub(history[-1], history[-2])}
+            for how, vector in derived.items():
+                label = f"phase {p + 1}, {name}, {how}"
+                candidates += [
                     CandidateGradient(label, at, vector),
                     CandidateGradient(f"{label}, negative", at, tree.scale(-1, vector)),
                 ]
-    return found
+    return candidates
 
 
 def _parameters(exchanges: Sequence[RecordedExchange], last: RecordedExchange, params: Tree) -> Tree | None:
     """The parameters sent with an exchange, or in an earlier phase of its round.
 
-    None if the client was not sent all parameters and has others that the attacker does not know.
+    None if the client received only part of the parameters.
     """
-    for one in sorted((one for one in exchanges if one.round == last.round), key=lambda one: -one.phase):
-        sent_down = parameter_vectors(one.received, params)
-        if one.phase <= last.phase and sent_down:
-            return sent_down.get("params", next(iter(sent_down.values())))
+    same_round = [exchange for exchange in exchanges if exchange.round == last.round]
+    for exchange in sorted(same_round, key=lambda exchange: -exchange.phase):
+        received = parameter_vectors(exchange.received, params)
+        if exchange.phase <= last.phase and received:
+            return received.get("params", next(iter(received.values())))
     return None

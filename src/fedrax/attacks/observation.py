@@ -1,8 +1,8 @@
-"""What an attacker matches: messages, and how candidate data would have made them.
+"""Observation models: which vectors an attack matches, and how candidate data produce them.
 
-Two ways of reading messages. :func:`as_gradient` takes a vector for the gradient at known parameters, as Zhu et al.
-(2019) do. :func:`as_client_program` runs the method's own client on the candidate data, round after round on what the
-client was sent, and matches what it sends: whatever the method does is differentiated through.
+:func:`as_gradient` treats a vector as the gradient at known parameters (Zhu et al. 2019). :func:`as_client_program`
+runs the method's client on the candidate data, round by round with the messages that the client received, and matches
+its uploads; the attack differentiates through all local steps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedrax.attacks.messages import decoded, of_one_client, parts, without_whole_numbers
+from fedrax.attacks.messages import decode_upload, drop_integer_leaves, exchanges_of_one_client, floating_parts
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.client_data import ClientData, Reduction, TrainState
 from fedrax.contract.hooks import LossHook
@@ -29,7 +29,7 @@ Predict = Callable[[Any, Batch, int | None], tuple[Tree, ...]]
 
 
 class Observation(NamedTuple):
-    """What an attacker saw and how it came about.
+    """Observed vectors, and a function that predicts them from candidate data.
 
     Example:
         >>> seen = fedrax.attacks.Observation(lambda known, data, classes: (data.x - known,), 1.0, (jnp.zeros(3),))
@@ -38,22 +38,22 @@ class Observation(NamedTuple):
     """
 
     predict: Predict
-    """(known, candidate data, classes) -> what these data would have made; hashable. classes: C where the candidate's
-    labels are chances [n, C], None where they are labels."""
+    """(known, candidate data, classes) -> predicted vectors; hashable. ``classes`` is C if the candidate's labels are
+    probabilities [n, C], None if they are labels [n]."""
     known: Any
-    """Arrays that the attacker knows."""
+    """Arrays that the adversary knows."""
     target: tuple[Tree, ...]
-    """Vectors that were seen."""
+    """Observed vectors."""
 
 
 def expected_loss(classes: int) -> LossHook:
-    """The local loss for labels that are chances [B, C]: sum_c p_c loss(x, c). For one-hot chances the loss itself."""
+    """The expected local loss for label probabilities [B, C]: sum_c p_c loss(x, c)."""
 
     def rule(losses: Callable) -> Callable:
         def expected(params: Tree, batch: Batch, key: Array) -> Array:
             shape = batch.y.shape[:1]
-            of = [losses(params, Batch(batch.x, jnp.full(shape, c, jnp.int32)), key) for c in range(classes)]
-            return (jnp.stack(of, 1) * batch.y).sum(1)
+            per_class = [losses(params, Batch(batch.x, jnp.full(shape, c, jnp.int32)), key) for c in range(classes)]
+            return (jnp.stack(per_class, 1) * batch.y).sum(1)
 
         return expected
 
@@ -61,15 +61,18 @@ def expected_loss(classes: int) -> LossHook:
 
 
 def _client(task: Task, data: Batch, key: Array, classes: int | None, **facts: Any) -> ClientData:
+    """Client data with the candidate samples; with ``classes``, labels are probabilities."""
     client = ClientData.alone(task, *data, key, **facts)
     return client if classes is None else client.with_loss(expected_loss(classes))
 
 
-# -- a vector as the gradient -----------------------------------------------------------------------------------------
+# -- gradient -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Gradient:
+    """Prediction of `as_gradient`: the full gradient at known parameters."""
+
     task: Task
     reduction: Reduction
 
@@ -82,17 +85,17 @@ class _Gradient:
 def as_gradient(
     task: Task, params: Tree, gradient: Tree, reduction: Reduction = "mean", statistics: Tree = ()
 ) -> Observation:
-    """The view that ``gradient`` is the client's full gradient at ``params`` (Zhu et al. 2019).
+    """Observation of a client's full gradient at ``params`` (Zhu et al. 2019).
 
     Args:
         task: The learning task.
         params: The parameters at which the gradient was taken.
         gradient: The gradient, with the structure of ``params``.
         reduction: Whether the loss is the "mean" or the "sum" over the client's samples.
-        statistics: The model's statistics that the client had, where it has any.
+        statistics: The client's model statistics; empty for models without statistics.
 
     Returns:
-        The observation to give to :meth:`Attack.invert`.
+        The observation for :meth:`Attack.invert`.
 
     Example:
         >>> task = fedrax.classification(fedrax.models.Logistic().build((2,), 2))
@@ -104,18 +107,22 @@ def as_gradient(
     return Observation(_Gradient(task, reduction), (params, statistics), (gradient,))
 
 
-# -- the client's program ---------------------------------------------------------------------------------------------
+# -- client program ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Program:
+    """Prediction of `as_client_program`: the uploads of the client in the matched rounds."""
+
     task: Task
     rounds: tuple[int, ...]
-    """Of each exchange, from 0."""
+    """Round of each exchange, from 0."""
     phases: tuple[int, ...]
+    """Phase of each exchange."""
     matched: tuple[bool, ...]
-    own: bool
-    """Whether it is the method itself that is run."""
+    """Whether the upload of each exchange is matched."""
+    is_method: bool
+    """Whether the algorithm is the observed method itself, not a substitute for it."""
     num_clients: int
     cohort_size: int
 
@@ -130,9 +137,9 @@ class _Program:
             done = take_part(p, algorithm, message, kept, statistics, client)
             kept, output = done.kept, done.output
             if self.matched[k]:
-                upload = without_whole_numbers(done.received, output.upload) if self.own else done.received
+                upload = drop_integer_leaves(done.received, output.upload) if self.is_method else done.received
                 read = upload, output.each, output.total
-                found += [part for values in read for part in parts(values, params)]
+                found += [part for values in read for part in floating_parts(values, params)]
         return tuple(found)
 
 
@@ -148,27 +155,27 @@ def as_client_program(
     program: Algorithm | None = None,
     key: Array | None = None,
 ) -> Observation:
-    """The view that the client ran its method on the data that are looked for.
+    """Observation of the uploads of a client that ran ``algorithm`` on the unknown data.
 
-    The exchanges are run in order, and the client's state is carried from one to the next. Batches other than the full
-    one are drawn in another order than the client's, since the attacker does not know its random key. What travels as
-    whole numbers is not matched where the method itself is run, because it has no derivative.
+    The exchanges are run in order, with the client state carried from one to the next. Mini-batches are drawn in
+    another order than the client's, because the adversary does not know its random key. Leaves that are sent as
+    integers are not matched unless ``program`` is given, because they have no derivative.
 
     Args:
         task: The learning task.
-        algorithm: The method whose messages were seen.
-        params: The parameters at the start of the run, from which a client's state begins.
-        exchanges: The messages of one client that the server or an eavesdropper saw.
-        num_clients: Clients of the federation.
-        cohort_size: Clients of a round.
-        matched: The rounds, counted from 1, whose messages are matched; all by default. The others only move the
-            client's state, which helps an eavesdropper where the state depends on the last few rounds alone.
-        program: The method whose client is run, where it differs from ``algorithm``: for example the one inside a
-            wrapper that rounds and so has no derivative.
-        key: The attacker's guess of the key of the client's random draws.
+        algorithm: The observed method.
+        params: The initial parameters of the run, which initialize the client state.
+        exchanges: The messages of one client that the server or an eavesdropper observed.
+        num_clients: Number of clients of the federation.
+        cohort_size: Number of clients in a round.
+        matched: The rounds, counted from 1, whose uploads are matched; all by default. The others only update the
+            client state, which suffices for an eavesdropper if the state depends on the last few rounds only.
+        program: A method to run instead of ``algorithm``, for example the method inside a quantizing wrapper, which has
+            no derivative.
+        key: The adversary's guess of the client's random key.
 
     Returns:
-        The observation to give to :meth:`Attack.invert`.
+        The observation for :meth:`Attack.invert`.
 
     Raises:
         FedraxError: The exchanges are not those of exactly one client, or have none of the rounds in ``matched``.
@@ -181,25 +188,25 @@ def as_client_program(
         >>> len(fedrax.attacks.as_client_program(task, method, params, run.exchanges, 2, 2).target)
         1
     """
-    exchanges = of_one_client(exchanges)
-    rounds = {one.round for one in exchanges}
+    exchanges = exchanges_of_one_client(exchanges)
+    rounds = {exchange.round for exchange in exchanges}
     if matched is not None and not set(matched) & rounds:
-        raise FedraxError(f"none of the rounds to match was seen: they are {sorted(rounds)}")
-    chosen = tuple(matched is None or one.round in matched for one in exchanges)
-    read = [decoded(algorithm, one) for one, use in zip(exchanges, chosen, strict=True) if use]
-    if own := program is None or program is algorithm:
-        sent = [one.sent.upload for one, use in zip(exchanges, chosen, strict=True) if use]
-        read = [r._replace(upload=without_whole_numbers(r.upload, s)) for r, s in zip(read, sent, strict=True)]
-    target = tuple(part for one in read for values in one[:3] for part in parts(values, params))
+        raise FedraxError(f"none of the rounds in matched was observed: observed are {sorted(rounds)}")
+    chosen = tuple(matched is None or exchange.round in matched for exchange in exchanges)
+    read = [decode_upload(algorithm, exchange) for exchange, use in zip(exchanges, chosen, strict=True) if use]
+    if is_method := program is None or program is algorithm:
+        sent = [exchange.sent.upload for exchange, use in zip(exchanges, chosen, strict=True) if use]
+        read = [r._replace(upload=drop_integer_leaves(r.upload, s)) for r, s in zip(read, sent, strict=True)]
+    target = tuple(part for upload in read for values in upload[:3] for part in floating_parts(values, params))
     run = _Program(
         task,
-        tuple(one.round - 1 for one in exchanges),
-        tuple(one.phase for one in exchanges),
+        tuple(exchange.round - 1 for exchange in exchanges),
+        tuple(exchange.phase for exchange in exchanges),
         chosen,
-        own,
+        is_method,
         num_clients,
         cohort_size,
     )
-    received = [(one.received, one.statistics) for one in exchanges]
+    received = [(exchange.received, exchange.statistics) for exchange in exchanges]
     key = jax.random.key(0) if key is None else key
     return Observation(run, (program or algorithm, params, key, received), target)

@@ -1,11 +1,11 @@
 """Reconstruction of samples from messages: candidate data are optimized until their messages match the observed ones.
 
-    view = as_gradient(task, params, gradient)
-    found = dlg().invert(view, (1, 28, 28), classes=10)
+    observation = as_gradient(task, params, gradient)
+    reconstruction = dlg().invert(observation, (1, 28, 28), classes=10)
 
-Deep leakage from gradients (Zhu et al. 2019) is :func:`dlg`, by plain gradient descent :func:`gradient_descent`; iDLG
-(Zhao et al. 2020) is the same with the labels that :func:`fedrax.attacks.recover_labels` reads off; inverting gradients
-(Geiping et al. 2020) is :func:`inverting_gradients`.
+:func:`dlg` is deep leakage from gradients (Zhu et al. 2019), :func:`gradient_descent` the same by gradient descent, and
+:func:`inverting_gradients` the attack of Geiping et al. (2020). iDLG (Zhao et al. 2020) is :func:`dlg` with the labels
+of :func:`fedrax.attacks.recover_labels`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ import numpy as np
 from jax import Array
 
 from fedrax.attacks.observation import Observation
-from fedrax.attacks.optimizers import LBFGS, Descent, Optimizer, SignedAdam
+from fedrax.attacks.optimizers import LBFGS, GradientDescent, Optimizer, SignedAdam
 from fedrax.contract.task import Batch
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
 
 Distance = Literal["squared", "relative", "cosine"]
+"""Distances between observed and predicted vectors; see `Attack.distance`."""
 _TINY = 1e-30
+"""Lower limit of divisors."""
 
 
 class Reconstruction(NamedTuple):
-    """What an attack made of a view.
+    """Result of an attack.
 
     Example:
         >>> task = fedrax.classification(fedrax.models.Logistic().build((2,), 2))
@@ -42,24 +44,24 @@ class Reconstruction(NamedTuple):
     """
 
     x: np.ndarray
-    """The data [n, ...] in the model's scale: of the step and restart with the smallest distance."""
+    """Reconstructed data [n, ...] on the model's scale, at the step and restart with the smallest distance."""
     y: np.ndarray
-    """Their labels [n]."""
+    """Labels [n]."""
     distance: float
-    """The smallest distance between what was seen and what the data would have made."""
+    """Distance between the observed vectors and those predicted from the data."""
     distances: np.ndarray
-    """[steps + 1]; from the start on, of the same restart."""
+    """Distances [steps + 1] of this restart, from the start on."""
     frames: np.ndarray
-    """[frames, n, ...]; the data after ``frame_steps``, of the same restart."""
+    """Candidate data [frames, n, ...] of this restart at ``frame_steps``."""
     frame_steps: np.ndarray
-    """[frames]; evenly spaced from 0 to the last step."""
+    """Steps [frames], evenly spaced from 0 to the last."""
 
 
 @dataclass(frozen=True)
 class Attack:
-    """An optimizer on candidate data.
+    """Reconstruction attack: an optimizer, a distance and constraints on candidate data.
 
-    :func:`dlg`, :func:`gradient_descent` and :func:`inverting_gradients` make the attacks of the literature.
+    :func:`dlg`, :func:`gradient_descent` and :func:`inverting_gradients` are the attacks of the literature.
 
     Example:
         >>> fedrax.attacks.Attack(fedrax.attacks.gradient_descent(0.1).optimizer, steps=5, distance="cosine").restarts
@@ -67,17 +69,18 @@ class Attack:
     """
 
     optimizer: Optimizer
-    """Moves the candidate data."""
+    """Optimizer of the candidate data."""
     steps: int
-    """Of the optimizer: evaluations of the distance and its gradient, besides the start's."""
+    """Optimizer steps, each with one evaluation of the distance and its gradient."""
     distance: Distance
-    """Between seen and made, a mean over vectors: |a - b|² summed up, |a - b|²/|b|², or 1 - cos(a, b)."""
+    """Distance of predicted vectors a from observed ones b: "squared" is the sum of |a - b|² over vectors, "relative"
+    the mean of |a - b|²/|b|², "cosine" the mean of 1 - cos(a, b)."""
     total_variation: float = 0.0
     """Weight of the mean absolute difference of neighboring pixels (images [n, H, W] or [n, H, W, C] only)."""
     box: tuple[float, float] | None = None
-    """Candidates are kept between these."""
+    """Lower and upper limit of the candidate data; None for no limits."""
     restarts: int = 1
-    """Starts, of which the one that ends with the smallest distance counts."""
+    """Number of starts; the result with the smallest distance is returned."""
 
     def invert(
         self,
@@ -93,14 +96,13 @@ class Attack:
         """Search for the data behind an observation.
 
         Args:
-            view: What the attacker saw, and how data would have made it.
-            shape: The shape [n, ...] of the data, in the model's scale.
-            classes: The number C of classes, where the labels are not known: they are then searched for too, as
-                probabilities.
-            y: The labels [n], where known.
-            start: Candidate data to begin with; by default standard normal noise, or uniform noise within a box.
-            seed: Determines the random starts.
-            frames: How many of the intermediate candidates to return.
+            view: The observation to reproduce.
+            shape: Shape [n, ...] of the data, on the model's scale.
+            classes: Number C of classes, to optimize unknown labels as probabilities.
+            y: The labels [n], if known.
+            start: Initial candidate data; by default standard normal noise, or uniform noise within ``box``.
+            seed: Seed of the random starts.
+            frames: Number of intermediate candidates to return.
 
         Returns:
             The candidate with the smallest distance.
@@ -114,25 +116,27 @@ class Attack:
         for k in range(self.restarts):
             key = jax.random.fold_in(jax.random.key(seed), k)
             candidate = self._start(key, shape, None if y is not None else classes, start if k == 0 else None)
-            found = self._one(view, candidate, y, frames)
-            if best is None or found.distance < best.distance or np.isnan(best.distance):
-                best = found
+            result = self._from_start(view, candidate, y, frames)
+            if best is None or result.distance < best.distance or np.isnan(best.distance):
+                best = result
         assert best is not None
         return best
 
     def _check(self, shape: tuple[int, ...], classes: int | None, y: Any) -> None:
+        """Raise FedraxError for arguments that do not fit the attack."""
         if (classes is None) == (y is None):
-            raise FedraxError("an attack knows the labels, y, or looks for them among a number of classes: give one")
+            raise FedraxError("give either the labels y or, to reconstruct them, the number of classes")
         if y is not None and np.shape(y)[:1] != shape[:1]:
-            raise FedraxError(f"{shape[0]} samples have as many labels, not {np.shape(y)}")
+            raise FedraxError(f"y must have one label for each of {shape[0]} samples, not shape {np.shape(y)}")
         if self.total_variation and len(shape) not in (3, 4):
-            raise FedraxError("total variation is one of images: [n, H, W] or [n, H, W, C]")
+            raise FedraxError(f"total_variation needs images [n, H, W] or [n, H, W, C], not {list(shape)}: set it to 0")
         if self.box is not None and isinstance(self.optimizer, LBFGS):
-            raise FedraxError("L-BFGS does not stop at the walls of a box: leave it out, or take another optimizer")
+            raise FedraxError("L-BFGS does not support box: set it to None, or use another optimizer")
         if self.steps < 1 or self.restarts < 1:
-            raise FedraxError("an attack takes one step and one start at least")
+            raise FedraxError("steps and restarts must be at least 1")
 
     def _start(self, key: Array, shape: tuple[int, ...], classes: int | None, given: Any) -> dict[str, Array]:
+        """Initial candidate: data x and, with ``classes``, logits of the labels."""
         of_x, of_y = jax.random.split(key)
         if given is not None:
             x = jnp.asarray(given, float).reshape(shape)
@@ -142,35 +146,36 @@ class Attack:
             x = jax.random.normal(of_x, shape)
         return {"x": x} if classes is None else {"x": x, "labels": jax.random.normal(of_y, (shape[0], classes))}
 
-    def _one(self, view: Observation, candidate: dict[str, Array], y: Any, frames: int) -> Reconstruction:
+    def _from_start(self, view: Observation, candidate: dict[str, Array], y: Any, frames: int) -> Reconstruction:
+        """The result from one initial candidate."""
         known = None if y is None else jnp.asarray(y)
         at = np.unique(np.linspace(0, self.steps, frames).round().astype(int)) if frames else np.zeros(0, int)
-        once = replace(self, restarts=1)
+        attack = replace(self, restarts=1)  # restarts are not part of the compilation cache key
         try:
-            with jax.default_matmul_precision("highest"):  # as the messages were made, on accelerators too
-                made = _descend(once, view.predict, tuple(at.tolist()), view.known, view.target, candidate, known)
+            with jax.default_matmul_precision("highest"):  # the precision of the recorded run, also on accelerators
+                result = _descend(attack, view.predict, tuple(at.tolist()), view.known, view.target, candidate, known)
         except ValueError as error:
             if "Reverse-mode differentiation" not in str(error):
                 raise
             raise FedraxError(
-                "this method's client has a loop that cannot be differentiated: attack the program inside it, or take"
-                " its messages for gradients"
+                "the client of this method has a loop that cannot be differentiated: give as_client_program the method"
+                " inside it as program, or use as_gradient"
             ) from error
-        best, distances, kept = jax.tree.map(np.asarray, made)
+        best, distances, candidates = jax.tree.map(np.asarray, result)
         labels = np.asarray(y) if y is not None else best["labels"].argmax(1)
-        nearest = float(np.min(distances, initial=np.inf, where=~np.isnan(distances)))
-        return Reconstruction(best["x"], labels, nearest, distances, kept, at)
+        smallest = float(np.min(distances, initial=np.inf, where=~np.isnan(distances)))
+        return Reconstruction(best["x"], labels, smallest, distances, candidates, at)
 
 
 def dlg(steps: int = 300, restarts: int = 1, distance: Distance = "relative") -> Attack:
-    """Deep leakage from gradients (Zhu et al. 2019): squared distance, L-BFGS, data and labels together.
+    """Deep leakage from gradients (Zhu et al. 2019): L-BFGS on the squared distance, for data and labels jointly.
 
-    The distance is relative to what was seen, so that messages of unlike size count alike.
+    By default the distance of each vector is relative to its observed norm, so that all vectors have equal weight.
 
     Args:
         steps: Steps of the optimizer.
-        restarts: Random starts, of which the best result is kept.
-        distance: The distance between the seen vectors and those that candidate data make.
+        restarts: Number of random starts; the best result is returned.
+        distance: Distance between observed and predicted vectors.
 
     Returns:
         The attack.
@@ -186,7 +191,7 @@ def gradient_descent(lr: float, steps: int = 100) -> Attack:
     """DLG by plain gradient descent on the squared distance, as in Section 5.4 of the LoSAC paper.
 
     Args:
-        lr: The step size.
+        lr: Learning rate.
         steps: Steps of gradient descent.
 
     Returns:
@@ -196,7 +201,7 @@ def gradient_descent(lr: float, steps: int = 100) -> Attack:
         >>> fedrax.attacks.gradient_descent(lr=0.1).distance
         'squared'
     """
-    return Attack(Descent(lr), steps, "squared")
+    return Attack(GradientDescent(lr), steps, "squared")
 
 
 def inverting_gradients(
@@ -208,14 +213,14 @@ def inverting_gradients(
 ) -> Attack:
     """Inverting gradients (Geiping et al. 2020): cosine distance and total variation, Adam on the gradient's sign.
 
-    The step size falls to a tenth after 3/8, 5/8 and 7/8 of the steps, as theirs does.
+    The learning rate is divided by 10 after 3/8, 5/8 and 7/8 of the steps, as in their implementation.
 
     Args:
         steps: Steps of Adam.
-        lr: The initial step size.
-        total_variation: The weight of total variation; for images only unless 0.
-        box: The lowest and the highest value of a pixel; None for no limits.
-        restarts: Random starts, of which the best result is kept.
+        lr: Initial learning rate.
+        total_variation: Weight of total variation; must be 0 unless the data are images.
+        box: Lowest and highest value of a pixel; None for no limits.
+        restarts: Number of random starts; the best result is returned.
 
     Returns:
         The attack.
@@ -227,12 +232,15 @@ def inverting_gradients(
     return Attack(SignedAdam(lr), steps, "cosine", total_variation, box, restarts)
 
 
-# -- inside -----------------------------------------------------------------------------------------------------------
+# -- optimization -----------------------------------------------------------------------------------------------------
 
 
 def distance_between(kind: Distance, made: tuple[Tree, ...], seen: tuple[Tree, ...]) -> Array:
-    """How far what candidate data make is from what was seen; vectors that are zero throughout say nothing."""
-    dot = lambda a, b: sum(jnp.vdot(u, v) for u, v in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))  # noqa: E731
+    """Distance between predicted and observed vectors; observed vectors that are zero are ignored."""
+
+    def dot(a: Tree, b: Tree) -> Any:
+        return sum(jnp.vdot(u, v) for u, v in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
     total, count = jnp.zeros(()), jnp.zeros(())
     for a, b in zip(made, seen, strict=True):
         size = dot(b, b)
@@ -245,8 +253,8 @@ def distance_between(kind: Distance, made: tuple[Tree, ...], seen: tuple[Tree, .
     return total if kind == "squared" else total / jnp.maximum(count, 1)
 
 
-def variation_of(x: Array) -> Array:
-    """The mean absolute difference of pixels that lie beside and above one another."""
+def total_variation_of(x: Array) -> Array:
+    """Mean absolute difference of vertically and of horizontally adjacent pixels."""
     return jnp.abs(jnp.diff(x, axis=1)).mean() + jnp.abs(jnp.diff(x, axis=2)).mean()
 
 
@@ -254,13 +262,13 @@ def variation_of(x: Array) -> Array:
 def _descend(
     attack: Attack, predict: Any, frames: tuple[int, ...], known: Any, target: tuple, start: dict, y: Array | None
 ) -> tuple[dict, Array, Array]:
-    """(the best candidate, distances [steps + 1], the candidates' data after the steps in ``frames``)."""
+    """(best candidate, distances [steps + 1], candidate data at the steps in ``frames``)."""
     classes = start["labels"].shape[1] if "labels" in start else None
 
     def objective(candidate: dict) -> tuple[Array, Array]:
         labels: Any = y if classes is None else jax.nn.softmax(candidate["labels"])
         apart = distance_between(attack.distance, predict(known, Batch(candidate["x"], labels), classes), target)
-        smooth = attack.total_variation * variation_of(candidate["x"]) if attack.total_variation else 0.0
+        smooth = attack.total_variation * total_variation_of(candidate["x"]) if attack.total_variation else 0.0
         return apart + smooth, apart
 
     def step(k: Array, carry: tuple) -> tuple:

@@ -1,7 +1,8 @@
-"""How near reconstructed data are to the true ones, after the best matching of samples."""
+"""Similarity of reconstructed and true data, after the best matching of samples."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from fedrax.errors import FedraxError
 
 
 class ReconstructionScore(NamedTuple):
-    """Reconstructed against true data.
+    """Similarity of reconstructed and true data.
 
     Example:
         >>> fedrax.attacks.score(np.zeros((1, 3)), np.ones((1, 3))).psnr
@@ -20,24 +21,24 @@ class ReconstructionScore(NamedTuple):
     """
 
     frobenius: float
-    """|D^ - D|_F, over all samples."""
+    """Frobenius norm of the difference, over all samples."""
     psnr: float
-    """Peak signal-to-noise ratio in dB, the mean over samples; infinite where all is exact."""
+    """Peak signal-to-noise ratio in dB, averaged over samples; infinite for an exact reconstruction."""
     ssim: float
-    """Structural similarity, the mean over samples; not a number where they are no images."""
+    """Structural similarity, averaged over samples; NaN unless samples are images."""
     labels: float
-    """The share of labels that are right, not counting which sample has which; not a number without labels."""
+    """Fraction of labels recovered, as a multiset; NaN without labels."""
 
 
 def matching(found: Any, true: Any) -> np.ndarray:
-    """The assignment of reconstructed to true samples with the least |D^ - D|_F.
+    """Assign reconstructed to true samples with the smallest Frobenius norm of the difference.
 
     Args:
         found: Reconstructed data [n, ...].
         true: True data [n, ...].
 
     Returns:
-        For each true sample the number of the reconstructed one, int [n].
+        For each true sample the index of the reconstructed one, int [n].
 
     Raises:
         FedraxError: The shapes differ.
@@ -48,13 +49,15 @@ def matching(found: Any, true: Any) -> np.ndarray:
     """
     a, b = (np.asarray(data, float).reshape(len(data), -1) for data in (found, true))
     if a.shape != b.shape:
-        raise FedraxError(f"data of shape {np.shape(found)} are no reconstruction of {np.shape(true)}")
+        raise FedraxError(
+            f"reconstructed and true data must have one shape, not {np.shape(found)} and {np.shape(true)}"
+        )
     squared = (b**2).sum(1)[:, None] + (a**2).sum(1)[None] - 2 * b @ a.T
     return linear_sum_assignment(squared)[1]
 
 
 def frobenius(found: Any, true: Any) -> float:
-    """|D^ - D|_F after the best matching.
+    """Frobenius norm of the difference after the best matching.
 
     Args:
         found: Reconstructed data [n, ...].
@@ -79,7 +82,7 @@ def score(found: Any, true: Any, labels: Any = None, true_labels: Any = None, sp
         true: True data [n, ...].
         labels: Reconstructed labels [n].
         true_labels: True labels [n].
-        span: The difference of the largest and the smallest possible value of a pixel.
+        span: Largest minus smallest possible value of a pixel.
 
     Returns:
         The measures of similarity.
@@ -109,10 +112,10 @@ def psnr(found: np.ndarray, true: np.ndarray, span: float = 1.0) -> float:
     Args:
         found: The reconstructed sample.
         true: The true sample.
-        span: The difference of the largest and the smallest possible value of a pixel.
+        span: Largest minus smallest possible value of a pixel.
 
     Returns:
-        The ratio in dB; inf where the samples are equal.
+        The ratio in dB; inf if the samples are equal.
 
     Example:
         >>> round(float(fedrax.attacks.psnr(np.full(4, 0.1), np.zeros(4))), 6)
@@ -125,12 +128,13 @@ def psnr(found: np.ndarray, true: np.ndarray, span: float = 1.0) -> float:
 def ssim(found: np.ndarray, true: np.ndarray, span: float = 1.0) -> float:
     """Structural similarity of two images [H, W] or [H, W, C] (Wang et al. 2004), with their Gaussian window.
 
-    sigma = 1.5 within 11 x 11 pixels, constants 0.01 and 0.03; at the rim the image is mirrored.
+    The window has sigma = 1.5 and 11 x 11 pixels, the constants are 0.01 and 0.03, and images are reflected at the
+    border.
 
     Args:
         found: The reconstructed image.
         true: The true image.
-        span: The difference of the largest and the smallest possible value of a pixel.
+        span: Largest minus smallest possible value of a pixel.
 
     Returns:
         The mean similarity over the pixels; 1 for equal images.
@@ -141,25 +145,25 @@ def ssim(found: np.ndarray, true: np.ndarray, span: float = 1.0) -> float:
         1.0
     """
     axes = (0, 1)
-    blur = lambda image: gaussian_filter(image, 1.5, radius=5, axes=axes, mode="reflect")  # noqa: E731
+    blur = partial(gaussian_filter, sigma=1.5, radius=5, axes=axes, mode="reflect")
     a, b = np.asarray(found, float), np.asarray(true, float)
     c1, c2 = (0.01 * span) ** 2, (0.03 * span) ** 2
     mean_a, mean_b = blur(a), blur(b)
     var_a, var_b = blur(a * a) - mean_a**2, blur(b * b) - mean_b**2
-    shared = blur(a * b) - mean_a * mean_b
-    similar = (2 * mean_a * mean_b + c1) * (2 * shared + c2)
-    return float((similar / ((mean_a**2 + mean_b**2 + c1) * (var_a + var_b + c2))).mean())
+    covariance = blur(a * b) - mean_a * mean_b
+    numerator = (2 * mean_a * mean_b + c1) * (2 * covariance + c2)
+    return float((numerator / ((mean_a**2 + mean_b**2 + c1) * (var_a + var_b + c2))).mean())
 
 
 def label_recovery(labels: Any, true: Any) -> float:
-    """The share of the true labels, as a multiset, that are among those found.
+    """Fraction of the true labels that are recovered, as a multiset.
 
     Args:
         labels: Reconstructed labels [n].
         true: True labels [n].
 
     Returns:
-        The share, from 0 to 1.
+        The fraction, from 0 to 1.
 
     Example:
         >>> fedrax.attacks.label_recovery([1, 0, 2, 2], [0, 1, 1, 2])
