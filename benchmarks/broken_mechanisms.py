@@ -33,13 +33,13 @@ class Broken(ClientDP):
         output, own = ClientDP.around_client(self._exact, client, message, state, own, data, last)
         if self.at == "server":
             return output, own
-        upload = self.noisy(data.key("noise"), output.upload, self._in_phase(self.clip.bound)[1])
+        upload = self.noisy(data.key("noise"), output.upload, self._per_phase(self.clip.bound)[1])
         return output._replace(upload=upload), own
 
-    def _covered(self, cohort: Cohort, bound: Any) -> Cohort:
+    def _with_independent_noise(self, cohort: Cohort, bound: Any) -> Cohort:
         """The mean of clipped uploads, with this noise."""
-        exact = ClientDP._covered(self._exact, cohort, bound)
-        deviation = self._in_phase(bound)[1] / exact.size
+        exact = ClientDP._with_independent_noise(self._exact, cohort, bound)
+        deviation = self._per_phase(bound)[1] / exact.size
         return exact._replace(mean=self.noisy(cohort.key("noise"), exact.mean, deviation))
 
     @property

@@ -70,7 +70,7 @@ def test_every_phases_steps_count():
     method = OutputPerturbation(TwoRuns(local=LocalSGD(lr=1e6, steps=1, batch_size="full")), tau=1.0, sigma=2.0)
     found = audit_client(method, TASK, ONE, Settings(cohort_size=1), runs=3000)
     assert 0 < found.proven <= found.claimed
-    with pytest.raises(FedraxError, match="one minimum a round"):
+    with pytest.raises(FedraxError, match="one minimization of the mean loss a round"):
         run(ObjectivePerturbation(FedProx(mu=0.5, local=LocalSGD(steps=3, reduction="sum"))), rounds=1)
 
 

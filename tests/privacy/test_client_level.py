@@ -95,8 +95,8 @@ class OneKeyForAll(ClientDP):
 class TooLittleNoise(ClientDP):
     """Broken: off by the square root of two."""
 
-    def _in_phase(self, bound: Any) -> tuple[Any, Any]:
-        most, deviation = super()._in_phase(bound)
+    def _per_phase(self, bound: Any) -> tuple[Any, Any]:
+        most, deviation = super()._per_phase(bound)
         return most, deviation / 2**0.5
 
 
@@ -316,14 +316,14 @@ def refuse(algorithm: fedrax.Algorithm, match: str, **options: Any) -> None:
 
 def test_what_no_noise_covers_is_rejected():
     inner = FedAvg(local=LOCAL)
-    refuse(ClientDP(fedrax.algorithms.MIFA(local=LOCAL, memory="server")), "cannot hide each/output/bias")
+    refuse(ClientDP(fedrax.algorithms.MIFA(local=LOCAL, memory="server")), "cannot protect each/output/bias")
     refuse(ClientDP(inner), "uniform aggregation weights", weights="samples")
-    refuse(ClientDP(Robust(inner)), "one by one")
+    refuse(ClientDP(Robust(inner)), "uses individual uploads")
     for outside in (Quantized, TopK, Robust):
         refuse(outside(ClientDP(inner)), r"changes: put .* inside")
     refuse(Robust(fedrax.algorithms.upcycle(ClientDP(inner))), "the noise of ClientDP is calibrated")
     assert run(Quantized(ClientDP(inner, at="client")), rounds=1).events
-    refuse(ClientDP(fedrax.Episode(local=LOCAL), clip=Adaptive()), "several: clip flat")
+    refuse(ClientDP(fedrax.Episode(local=LOCAL), clip=Adaptive()), "set clip to Flat")
     refuse(ClientDP(inner, clip=Adaptive(count_noise=0.4), noise=0.8), "count_noise must be above 0.4")
     refuse(ClientDP(inner, noise=-1.0), "ClientDP.noise must be at least 0")
 
@@ -337,7 +337,7 @@ def test_whole_numbers_that_are_summed_are_rejected():
             """With the count."""
             return super().client(message, state, data)._replace(total={"samples": data.size})
 
-    refuse(ClientDP(Counts(local=LOCAL)), "cannot hide total/samples of what clients of Counts send: .* int32")
+    refuse(ClientDP(Counts(local=LOCAL)), "cannot protect total/samples, which clients of Counts send: .* int32")
 
 
 def test_a_silent_method_is_what_it_says():

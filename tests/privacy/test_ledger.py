@@ -171,7 +171,7 @@ def test_a_grid_of_noise_is_one_sweep():
         (LOUD, {"epsilon_budget": 0.01}, "has no room for a round: one costs epsilon = 1.993"),
         (Noisy(local=LOCAL, noise=0.0), {"epsilon_budget": 3.0}, "a release without noise has no finite epsilon"),
         (fedrax.FedAvg(local=LOCAL), {"epsilon_budget": 3.0}, "FedAvg adds no noise"),
-        (PUBLIC, {"amplification": "poisson"}, "'poisson' does not hold: cohorts are drawn at a fixed size"),
+        (PUBLIC, {"amplification": "poisson"}, "'poisson' does not hold: cohorts are sampled at a fixed size"),
         (LOUD, {"delta": 1.0}, "run.delta must be less than 1"),
         (LOUD, {"epsilon_budget": -1.0}, "run.epsilon_budget must be greater than 0"),
     ],

@@ -182,7 +182,7 @@ def test_steps_without_noise_before_those_with_noise_are_rejected():
 
 
 def test_local_work_that_cannot_be_counted_is_rejected():
-    refuse(SampleDP(FedAvg()), "local.steps given")
+    refuse(SampleDP(FedAvg()), "needs a fixed number of local steps")
     refuse(SampleDP(FedAvg(local=LocalSGD(steps=2, batch_size="full"))), "set local.batch_size to a number")
     refuse(SampleDP(FedAvg(local=LocalSGD(steps=2, reduction="sum"))), "local.reduction to 'mean'")
     refuse(SampleDP(FedAvg(local=LOCAL), rate=0.0), "rate must be greater than 0")
@@ -192,7 +192,7 @@ def test_local_work_that_cannot_be_counted_is_rejected():
 def test_a_sample_that_would_count_more_than_once_in_a_batch_is_rejected():
     """Each of its copies would be clipped for itself, and all of them noised as one."""
     twice = dataclasses.replace(LOCAL, order="replacement")
-    refuse(SampleDP(FedAvg(local=twice)), "holds a sample at most once: set local.order")
+    refuse(SampleDP(FedAvg(local=twice)), "a sample occurs at most once: set local.order")
     run(SampleDP(FedAvg(local=twice), rate=0.5), rounds=1)
 
 
@@ -204,7 +204,7 @@ def test_steps_and_batches_of_a_script_are_rejected():
         fedrax.simulation.Script(steps=steps),
         fedrax.simulation.Script(batches=np.zeros((1, 3, 3, 4), int)),
     ):
-        refuse(method, "counts the steps and batches that local has: a script", script=script, cohort_size=3)
+        refuse(method, "accounts for the steps and batches of local, but a script", script=script, cohort_size=3)
     run(method, rounds=1, script=fedrax.simulation.Script(cohorts=[[1, 2]]), cohort_size=2)
 
 

@@ -135,7 +135,7 @@ def test_the_outermost_direction_hook_has_the_last_word():
 
 
 def test_noise_upon_noise_is_rejected():
-    with pytest.raises(FedraxError, match="SampleDP inside SampleDP"):
+    with pytest.raises(FedraxError, match="SampleDP is nested in SampleDP"):
         run(fedrax.privacy.SampleDP(inner=around(lambda data: data, fedrax.privacy.SampleDP(inner=AVERAGE))), rounds=1)
 
 

@@ -1,8 +1,8 @@
-"""A run's ledger: who took part how often, what that has cost, and in which round a budget ends.
+"""Privacy ledger of a run: participations of each client, epsilon spent, and the last round within a budget.
 
-Who takes part is decided by the seed and by nobody's data. So where nothing is hidden, each client has spent what its
-own participations cost, and the number of the run is that of the client who took part most. A round that touches no
-data costs nothing.
+Participation depends on the seed and not on data. Without amplification by sampling, each client has spent the epsilon
+of its own participations, and the run's epsilon is that of the client with the most participations. A round without
+clients costs nothing.
 """
 
 from __future__ import annotations
@@ -19,33 +19,34 @@ from fedrax.privacy.accounting import Accountant
 
 @dataclass(frozen=True)
 class PrivacySpent:
-    """What a run has spent: for no ``unit`` of data more than (``epsilon``, ``delta``)."""
+    """The (``epsilon``, ``delta``) guarantee of a run for each ``unit`` of data."""
 
     epsilon: float
-    """Sound; inf where nothing protects a release."""
+    """Sound upper bound; inf if a release has no noise."""
     delta: float
+    """The delta of the guarantee."""
     unit: str
-    """Whose presence or data the number is about: a "client" or a "sample"."""
+    """Unit of privacy: a "client" or a "sample"."""
     neighbors: str
-    """Whether it is there, "presence", or has other data, "replacement"."""
+    """Neighboring federations differ in the "presence" of one unit or in the "replacement" of its data."""
     by: str
-    """The accountant whose bound is the smallest."""
+    """Name of the accounting method with the smallest bound."""
     count: int
-    """Rounds, or participations of the client with the most of them, that were counted."""
+    """Rounds composed, or the largest number of participations of a client."""
     epsilon_paper: float | None = None
-    """What the method's paper claims, where it claims something else."""
+    """Epsilon that the method's paper claims, if it differs."""
 
     empty_place: bool = False
-    """Whether the place of a client that is not there stays empty, where draws of a fixed size would fill it."""
+    """Whether the guarantee is for cohorts in which an absent client is not replaced by another."""
 
     @property
     def about(self) -> str:
-        """What the number is about, in words."""
+        """The neighboring relation for messages."""
         return f"{self.neighbors} of a {self.unit}" + (", its place left empty" if self.empty_place else "")
 
     def __str__(self) -> str:
-        said = f"epsilon {self.epsilon:.4g} at delta {self.delta:g} ({self.about}; {self.by})"
-        return said if self.epsilon_paper is None else f"{said}, epsilon {self.epsilon_paper:.4g} by the paper"
+        text = f"epsilon {self.epsilon:.4g} at delta {self.delta:g} ({self.about}; {self.by})"
+        return text if self.epsilon_paper is None else f"{text}, epsilon {self.epsilon_paper:.4g} by the paper"
 
 
 class Ledger:
@@ -65,18 +66,19 @@ class Ledger:
     def __init__(self, accountant: Accountant, sizes: np.ndarray):
         self.accountant, self.sizes = accountant, sizes
         self.counts = np.zeros(len(sizes), np.int32)
-        """Rounds that each client took part in."""
+        """Participations of each client, int [clients]."""
         self.rounds = 0
+        """Completed rounds."""
         self.epsilon_paper: float | None = 0.0 if accountant.has_paper else None
-        """What the method's paper claims, for the client that it claims the most of; None where it claims nothing."""
+        """Largest epsilon over clients that the method's paper claims; None if it claims none."""
 
     @property
     def count(self) -> int:
-        """What the accountant counts: rounds, or those of the client that took part most."""
+        """The count for the accountant: rounds, or the largest number of participations of a client."""
         return self.rounds if self.accountant.by_rounds else int(self.counts.max())
 
     def spend(self, clients: np.ndarray) -> dict[str, Any]:
-        """Enter the clients of one round.
+        """Record the cohort of one round.
 
         Args:
             clients: The numbers of the clients that took part, int [cohort].
@@ -89,30 +91,30 @@ class Ledger:
         self.rounds += 1
         self._claim(clients)
         epsilon, paper = self.accountant.epsilon(self.count), self.epsilon_paper
-        said: dict[str, Any] = {"epsilon": epsilon if math.isfinite(epsilon) else None}
-        return said if paper is None else said | {"epsilon_paper": paper if math.isfinite(paper) else None}
+        entries: dict[str, Any] = {"epsilon": epsilon if math.isfinite(epsilon) else None}
+        return entries if paper is None else entries | {"epsilon_paper": paper if math.isfinite(paper) else None}
 
     @property
     def spent(self) -> PrivacySpent:
-        """The account as it is now."""
+        """The guarantee of the rounds recorded so far."""
         of, count = self.accountant, self.count
         epsilon, by = of.bound(count)
         return PrivacySpent(epsilon, of.delta, of.unit, of.neighbors, by, count, self.epsilon_paper, of.empty_place)
 
     def _claim(self, clients: np.ndarray) -> None:
-        """Take the paper's claim for ``clients`` in: for the others it is as it was."""
+        """Update ``epsilon_paper`` by the claims for ``clients``."""
         if self.epsilon_paper is not None and len(clients):
             pairs = np.unique(np.stack([self.counts[clients], self.sizes[clients]]), axis=1).T.tolist()
             claims = [self.accountant.epsilon_paper(count, size) or 0.0 for count, size in pairs]
             self.epsilon_paper = max(self.epsilon_paper, *claims)
 
     def last_round(self, budget: float | None, rounds: int, cohort: Callable[[int], np.ndarray]) -> int:
-        """The number of rounds that a budget allows, from the beginning of the run, whatever the ledger holds.
+        """The number of rounds from the start of the run that a budget allows, whatever has been recorded.
 
         Args:
             budget: The largest epsilon; None for no budget.
             rounds: Rounds that are planned.
-            cohort: Gives the clients of a round, which counts from 0.
+            cohort: Returns the clients of a round, counted from 0.
 
         Returns:
             The number of rounds, at most ``rounds``.
@@ -124,9 +126,9 @@ class Ledger:
             return min(most, rounds)
         counts = np.zeros_like(self.counts)
         for r in range(rounds):
-            mine = cohort(r)
-            counts[mine] += 1
-            if len(mine) and counts[mine].max() > most:
+            clients = cohort(r)
+            counts[clients] += 1
+            if len(clients) and counts[clients].max() > most:
                 return r
         return rounds
 

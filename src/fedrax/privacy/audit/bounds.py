@@ -1,8 +1,8 @@
-"""What an attacker's guesses prove: lower bounds on epsilon, with confidence.
+"""Privacy audits: lower confidence bounds on epsilon from an adversary's tests.
 
-From many runs: how often a test tells two neighboring worlds apart bounds epsilon from below (Clopper and Pearson
-1934 for the error rates). From one run: of many canaries, each in the data by the flip of a coin, nobody guesses more
-than a private method allows (Steinke, Nasr and Jagielski 2023).
+From many runs: the error rates of a test between two neighboring federations, with Clopper-Pearson confidence bounds
+(1934), bound epsilon from below. From one run: a private method limits how many of the canaries, each included by a
+fair coin, can be guessed correctly (Steinke, Nasr and Jagielski 2023).
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from scipy.stats import beta, binom, chi2, kstest, norm
 from fedrax.errors import FedraxError
 
 CONFIDENCE = 0.95
+"""Default confidence of the bounds."""
 _MOST_MU = 30.0
-"""A mu beyond which no more is said."""
-_SHARES = np.concatenate([[0.001, 0.003, 0.01], np.linspace(0.02, 0.98, 49), [0.99, 0.997, 0.999]])
-"""Of what was seen, on one side of the thresholds that are tried."""
-_DOUBT = 3.5
-"""Deviations from which on two spreads, or a distribution and the normal one, count as different."""
+"""Upper limit of reported lower bounds on mu."""
+_THRESHOLD_QUANTILES = np.concatenate([[0.001, 0.003, 0.01], np.linspace(0.02, 0.98, 49), [0.99, 0.997, 0.999]])
+"""Quantiles of the observations that serve as thresholds."""
+_MAX_DEVIATIONS = 3.5
+"""Standard deviations above which two variances, or a distribution and the normal one, count as different."""
 
 
 # -- one run ---------------------------------------------------------------------------------------------------------
 
 
 def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
-    """At most the chance that an (epsilon, delta) method lets ``correct`` or more of ``guesses`` be right.
+    """Upper bound on the probability of ``correct`` or more correct guesses against an (epsilon, delta) method.
 
     P <= P[B >= v] + 2 m delta max_i P[v - i <= B < v] / i, with B binomial of r guesses and e^eps / (1 + e^eps)
     (Steinke, Nasr and Jagielski 2023).
@@ -80,7 +81,9 @@ def one_run_epsilon(
         True
     """
     if not 0 <= correct <= guesses <= canaries:
-        raise FedraxError(f"{correct} right ones of {guesses} guesses about {canaries} canaries cannot be")
+        raise FedraxError(
+            f"guesses must satisfy correct <= guesses <= canaries, got {correct}, {guesses} and {canaries}"
+        )
     refuted = lambda epsilon: one_run_p_value(canaries, guesses, correct, epsilon, delta) < 1 - confidence  # noqa: E731
     return _largest(refuted)
 
@@ -109,40 +112,41 @@ def guess_membership(scores: np.ndarray, share: float) -> np.ndarray:
 
 
 class DistinguishingBound(NamedTuple):
-    """What telling two worlds apart, in many runs of each, proves."""
+    """Lower bounds from a test between two neighboring federations, with many runs of each."""
 
     epsilon: float
-    """A lower bound, whatever the mechanism."""
+    """Lower bound on epsilon of any mechanism."""
     mu: float
-    """A lower bound on mu of a mechanism whose noise is Gaussian (Dong, Roth and Su 2022): the larger one of what error
-    rates and the likelihood ratio show."""
+    """Lower bound on mu of a Gaussian mechanism (Dong, Roth and Su 2022): the larger of the bounds from error rates and
+    from the distance of the means."""
     runs: int
-    """Of each world, that the bounds rest on."""
+    """Runs per hypothesis that the bounds are computed from."""
 
 
 def distinguish(
     one: np.ndarray, other: np.ndarray, delta: float, confidence: float = CONFIDENCE
 ) -> DistinguishingBound:
-    """Lower bounds from what an attacker saw of two neighboring worlds.
+    """Lower bounds on epsilon and mu from an adversary's observations under two neighboring federations.
 
-    The first half of the runs finds the direction and the threshold, the second half is tested by them, so that the
-    confidence holds however they were found. Of all bounds together.
+    The first half of the runs selects a direction and a threshold, and the second half tests them, so that the
+    confidence holds for all bounds together, however the test was selected.
 
-    What a Gaussian answer shows is told apart best by a threshold along one direction (the likelihood ratio), and there
-    two worlds are two normal distributions, mu deviations apart. Where they look like such, mu is bounded by the means
-    and the spread of the second half, which takes fewer runs than error rates do.
+    For a Gaussian mechanism the best test is a threshold along one direction (the likelihood ratio). Projected onto it,
+    the observations of the two hypotheses have normal distributions whose means are mu standard deviations apart. If
+    the projections pass a test of normality, mu is also bounded by the means and variances of the second half, which
+    takes fewer runs than error rates.
 
     Args:
-        one: What was seen of the first world, float [runs, numbers].
-        other: What was seen of the second world, float [runs, numbers].
+        one: Observations under the first hypothesis, float [runs, numbers].
+        other: Observations under the second hypothesis, float [runs, numbers].
         delta: The delta at which epsilon is bounded.
         confidence: The confidence of all bounds together.
 
     Returns:
-        The bounds on epsilon and mu, and the runs that they rest on.
+        The bounds on epsilon and mu, and the number of runs used.
 
     Raises:
-        FedraxError: A world has fewer than 40 runs, or a number is not finite.
+        FedraxError: A hypothesis has fewer than 40 runs, or an observation is not finite.
 
     Example:
         >>> rng = np.random.default_rng(0)
@@ -152,55 +156,62 @@ def distinguish(
     """
     check_runs(min(len(one), len(other)))
     if not (np.isfinite(one).all() and np.isfinite(other).all()):
-        raise FedraxError("what was seen of some runs is not finite, and proves nothing: take a smaller local.lr")
-    quarters = [np.array_split(np.asarray(world, float), [len(world) // 4, len(world) // 2]) for world in (one, other)]
-    (fit_a, pick_a, test_a), (fit_b, pick_b, test_b) = quarters
-    level = (1 - confidence) / 6  # two error rates for each of two bounds, a mean and a spread for the third
+        raise FedraxError("observations of some runs are not finite: lower local.lr")
+    parts = [np.array_split(np.asarray(seen, float), [len(seen) // 4, len(seen) // 2]) for seen in (one, other)]
+    (fit_a, pick_a, test_a), (fit_b, pick_b, test_b) = parts
+    level = (1 - confidence) / 6  # union bound: two error rates for each of two bounds, mean and variance for the third
     directions = _directions(fit_a, fit_b)
-    along = max(directions, key=lambda d: _shift(pick_a @ d, pick_b @ d, level))
-    tests = [(_worth(pick_a @ d, pick_b @ d, t, level, delta), d, t) for d, t in _tests(directions, pick_a, pick_b)]
+    along = max(directions, key=lambda d: _mean_distance_bound(pick_a @ d, pick_b @ d, level))
+    tests = [
+        (_error_rate_bounds(pick_a @ d, pick_b @ d, t, level, delta), d, t)
+        for d, t in _tests(directions, pick_a, pick_b)
+    ]
 
     def proven(bound: int) -> float:
         _, direction, threshold = max(tests, key=lambda test: test[0][bound])
-        return _worth(test_a @ direction, test_b @ direction, threshold, level, delta)[bound]
+        return _error_rate_bounds(test_a @ direction, test_b @ direction, threshold, level, delta)[bound]
 
-    mu = max(proven(1), _shift(test_a @ along, test_b @ along, level))
+    mu = max(proven(1), _mean_distance_bound(test_a @ along, test_b @ along, level))
     return DistinguishingBound(proven(0), mu, min(len(test_a), len(test_b)))
 
 
 def _tests(directions: list[np.ndarray], pick_a: np.ndarray, pick_b: np.ndarray) -> Iterator[tuple[np.ndarray, float]]:
-    """Directions found by the first runs, with thresholds among the second."""
+    """All pairs of a direction and a threshold; thresholds are quantiles of the projected observations."""
     for direction in directions:
         seen = np.concatenate([pick_a @ direction, pick_b @ direction])
-        for threshold in np.quantile(seen, _SHARES):
+        for threshold in np.quantile(seen, _THRESHOLD_QUANTILES):
             yield direction, float(threshold)
 
 
-MOST_RUNS = 1_000_000
+MAX_RUNS = 1_000_000
+"""Largest number of runs per hypothesis."""
 
 
 def check_runs(runs: int) -> None:
-    """Refuse fewer runs of a world than can prove anything."""
-    if not 40 <= runs <= MOST_RUNS:
-        raise FedraxError(f"to tell two worlds apart takes 40 to {MOST_RUNS:,} runs of each, not {runs}")
+    """Raise FedraxError unless the number of runs per hypothesis can give a bound."""
+    if not 40 <= runs <= MAX_RUNS:
+        raise FedraxError(f"an audit needs 40 to {MAX_RUNS:,} runs per hypothesis, not {runs}")
 
 
 def _directions(one: np.ndarray, other: np.ndarray) -> list[np.ndarray]:
-    """Along which the worlds may differ: of their means; with each number, or all together, over their noise.
+    """Candidate directions [numbers] for telling the hypotheses apart.
 
-    The last two find numbers without noise, and noise that was used twice.
+    They are the difference of the means, the same divided by each entry's variance, and by the covariance matrix if
+    there are enough runs. The last two find entries without noise and noise that was used twice.
     """
     gap = other.mean(0) - one.mean(0)
-    inside = np.concatenate([one - one.mean(0), other - other.mean(0)])
-    variance = inside.var(0)
-    found = [gap, gap / (variance + 1e-9 * variance.max() + 1e-30)]
-    if 4 * len(gap) <= len(inside):
-        found.append(np.linalg.solve(np.diag(1e-9 * variance + 1e-30) + np.atleast_2d(np.cov(inside.T)), gap))
-    return [direction / (np.linalg.norm(direction) or 1.0) for direction in found]
+    noise = np.concatenate([one - one.mean(0), other - other.mean(0)])
+    variance = noise.var(0)
+    directions = [gap, gap / (variance + 1e-9 * variance.max() + 1e-30)]
+    if 4 * len(gap) <= len(noise):
+        directions.append(np.linalg.solve(np.diag(1e-9 * variance + 1e-30) + np.atleast_2d(np.cov(noise.T)), gap))
+    return [direction / (np.linalg.norm(direction) or 1.0) for direction in directions]
 
 
-def _worth(low: np.ndarray, high: np.ndarray, threshold: float, level: float, delta: float) -> tuple[float, float]:
-    """Lower bounds (epsilon, mu) from a threshold between two worlds, with the error rates' bounds at ``level``."""
+def _error_rate_bounds(
+    low: np.ndarray, high: np.ndarray, threshold: float, level: float, delta: float
+) -> tuple[float, float]:
+    """Lower bounds (epsilon, mu) from the Clopper-Pearson bounds at ``level`` on the error rates of a threshold."""
     errors = ((low > threshold).sum(), len(low)), ((high <= threshold).sum(), len(high))
     first, second = (float(beta.ppf(1 - level, e + 1, n - e)) if e < n else 1.0 for e, n in errors)
     gains = [(1 - delta - b) / a for a, b in ((first, second), (second, first))]
@@ -208,19 +219,23 @@ def _worth(low: np.ndarray, high: np.ndarray, threshold: float, level: float, de
     return epsilon, max(0.0, float(norm.ppf(1 - first) - norm.ppf(second)))
 
 
-def _shift(low: np.ndarray, high: np.ndarray, level: float) -> float:
-    """A lower bound on how many deviations two normal distributions of one spread lie apart; 0 for any others.
+def _mean_distance_bound(low: np.ndarray, high: np.ndarray, level: float) -> float:
+    """A lower bound on the distance of the means in standard deviations; 0 unless both look normal with equal variance.
 
-    The mean of what was seen errs by more than its quantile, and the spread is above its own, with ``level`` each.
+    The bounds on the difference of the means and on the variance fail with probability ``level`` each.
     """
     gap, free = float(high.mean() - low.mean()), len(low) + len(high) - 2
     squares = [float(((seen - seen.mean()) ** 2).sum()) for seen in (low, high)]
     if gap <= 0 or not math.isfinite(gap):
         return 0.0
-    if max(squares) <= 1e-12 * gap**2:  # nothing hides it
+    if max(squares) <= 1e-12 * gap**2:  # no noise
         return _MOST_MU
-    alike = abs(math.log(squares[0] / squares[1])) < _DOUBT * math.sqrt(4 / len(low)) if min(squares) > 0 else False
-    if not (alike and all(map(_is_normal, (low, high)))):
+    same_variance = (
+        abs(math.log(squares[0] / squares[1])) < _MAX_DEVIATIONS * math.sqrt(4 / len(low))
+        if min(squares) > 0
+        else False
+    )
+    if not (same_variance and all(map(_is_normal, (low, high)))):
         return 0.0
     most = math.sqrt(sum(squares) / float(chi2.ppf(level, free)))
     error = float(norm.isf(level)) * math.sqrt(1 / len(low) + 1 / len(high))
@@ -228,17 +243,17 @@ def _shift(low: np.ndarray, high: np.ndarray, level: float) -> float:
 
 
 def _is_normal(seen: np.ndarray) -> bool:
-    """Whether nothing speaks against it."""
-    return kstest((seen - seen.mean()) / seen.std(), norm.cdf).pvalue > norm.sf(_DOUBT)
+    """Whether a Kolmogorov-Smirnov test does not reject normality."""
+    return kstest((seen - seen.mean()) / seen.std(), norm.cdf).pvalue > norm.sf(_MAX_DEVIATIONS)
 
 
 def epsilon_of_mu(mu: float, delta: float) -> float:
-    """The epsilon of a Gaussian answer with noise multiplier 1 / mu.
+    """The epsilon of a Gaussian mechanism with noise multiplier 1 / mu.
 
     A lower bound on mu thus gives a lower bound on epsilon (Dong, Roth and Su 2022).
 
     Args:
-        mu: The distance between the two worlds, in standard deviations of the noise.
+        mu: The distance of the means of the two hypotheses, in standard deviations of the noise.
         delta: The delta at which epsilon is stated.
 
     Returns:
@@ -257,7 +272,7 @@ def epsilon_of_mu(mu: float, delta: float) -> float:
 
 
 def _largest(holds: Callable[[float], bool], most: float = 100.0) -> float:
-    """The largest number, up to ``most``, for which ``holds``, which holds below some number and not above it."""
+    """The largest number up to ``most`` that satisfies ``holds``, which is monotone, by bisection."""
     if not holds(0.0):
         return 0.0
     low, high = 0.0, most

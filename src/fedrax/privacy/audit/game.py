@@ -1,4 +1,4 @@
-"""What an attacker sees of one client over some rounds: for audits, in many runs that differ in their randomness."""
+"""Audit game: an adversary's observations of one client, in many runs with independent randomness."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from fedrax.tree import Tree
 from fedrax.xla import CodeFingerprint, OperandFormat
 
 Participation = Literal["always", "poisson", "fixed"]
-"""How the watched client comes into a round: it is always there; by a coin of its own, and else nobody is; or drawn,
-and else a bystander with data of its own is."""
-MOST_ROUNDS, MOST_BYTES = 1000, 4 << 30
-"""Rounds, which are laid out one after another in the program, and bytes of what is seen of all runs of a world."""
-_SIDE_BY_SIDE = 64
+"""Participation of the audited client: in every round; in a round with some probability, else the cohort is empty; or
+with some probability, else a bystander with other data replaces it."""
+MAX_ROUNDS, MAX_BYTES = 1000, 4 << 30
+"""Limits of the rounds, which are unrolled in the compiled program, and of the observations of all runs."""
+_RUNS_AT_ONCE = 64
+"""Runs that are vectorized."""
 _DRAW = 2
-"""Of the keys of a round the one of the draw; the client's is 0."""
+"""Number folded into a round's key for the participation draw; the client's is 0."""
 
 
 def observe_client(
@@ -54,14 +55,15 @@ def observe_client(
         task: The learning task.
         params: The parameters that each run begins with.
         client: The samples of the client.
-        runs: How many runs to make, each with random keys of its own.
+        runs: Number of runs, each with its own random keys.
         rounds: Rounds of each run.
         seen: "server" observes everything that the client sends in each phase; "public" observes everything that the
             server sends and reports, and the parameters after each round.
-        seed: Determines the random keys. Two worlds to be told apart need two seeds.
-        drawn: How the client comes into a round.
-        rate: The probability that the client is in a round, where it is drawn; 0 is a world without it.
-        bystander: The samples of the client that takes its place with "fixed" draws, of the same shape.
+        seed: Seed of the random keys. The two hypotheses of an audit need different seeds.
+        drawn: How the client participates.
+        rate: Probability that the client participates in a round, unless ``drawn`` is "always"; 0 is the hypothesis
+            without it.
+        bystander: The samples of the client that replaces it if ``drawn`` is "fixed", of the same shape.
         size: Use only so many of the client's samples, from the first on; all by default.
         precision: The precision of the run's matrix products.
 
@@ -69,8 +71,8 @@ def observe_client(
         The observed numbers, float [runs, numbers].
 
     Raises:
-        FedraxError: Draws are to hide a client from the server, there are too many rounds, or the result is too large
-            for memory.
+        FedraxError: ``drawn`` is not "always" for the adversary "server", there are too many rounds, or the result is
+            too large for memory.
 
     Example:
         >>> model = fedrax.models.Logistic().build((2,), 2)
@@ -81,101 +83,107 @@ def observe_client(
         3
     """
     if drawn != "always" and seen == "server":
-        raise FedraxError("the server knows who takes part: the draw of cohorts hides nobody from it")
-    if not 1 <= rounds <= MOST_ROUNDS:
-        raise FedraxError(f"a client is watched for 1 to {MOST_ROUNDS} rounds, not {rounds}")
+        raise FedraxError(
+            "the server knows the cohort, so that sampling hides no client from it: set drawn to 'always'"
+        )
+    if not 1 <= rounds <= MAX_ROUNDS:
+        raise FedraxError(f"rounds must be 1 to {MAX_ROUNDS}, not {rounds}")
     keys = jax.random.split(purpose_key(seed, AUDIT), runs)
     samples = Batch(jnp.asarray(client.x), jnp.asarray(client.y))
     other = samples if bystander is None else Batch(jnp.asarray(bystander.x), jnp.asarray(bystander.y))
-    known = _Known(task, rounds, seen, min(_SIDE_BY_SIDE, runs), drawn, size is not None, precision)
-    program = _program(known, CodeFingerprint(algorithm, task))
+    options = _StaticOptions(task, rounds, seen, min(_RUNS_AT_ONCE, runs), drawn, size is not None, precision)
+    program = _program(options, CodeFingerprint(algorithm, task))
     own = jnp.int32(len(samples.y) if size is None else size)
     given = (algorithm, params, (samples, other), own, jnp.float32(rate), keys)
     with jax.default_matmul_precision("highest"):  # as in a run
         seen_numbers = math.prod(jax.eval_shape(program, *given).shape)
-        if 4 * seen_numbers > MOST_BYTES:
+        if 4 * seen_numbers > MAX_BYTES:
             raise FedraxError(
-                f"{runs:,} runs show {seen_numbers:.2g} numbers, over {MOST_BYTES >> 30} GiB: take fewer runs"
+                f"{runs:,} runs give {seen_numbers:.2g} observed numbers, over {MAX_BYTES >> 30} GiB: use fewer runs"
             )
         return np.asarray(program(*given))
 
 
-class _Known(NamedTuple):
-    """What a program is compiled for."""
+class _StaticOptions(NamedTuple):
+    """Static options of the compiled program."""
 
     task: Task
     rounds: int
     seen: str
-    side_by_side: int
+    runs_at_once: int
     drawn: Participation
-    some: bool
-    """Whether the client may have less than all samples."""
+    subset: bool
+    """Whether the client may use fewer than all samples."""
     precision: OperandFormat
 
 
-class _Watched(SingleClient):
-    """A round with the watched client or, where it is not ``there``, with nobody as the server has it."""
+class _AuditedRound(SingleClient):
+    """A round whose cohort is the audited client or, if it is not ``there``, empty."""
 
     def __init__(self, *inputs: Any, there: Array | None):
         super().__init__(*inputs)
         self.there = there
         self.sent: list[Tree] = []
-        """By the server, to everybody."""
+        """Broadcast messages of all phases."""
 
     def broadcast(self, p: int, server: Any) -> Tree:
-        """As every executor; and it is noted."""
+        """The broadcast message, which is also recorded."""
         self.sent.append(super().broadcast(p, server))
         return self.sent[-1]
 
     def clients(self, p: int, message: Tree, statistics: Tree) -> PhaseResult:
-        """What the client brings or, where it is not there, what a phase without clients does."""
+        """The result of the client or, if it is not there, of an empty cohort."""
         gathered = super().clients(p, message, statistics)
         if self.there is None:
             return gathered
-        nobody = jax.tree.map(jnp.zeros_like, gathered)._replace(clients=jnp.full(1, self.program.num_clients))
-        return jax.tree.map(partial(jnp.where, self.there), gathered, nobody)
+        empty = jax.tree.map(jnp.zeros_like, gathered)._replace(clients=jnp.full(1, self.program.num_clients))
+        return jax.tree.map(partial(jnp.where, self.there), gathered, empty)
 
     def server(self, p: int, server: Any, gathered: PhaseResult) -> tuple[Any, Info]:
-        """As every executor, of a cohort of one or none."""
+        """The server step for a cohort of one client or none."""
         size = self.here.cohort_size if self.there is None else self.there.astype(jnp.float32)
         here = self.here._replace(cohort_size=size)
         return serve(self.program, p, self.algorithm, server, gathered, here, self.round_key)
 
 
 @lru_cache(maxsize=8)
-def _program(known: _Known, code: CodeFingerprint) -> Callable[..., Array]:
-    """The compiled function (algorithm, params, samples, size, rate, keys) -> observations of all worlds by key."""
+def _program(options: _StaticOptions, code: CodeFingerprint) -> Callable[..., Array]:
+    """The compiled function (algorithm, params, samples, size, rate, keys) -> observations [runs, numbers]."""
 
     def run(
         algorithm: Algorithm, params: Tree, clients: tuple[Batch, Batch], size: Array, rate: Array, key: Array
     ) -> Array:
-        found: list[Tree] = []
-        rows, always = len(clients[0].y), known.drawn == "always"
-        layout = Layout(rows, rows - 1, 1) if known.some else Layout(rows, rows, rows)
-        program = Program(known.task, layout, 1, 0, precision=known.precision, expected=1.0, code=code)
+        observed: list[Tree] = []
+        rows, always = len(clients[0].y), options.drawn == "always"
+        layout = Layout(rows, rows - 1, 1) if options.subset else Layout(rows, rows, rows)
+        program = Program(options.task, layout, 1, 0, precision=options.precision, expected=1.0, code=code)
         zero = jnp.zeros(1, jnp.int32)
         places = ClientAssignment(zero, zero, zero, size[None], jnp.ones(1))
         server, kept = algorithm.init(params, 1), (ClientRecord.at_first(algorithm, params, ()),) * 2
-        for r in range(known.rounds):
+        for r in range(options.rounds):
             there = jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, r), _DRAW)) < rate
             choose = partial(jax.tree.map, lambda a, b: a if always else jnp.where(there, a, b))  # noqa: B023
-            who = (choose(*kept), choose(*clients)) if known.drawn == "fixed" else (kept[0], clients[0])
+            participant = (choose(*kept), choose(*clients)) if options.drawn == "fixed" else (kept[0], clients[0])
             here = Rounds(jnp.int32(r), jnp.float32(1), jnp.int32(1), places)
-            executor = _Watched(program, algorithm, here, key, *who, there=there if known.drawn == "poisson" else None)
+            executor = _AuditedRound(
+                program, algorithm, here, key, *participant, there=there if options.drawn == "poisson" else None
+            )
             server, _, record, _ = run_round(executor, server, ())
             kept = choose(executor.kept, kept[0]), choose(kept[1], executor.kept)
-            if known.seen == "server":
-                found += [(done.output.upload, done.output.each, done.output.total) for done in executor.finished]
+            if options.seen == "server":
+                observed += [(done.output.upload, done.output.each, done.output.total) for done in executor.finished]
             else:
-                said = {name: value for name, value in record.items() if name != "gradients"}
-                found += [executor.sent[1:], said, executor.broadcast(0, server), algorithm.params(server)]
-        once = {id(leaf): leaf for leaf in jax.tree.leaves(found)}  # most methods send their parameters
-        return jnp.concatenate([jnp.ravel(leaf).astype(jnp.float32) for leaf in once.values()])
+                reported = {name: value for name, value in record.items() if name != "gradients"}
+                observed += [executor.sent[1:], reported, executor.broadcast(0, server), algorithm.params(server)]
+        unique = {
+            id(leaf): leaf for leaf in jax.tree.leaves(observed)
+        }  # most methods send their parameters, which are observed twice
+        return jnp.concatenate([jnp.ravel(leaf).astype(jnp.float32) for leaf in unique.values()])
 
     def all_runs(
         algorithm: Algorithm, params: Tree, clients: tuple[Batch, Batch], size: Array, rate: Array, keys: Array
     ) -> Array:
         one = partial(run, algorithm, params, clients, size, rate)
-        return jax.lax.map(one, keys, batch_size=known.side_by_side)
+        return jax.lax.map(one, keys, batch_size=options.runs_at_once)
 
     return jax.jit(all_runs)

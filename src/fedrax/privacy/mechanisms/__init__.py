@@ -1,1 +1,1 @@
-"""Private forms of any method: wrappers that bound what a round lets out of a client's data, and cover it in noise."""
+"""Differential privacy mechanisms: wrappers that clip what clients release and add noise to it."""

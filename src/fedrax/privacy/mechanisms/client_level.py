@@ -1,4 +1,4 @@
-"""Client-level differential privacy: what a whole client adds to a round is bounded, and covered in noise."""
+"""Client-level differential privacy: each client's update is clipped, and noise is added."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from fedrax.contract.traits import Traits
 from fedrax.contract.wrapper import Wrapper, uploads_depend_on_state
 from fedrax.errors import FedraxError
 from fedrax.privacy.mechanisms.clipping import Adaptive, Clipping, Flat
-from fedrax.privacy.mechanisms.noise import floats_sent, only_bookkeeping, with_noise
+from fedrax.privacy.mechanisms.noise import floats_sent, gradient_count_only, with_noise
 from fedrax.privacy.releases import Release
 from fedrax.tree import Tree
 
 
 class Message(NamedTuple):
-    """What ``inner`` sends, and the bound that clients keep to."""
+    """Broadcast message of ``inner``, with the clipping bound."""
 
     inner: Tree
     bound: Array
 
     @property
     def params(self) -> Tree:
-        """The model in it, for wrappers outside that look for it."""
+        """The model in the message, which outer wrappers may read."""
         return getattr(self.inner, "params", self.inner)
 
 
 class Upload(NamedTuple):
-    """What ``inner``'s client sends, within the bound, and b_i - 1/2."""
+    """Clipped upload of ``inner``, and b_i - 1/2 for the adaptive bound."""
 
     inner: Tree
     within: Array
@@ -48,11 +48,11 @@ class Upload(NamedTuple):
 class ClientDP(Wrapper):
     """``inner`` with client-level differential privacy: updates clipped and noised (DP-FedAvg; McMahan et al. 2018).
 
-    All that a client sends in a round, every leaf of every phase, is one vector of length at most C; N(0, (z C)^2)
-    falls on each number of the sum over the cohort ("server", the central model) or of what each client sends
-    ("client", the local model). A round of P phases gives each a bound of C / sqrt(P). The server divides by the number
-    of clients that it expects, which for a Poisson cohort is not how many came. What stays on a client is exact; of
-    what clients report beside their uploads nothing is kept but the count of gradients.
+    Everything that a client sends in a round, all leaves of all phases, is one vector that is clipped to L2 norm C.
+    Noise from N(0, (z C)^2) is added to each entry of the sum over the cohort ("server", the central model) or of each
+    client's upload ("client", the local model). In a round of P phases, each phase has the bound C / sqrt(P). The
+    server divides by the expected number of clients, not by the size of a Poisson cohort. Client state is exact. Of the
+    clients' info only the count of gradients is reported.
 
     Example:
         >>> clip = fedrax.privacy.Flat(bound=0.5)
@@ -62,45 +62,49 @@ class ClientDP(Wrapper):
 
     inner: Algorithm = FedAvg()
     clip: Clipping = Flat()
-    """How the bound C is kept."""
+    """How uploads are clipped to the bound C."""
     noise: NonNegative = 1.0
-    """z, the noise multiplier: standard deviation over C."""
+    """Noise multiplier z: the standard deviation of the noise divided by C."""
     at: Literal["server", "client"] = "server"
     """Who adds the noise: a server that is trusted with the sum, or each client."""
     bands: PositiveInt = 1
-    """b: above 1 the server's noise is that of a banded matrix mechanism, in which a round's takes back part of that of
-    the b - 1 rounds before it (DP-FTRL; Kairouz et al. 2021), for clients that take part b rounds apart or more."""
+    """Number of bands b of the matrix mechanism. Above 1, the server's noise cancels part of the noise of the b - 1
+    rounds before (DP-FTRL; Kairouz et al. 2021). Participations of a client must be at least b rounds apart."""
 
     def check(self) -> None:
-        """Refuse what no noise covers."""
+        """Reject methods and options for which the noise gives no guarantee."""
         name = type(self.inner).__name__
         if self.at == "server" and any(phase.stacked for phase in self.inner.phases):
             raise FedraxError(
-                f"{name} looks at uploads one by one, which noise on their sum does not hide: at = 'client'"
+                f"{name} uses individual uploads, which noise on their sum does not protect: set at = 'client'"
             )
         if self.bands > 1 and (self.at == "client" or isinstance(self.clip, Adaptive) or len(self.inner.phases) > 1):
-            raise FedraxError("noise in bands is the server's, for rounds of one phase and a bound that does not move")
+            raise FedraxError(
+                "bands above 1 need at = 'server', a fixed clipping bound and a method with one phase a round"
+            )
         if isinstance(self.clip, Adaptive):
             if len(self.inner.phases) > 1:
-                raise FedraxError(f"an adaptive bound is for rounds of one phase, and {name} has several: clip flat")
+                raise FedraxError(
+                    f"adaptive clipping needs a method with one phase a round, not {name}: set clip to Flat()"
+                )
             if not 0 <= float(self.noise) < 2 * float(self.clip.count_noise):
                 raise FedraxError(
-                    f"the count that leads the bound spends more than all of a noise multiplier of {self.noise:g}:"
+                    f"the count for adaptive clipping alone exceeds the budget of noise multiplier {self.noise:g}:"
                     f" count_noise must be above {self.noise / 2:g}"
                 )
 
     @property
     def own_traits(self) -> Traits:
-        """Weights by samples would reveal how many there are; statistics would be sent without noise."""
+        """Uniform weights, because sample counts are private; no statistics, which would be sent without noise."""
         statistics = not self.inner.traits.personal_statistics
         return Traits(uniform_weights=True, no_statistics=statistics, plain_sum=self.at == "server")
 
     def releases(self) -> tuple[Release, ...]:
-        """One Gaussian answer a round: phases and the adaptive bound's count share the multiplier z.
+        """One Gaussian release a round: all phases and the adaptive count together have noise multiplier z.
 
-        Noise on the sum has sensitivity C to a client's presence; one client's own message can be any within C, which
-        others of its data move by up to 2 C. With bands a round of a client moves b answers, by c_0 C to c_{b-1} C, and
-        no answer is moved by two of them as long as they are b rounds apart.
+        The sum over a cohort has sensitivity C to a client's presence. A single client's upload can be any vector of
+        norm at most C, so that replacing its data changes it by up to 2 C. With bands, a client's participation changes
+        b releases, by c_0 C to c_{b-1} C; participations at least b rounds apart change different releases.
         """
         if self.at == "server":
             noise = float(self.noise) / float(np.linalg.norm(band_coefficients(self.bands)))
@@ -110,18 +114,18 @@ class ClientDP(Wrapper):
         return (Release(noise=float(self.noise) / 2, neighbors="replacement"),)
 
     @property
-    def _keeps(self) -> bool:
-        """A bound that moves is kept on the server, and so is the noise of other rounds."""
+    def _has_state(self) -> bool:
+        """Whether the wrapper has server state: an adaptive bound, or the noise of earlier rounds."""
         return isinstance(self.clip, Adaptive) or self.bands > 1
 
     def init_own(self, params: Tree, num_clients: int) -> Tree:
-        """The bound, where it moves; with bands the noise of the last b - 1 rounds, the latest first."""
+        """The adaptive bound, or the noise of the last b - 1 rounds, latest first."""
         if self.bands > 1:
             return jax.tree.map(lambda a: jnp.zeros((self.bands - 1, *a.shape), summed_dtype(a.dtype)), params)
-        return jnp.asarray(self.clip.bound, jnp.result_type(*jax.tree.leaves(params))) if self._keeps else ()
+        return jnp.asarray(self.clip.bound, jnp.result_type(*jax.tree.leaves(params))) if self._has_state else ()
 
     def _phase(self, phase: Phase, last: bool) -> Phase:
-        """With uploads decoded at the client: what is bounded there is then what is summed."""
+        """A phase whose clients decode their uploads, so that the clipped vector is the one that is summed."""
 
         def client(message: Any, state: Any, data: ClientData) -> ClientOutput:
             output = phase.client(message, state, data)
@@ -129,27 +133,27 @@ class ClientDP(Wrapper):
 
         return super()._phase(phase._replace(client=client, receive=unchanged), last)
 
-    def _in_phase(self, bound: Any) -> tuple[Any, Any]:
-        """(bound, standard deviation) in each of P phases, for a bound over all of them."""
+    def _per_phase(self, bound: Any) -> tuple[Any, Any]:
+        """(bound, standard deviation of the noise) of one phase, given the bound over all phases."""
         multiplier = self.clip.multiplier(self.noise) if isinstance(self.clip, Adaptive) else self.noise
         return bound / len(self.inner.phases) ** 0.5, multiplier * bound
 
     def around_broadcast(self, broadcast: Callable, state: Any, own: Tree) -> Tree:
-        """As ``inner``, with the bound where it moves."""
+        """The message of ``inner``, with the adaptive bound."""
         return Message(broadcast(state), own) if isinstance(self.clip, Adaptive) else broadcast(state)
 
     def around_client(
         self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
     ) -> tuple[ClientOutput, Tree]:
-        """What is sent, within the bound, with noise where clients add it."""
+        """The client step of ``inner`` with its upload clipped and, with at = "client", noised."""
         message, bound = message if isinstance(self.clip, Adaptive) else (message, self.clip.bound)
         output = client(message, state, data)
         sent = floats_sent(output, "ClientDP", self.inner, summed_only=self.at == "server")
-        most, deviation = self._in_phase(bound)
-        sent, within = self.clip(sent, most)
+        phase_bound, deviation = self._per_phase(bound)
+        sent, within = self.clip(sent, phase_bound)
         if self.at == "client":
             sent = with_noise(data.key("noise"), sent, deviation)
-        output = output._replace(**sent, info=only_bookkeeping(output.info))
+        output = output._replace(**sent, info=gradient_count_only(output.info))
         if isinstance(self.clip, Adaptive):
             count = within.astype(jnp.float32) - 0.5
             if self.at == "client":
@@ -160,12 +164,12 @@ class ClientDP(Wrapper):
     def around_server(
         self, server: Callable, state: Any, own: Tree, cohort: Cohort, last: bool
     ) -> tuple[Any, Tree, Info]:
-        """``inner``'s step on what the noise has covered; then the bound moves, where it does."""
+        """The server step of ``inner`` on the noised mean; then the adaptive bound is updated."""
         bound = own if isinstance(self.clip, Adaptive) else self.clip.bound
         if self.at == "server" and self.bands > 1:
-            cohort, own = self._covered_in_bands(cohort, bound, own)
+            cohort, own = self._with_banded_noise(cohort, bound, own)
         elif self.at == "server":
-            cohort = self._covered(cohort, bound)
+            cohort = self._with_independent_noise(cohort, bound)
         if not isinstance(self.clip, Adaptive):
             state, info = server(state, cohort)
             return state, own, info
@@ -175,41 +179,42 @@ class ClientDP(Wrapper):
         own = own * jnp.exp(-self.clip.lr * (within - self.clip.quantile)).astype(own.dtype)
         return state, own, {**info, "clip_bound": jnp.asarray(bound), "within_bound": within}
 
-    def _covered(self, cohort: Cohort, bound: Any) -> Cohort:
-        """The noised sum over the number of clients expected; ``inner`` is not told who was there, or how many."""
+    def _with_independent_noise(self, cohort: Cohort, bound: Any) -> Cohort:
+        """The noised sum divided by the expected cohort size; client numbers, weights and true size are hidden."""
         expected = cohort.size if cohort.expected is None else cohort.expected
         mean = tree.scale(cohort.size / expected, cohort.mean)
-        deviation, key = self._in_phase(bound)[1] / expected, cohort.key("noise")
+        deviation, key = self._per_phase(bound)[1] / expected, cohort.key("noise")
         if isinstance(self.clip, Adaptive):
             count = with_noise(cohort.key("count"), mean.within, self.clip.count_noise / expected)
             mean = Upload(with_noise(key, mean.inner, deviation), count)
         else:
             mean = with_noise(key, mean, deviation)
-        nobody = jnp.full_like(cohort.clients, cohort.num_clients)
-        return cohort._replace(mean=mean, clients=nobody, weights=jnp.zeros_like(cohort.weights), size=expected)
+        hidden = jnp.full_like(cohort.clients, cohort.num_clients)
+        return cohort._replace(mean=mean, clients=hidden, weights=jnp.zeros_like(cohort.weights), size=expected)
 
-    def _covered_in_bands(self, cohort: Cohort, bound: Any, past: Tree) -> tuple[Cohort, Tree]:
-        """The same, with n_t = z_t - sum_j c_j n_{t-j} in the place of z_t on the sum; and the past with n_t in it."""
+    def _with_banded_noise(self, cohort: Cohort, bound: Any, past: Tree) -> tuple[Cohort, Tree]:
+        """The cohort with noise n_t = z_t - sum_j c_j n_{t-j} on its sum, and the updated past noise."""
         like = jax.tree.map(lambda a: a[0], past)
         if jax.tree.map(jnp.shape, cohort.mean) != jax.tree.map(jnp.shape, like):
             raise FedraxError(
-                f"noise in bands is for methods whose clients send one vector of the parameters' shape, and those of"
-                f" {type(self.inner).__name__} send more"
+                f"bands above 1 need a method whose clients upload one vector with the shapes of the parameters;"
+                f" {type(self.inner).__name__} uploads something else: set bands to 1"
             )
         past_share = lambda a: jnp.tensordot(jnp.asarray(band_coefficients(self.bands)[1:], a.dtype), a, 1)  # noqa: E731
-        fresh = with_noise(cohort.key("noise"), jax.tree.map(jnp.zeros_like, like), self._in_phase(bound)[1])
+        fresh = with_noise(cohort.key("noise"), jax.tree.map(jnp.zeros_like, like), self._per_phase(bound)[1])
         noise = tree.sub(fresh, jax.tree.map(past_share, past))
-        exact = dataclasses.replace(self, noise=0.0)._covered(cohort, bound)
+        exact = dataclasses.replace(self, noise=0.0)._with_independent_noise(cohort, bound)
         covered = tree.add_scaled(exact.mean, 1 / exact.size, noise)
         past = jax.tree.map(lambda new, old: jnp.concatenate([new[None], old[:-1]]), noise, past)
         return exact._replace(mean=covered), past
 
 
 def band_coefficients(bands: int) -> np.ndarray:
-    """c_0 = 1, c_1, ... c_{b-1} of the factorization, float [b]: (2j choose j) / 4^j.
+    """Coefficients c_0 = 1, c_1, ... c_{b-1} of the banded factorization, float [b]: c_j = (2j choose j) / 4^j.
 
-    The first b diagonals of the square root C of the matrix of prefix sums (Fichtenberger et al. 2023; Kalinin and
-    Lampert 2024). Noise C^-1 z on the rounds then hides C times what is summed, whose columns have length |c|.
+    They are the first b diagonals of the square root C of the prefix-sum matrix (Fichtenberger et al. 2023; Kalinin
+    and Lampert 2024). The noise C^-1 z corresponds to the Gaussian mechanism on C times the rounds' sums, whose
+    sensitivity is |c| times that of one sum.
     """
     j = np.arange(1, bands)
     return np.concatenate([[1.0], np.cumprod((2 * j - 1) / (2 * j))])

@@ -1,4 +1,4 @@
-"""How the length of what a client sends is bounded."""
+"""Clipping rules: how the L2 norm of a client's update is bounded."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax.config.hyperparameters import Fraction, NonNegative, Positive, hyperparameters
-from fedrax.privacy.mechanisms.noise import shortened
+from fedrax.privacy.mechanisms.noise import clip_by_norm
 from fedrax.tree import Tree
 
 
 @hyperparameters
 class Flat:
-    """u min(1, C / |u|), the length |u| taken over everything that a client sends.
+    """Clipping by the global norm: u min(1, C / |u|), with |u| over everything that a client sends.
 
     Example:
         >>> clipped, within = fedrax.privacy.Flat()({"w": jnp.array([3.0, 4.0])}, 1.0)
@@ -24,18 +24,18 @@ class Flat:
     """
 
     bound: Positive = 1.0
-    """C."""
+    """Clipping bound C."""
 
     def __call__(self, update: Tree, bound: Any) -> tuple[Tree, Array]:
-        """(the update within ``bound``, whether it was there already)."""
-        return shortened(update, bound)
+        """(the clipped update, whether its norm was at most ``bound``)."""
+        return clip_by_norm(update, bound)
 
 
 @hyperparameters
 class PerLeaf:
-    """Each of the L leaves to a length of C / sqrt(L), so that all together are within C (McMahan et al. 2018).
+    """Clipping by leaf: each of L leaves to norm C / sqrt(L), in total at most C (McMahan et al. 2018).
 
-    For networks with layers of very different gradients.
+    It suits networks whose layers have gradients of very different norms.
 
     Example:
         >>> clipped, within = fedrax.privacy.PerLeaf()({"w": jnp.array([3.0, 4.0]), "b": jnp.zeros(1)}, 2**0.5)
@@ -44,22 +44,22 @@ class PerLeaf:
     """
 
     bound: Positive = 1.0
-    """C."""
+    """Clipping bound C."""
 
     def __call__(self, update: Tree, bound: Any) -> tuple[Tree, Array]:
-        """(the update within ``bound``, whether each of its leaves was)."""
+        """(the clipped update, whether the norm of every leaf was within its bound)."""
         leaves, structure = jax.tree.flatten(update)
-        cut = [shortened(leaf, bound / len(leaves) ** 0.5) for leaf in leaves]
-        return structure.unflatten([leaf for leaf, _ in cut]), jnp.all(jnp.array([within for _, within in cut]))
+        clipped = [clip_by_norm(leaf, bound / len(leaves) ** 0.5) for leaf in leaves]
+        return structure.unflatten([leaf for leaf, _ in clipped]), jnp.all(jnp.array([within for _, within in clipped]))
 
 
 @hyperparameters
 class Adaptive:
-    """As :class:`Flat`, with C led to a quantile of the clients' lengths (Andrew et al. 2021, Algorithm 1).
+    """Global-norm clipping with C adapted to a quantile of the update norms (Andrew et al. 2021, Algorithm 1).
 
     Each client also sends b_i = 1 if |u_i| <= C, else 0; their mean is noised to b, and C <- C exp(-lr (b - quantile)).
-    The noise on the sum of b_i - 1/2 has standard deviation ``count_noise``, and that on the updates is raised so that
-    both together give away what the stated noise multiplier z allows: z_update^-2 = z^-2 - (2 count_noise)^-2.
+    The noise on the sum of b_i - 1/2 has standard deviation ``count_noise``. The noise on the updates is larger, so
+    that both together have the stated noise multiplier z: z_update^-2 = z^-2 - (2 count_noise)^-2.
 
     Example:
         >>> clip = fedrax.privacy.Adaptive(count_noise=2.0)
@@ -68,17 +68,17 @@ class Adaptive:
     """
 
     bound: Positive = 0.1
-    """C in the first round."""
+    """Clipping bound C of the first round."""
     quantile: Fraction = 0.5
-    """The share of clients to be left as they are."""
+    """Target fraction of clients whose update is not clipped."""
     lr: NonNegative = 0.2
-    """How fast C moves."""
+    """Learning rate of the bound."""
     count_noise: Positive = 2.0
     """Standard deviation of the noise on the count; a twentieth of the cohort in the paper."""
 
     def __call__(self, update: Tree, bound: Any) -> tuple[Tree, Array]:
-        """(the update within ``bound``, whether it was there already)."""
-        return shortened(update, bound)
+        """(the clipped update, whether its norm was at most ``bound``)."""
+        return clip_by_norm(update, bound)
 
     def multiplier(self, noise: Any) -> Any:
         """The noise multiplier z_update of the updates.
@@ -94,4 +94,4 @@ class Adaptive:
 
 
 Clipping = Flat | PerLeaf | Adaptive
-"""Ways by name."""
+"""The clipping rules that `ClientDP.clip` accepts."""

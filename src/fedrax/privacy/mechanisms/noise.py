@@ -1,4 +1,4 @@
-"""What all mechanisms are made of: vectors shortened to a bound, and Gaussian noise on them."""
+"""Building blocks of the mechanisms: clipping to a norm, and Gaussian noise."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fedrax.tree import Tree
 from fedrax.xla import norm, normal_noise
 
 
-def shortened(vector: Tree, bound: Any) -> tuple[Tree, Array]:
-    """(the vector times min(1, bound / |vector|), whether it was within the bound), over all leaves together.
+def clip_by_norm(vector: Tree, bound: Any) -> tuple[Tree, Array]:
+    """(vector * min(1, bound / |vector|), whether |vector| <= bound), with the norm over all leaves.
 
-    A vector with a length that is not finite becomes zero, so that no client can add more than ``bound``, whatever its
-    data. Exact but for float rounding.
+    A vector whose norm is not finite becomes zero, so that no client exceeds ``bound``, whatever its data. Up to
+    floating-point rounding.
     """
     size = norm(vector)
     factor = jnp.where(size > bound, bound / jnp.where(size > 0, size, 1), 1)
@@ -29,30 +29,31 @@ def shortened(vector: Tree, bound: Any) -> tuple[Tree, Array]:
 
 
 def with_noise(key: Array, vector: Tree, deviation: Any) -> Tree:
-    """The vector with independent noise from N(0, deviation^2) on each of its numbers.
+    """The vector with independent noise from N(0, deviation^2) added to each entry.
 
-    Drawn as float32 whatever the run's precision, so that both precisions see the same noise.
+    The noise is drawn in float32, so that runs in float32 and float64 have the same noise.
     """
     add = lambda a, z: a + (deviation * z).astype(a.dtype)  # noqa: E731
     return jax.tree.map(add, vector, normal_noise(key, vector))
 
 
-def only_bookkeeping(info: Info) -> Info:
-    """An info without what was measured on a client's data: gradients alone are still counted."""
+def gradient_count_only(info: Info) -> Info:
+    """The info reduced to the count of gradients; other entries are measured on private data."""
     return {name: value for name, value in info.items() if name == "gradients"}
 
 
 def floats_sent(output: ClientOutput, who: str, inner: Algorithm, summed_only: bool) -> dict[str, Tree]:
-    """All that a client sends, by the output's field, in float32 at least.
+    """The fields of a client's output that are sent, converted to at least float32.
 
-    FedraxError names the leaf that no noise can cover: whole numbers anywhere; where ``summed_only``, also what
-    reaches the server otherwise than in the mean of uploads.
+    Raises:
+        FedraxError: a leaf cannot be noised, because it holds integers or, if ``summed_only``, because it is sent
+            outside the mean of uploads.
     """
     sent = {"upload": output.upload, "each": output.each, "total": output.total}
     for name, leaf in zip(tree.leaf_names(sent), jax.tree.leaves(sent), strict=True):
-        where = f"{who} cannot hide {name} of what clients of {type(inner).__name__} send: "
+        where = f"{who} cannot protect {name}, which clients of {type(inner).__name__} send: "
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise FedraxError(f"{where}noise goes on floats, and it is {leaf.dtype}")
+            raise FedraxError(f"{where}noise is added to floats, and its dtype is {leaf.dtype}")
         if summed_only and not name.startswith("upload"):
-            raise FedraxError(f"{where}noise at the server covers the mean of uploads alone")
+            raise FedraxError(f"{where}noise at the server covers only the mean of uploads")
     return jax.tree.map(lambda a: a.astype(summed_dtype(a.dtype)), sent)

@@ -20,64 +20,64 @@ from fedrax.contract.task import Batch
 from fedrax.contract.traits import Traits
 from fedrax.contract.wrapper import Wrapper
 from fedrax.errors import FedraxError
-from fedrax.privacy.mechanisms.noise import only_bookkeeping, shortened, with_noise
-from fedrax.privacy.mechanisms.taint import uncovered
+from fedrax.privacy.mechanisms.noise import clip_by_norm, gradient_count_only, with_noise
+from fedrax.privacy.mechanisms.taint import find_leak
 from fedrax.privacy.releases import Release
 from fedrax.tree import Tree
 
 
 @hyperparameters
-class _LocalModels(Wrapper):
-    """Base for methods whose uploads depend on the data only through the end of the local steps.
+class _LocalModelWrapper(Wrapper):
+    """Base of mechanisms around methods whose uploads depend on the data only through the final local model.
 
-    These are FedAvg, FedProx and SCAFFOLD with plain steps (option II).
+    Such methods are FedAvg, FedProx and SCAFFOLD with plain local steps (option II).
     """
 
     @property
     def own_traits(self) -> Traits:
-        """Weights by samples would reveal how many there are; statistics would be sent without noise."""
+        """Uniform weights, because sample counts are private; no statistics, which would be sent without noise."""
         return Traits(uniform_weights=True, no_statistics=not self.inner.traits.personal_statistics)
 
     def _run(self, client: Callable, message: Any, state: Any, data: ClientData, change: Callable) -> ClientOutput:
-        """``client`` with ``change`` of where its local steps end; what else depends on its data is refused."""
+        """Run ``client`` with ``change`` applied to its local model; FedraxError if it releases other private data."""
         leak = self._leak(client, message, state, data)
         if leak is not None:
             local = self.inner.local_steps
             in_epochs = local is not None and local.steps is None and data.place.steps is None
-            by_number = in_epochs and self._leak(client, message, state, data.with_steps(jnp.int32(1))) is None
-            hint = (
-                ": epochs are more steps where there are more samples, local.steps are as many everywhere" * by_number
-            )
-            raise FedraxError(f"{self._words} also sends {leak}, computed from data that no noise has covered{hint}")
-        ends = []
+            by_steps = in_epochs and self._leak(client, message, state, data.with_steps(jnp.int32(1))) is None
+            hint = ": epochs depend on the number of samples, so set local.steps instead" if by_steps else ""
+            raise FedraxError(f"{self._requirement} also sends {leak}, computed from data without noise{hint}")
+        local_models = []
 
         def changed(x: Tree) -> Tree:
-            ends.append(x)
+            local_models.append(x)
             return change(x)
 
         output = client(message, state, data.with_result(changed))
-        if len(ends) != 1:
-            raise FedraxError(f"{self._words} takes local steps {len(ends)} times in a round: once is needed")
-        return output._replace(info=only_bookkeeping(output.info))
+        if len(local_models) != 1:
+            raise FedraxError(
+                f"{self._requirement} runs local training {len(local_models)} times a round, and once is needed"
+            )
+        return output._replace(info=gradient_count_only(output.info))
 
     def _leak(self, client: Callable, message: Any, state: Any, data: ClientData) -> str | None:
-        return uncovered(client, message, state, data, lambda hidden: hidden.with_result(tree.zeros_like))
+        """The first uploaded leaf that depends on the data other than through the local model, or None."""
+        return find_leak(client, message, state, data, lambda hidden: hidden.with_result(tree.zeros_like))
 
     @property
-    def _words(self) -> str:
-        return (
-            f"{type(self).__name__} goes around methods that send their local model alone: {type(self.inner).__name__}"
-        )
+    def _requirement(self) -> str:
+        """Start of the messages that reject a method."""
+        return f"{type(self).__name__} needs a method that sends only its local model: {type(self.inner).__name__}"
 
 
 @hyperparameters
-class OutputPerturbation(_LocalModels):
-    """Each client's local model, clipped to length tau, with noise from N(0, sigma^2) on each number, goes up.
+class OutputPerturbation(_LocalModelWrapper):
+    """Output perturbation: each local model is clipped to norm tau and noised by N(0, sigma^2) before the upload.
 
-    Private Upcycled-FL (Yin et al. 2024, section 6), around any method whose clients send what follows from their local
-    model: the noised one takes its place in all of it. Whatever the data, the clipped model lies in a ball of radius
-    tau, so that other data of a client move it by up to 2 tau. (Theorem 6.2 counts tau / n_i, for models that are means
-    of one term for each of n_i samples. Local steps do not make such.)
+    This is private Upcycled-FL (Yin et al. 2024, Section 6), for any method whose uploads are functions of the local
+    model; the noised model replaces it in all of them. The clipped model is in a ball of radius tau, so that replacing
+    a client's data changes it by up to 2 tau. Theorem 6.2 uses tau / n_i instead, which holds for a model that is the
+    mean of one term per sample, but not for the result of local steps.
 
     Example:
         >>> (release,) = fedrax.privacy.OutputPerturbation(tau=1.0, sigma=4.0).releases()
@@ -87,12 +87,12 @@ class OutputPerturbation(_LocalModels):
 
     inner: Algorithm = FedAvg()
     tau: Positive = 1.0
-    """The greatest length of a local model."""
+    """Clipping bound on the norm of a local model."""
     sigma: NonNegative = 1.0
     """Standard deviation of the noise."""
 
     def releases(self) -> tuple[Release, ...]:
-        """One Gaussian answer a phase, of sensitivity 2 tau to other data of the client."""
+        """One Gaussian release a phase, of sensitivity 2 tau to a replacement of the client's data."""
         ratio = float(self.sigma) / float(self.tau)
         times = len(self.inner.phases)
         return (Release(noise=ratio / 2, times=times, neighbors="replacement", paper_noise=ratio),)
@@ -100,22 +100,23 @@ class OutputPerturbation(_LocalModels):
     def around_client(
         self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
     ) -> tuple[ClientOutput, Tree]:
-        """The local model, clipped and noised."""
+        """The client step of ``inner`` with the local model clipped and noised."""
 
         def released(x: Tree) -> Tree:
-            return with_noise(data.key("noise"), shortened(x, self.tau)[0], self.sigma)
+            return with_noise(data.key("noise"), clip_by_norm(x, self.tau)[0], self.sigma)
 
         return self._run(client, message, state, data, released), own
 
 
 @hyperparameters
-class ObjectivePerturbation(_LocalModels):
-    """Each client adds <n, x_i> to its local loss for a round, with n of density proportional to exp(-alpha |n|).
+class ObjectivePerturbation(_LocalModelWrapper):
+    """Objective perturbation: each client adds a random linear term <n, x> to its local loss.
 
-    |n| is Gamma(d, 1 / alpha) for d parameters, its direction uniform. Private Upcycled-FL (Yin et al. 2024, section 6)
-    after Chaudhuri et al. (2011). Theorem 6.3 claims pure differential privacy for exact minima of strongly convex
-    local losses of generalized linear models with features of length at most 1, which steps of SGD only come near;
-    nothing that holds in the worst case is claimed here, see ``releases``.
+    The density of n is proportional to exp(-alpha |n|): |n| is Gamma(d, 1 / alpha) for d parameters, and its direction
+    is uniform. This is private Upcycled-FL (Yin et al. 2024, Section 6) after Chaudhuri et al. (2011). Theorem 6.3
+    claims pure differential privacy for exact minimizers of strongly convex local losses of generalized linear models
+    with features of norm at most 1. SGD only approximates these minimizers, so that no sound guarantee is reported; see
+    ``releases``.
 
     Example:
         >>> inner = fedrax.algorithms.FedProx(mu=1.0)
@@ -125,34 +126,34 @@ class ObjectivePerturbation(_LocalModels):
 
     inner: Algorithm = FedProx()
     alpha: Positive = 10.0
-    """The greater, the less noise."""
+    """Rate of the noise density; larger values give less noise."""
     guarantee: Literal["paper", "none"] = "paper"
-    """Whether models outside of Theorem 6.3 are refused; "none" runs any, and claims nothing."""
+    """"paper" rejects models outside Theorem 6.3; "none" accepts all models and claims no guarantee."""
 
     def check(self) -> None:
-        """Refuse methods outside of the theorem."""
+        """Reject methods outside the theorem."""
         if self.guarantee == "paper" and not self._mu > 0:
             raise FedraxError(
-                "objective perturbation needs strongly convex local losses: put it around FedProx with mu above 0, or"
+                "objective perturbation needs strongly convex local losses: wrap FedProx with mu above 0, or"
                 " set guarantee = 'none'"
             )
         local = self.inner.local_steps
         if self.guarantee == "paper" and (len(self.inner.phases) > 1 or (local and local.reduction == "sum")):
             raise FedraxError(
-                "objective perturbation is proven for one minimum a round of the mean loss: take a method of one phase"
-                " and local.reduction = 'mean', or set guarantee = 'none'"
+                "objective perturbation is proven for one minimization of the mean loss a round: use a method of one"
+                " phase and local.reduction = 'mean', or set guarantee = 'none'"
             )
 
     @property
     def _mu(self) -> float:
-        """The strong convexity that a proximal term gives; other methods' mu is something else."""
+        """Strong convexity of the proximal term; 0 for methods whose mu means something else."""
         return float(self.inner.mu or 0) if isinstance(self.inner, FedProx | FedNova) else 0.0
 
     def releases(self) -> tuple[Release, ...]:
-        """Nothing that holds for local steps. The paper's claim is for logistic loss: |F'| <= u_1, |F''| <= u_2.
+        """A release without sound guarantee, with the paper's claim for the logistic loss.
 
-        With a bias the features are (x, 1), of squared length at most 2: u_1 = sqrt 2 and u_2 = 2 / 4. Clients of
-        fewer than 2 u_2 / mu samples are outside of the theorem.
+        The loss has |F'| <= u_1 and |F''| <= u_2. With a bias the features are (x, 1), of squared norm at most 2, so
+        that u_1 = sqrt 2 and u_2 = 2 / 4. The theorem excludes clients with fewer than 2 u_2 / mu samples.
         """
         none = Release(noise=0.0, neighbors="replacement", unit="sample")
         if self.guarantee == "none":
@@ -164,7 +165,7 @@ class ObjectivePerturbation(_LocalModels):
     def around_client(
         self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
     ) -> tuple[ClientOutput, Tree]:
-        """Local steps on the perturbed loss, of features of length at most 1 where the paper's claim is wanted."""
+        """Local training on the perturbed loss; with guarantee = "paper", features are scaled to norm at most 1."""
         if self.guarantee == "paper":
             self._check_task(data)
         model = getattr(message, "params", message)
@@ -178,7 +179,10 @@ class ObjectivePerturbation(_LocalModels):
                     batch = batch._replace(x=unit_features(batch.x))
                 values = losses(params, batch, key)
                 if jax.tree.structure(params) != jax.tree.structure(noise):
-                    raise FedraxError("ObjectivePerturbation needs parameters, or a field params of them, sent down")
+                    raise FedraxError(
+                        "ObjectivePerturbation needs a broadcast message that is the parameters or has them as its"
+                        " field params"
+                    )
                 dots = (jnp.vdot(n, x) for n, x in zip(*map(jax.tree.leaves, (noise, params)), strict=True))
                 return values + (share * sum(dots, jnp.zeros(()))).astype(values.dtype)
 
@@ -188,6 +192,7 @@ class ObjectivePerturbation(_LocalModels):
 
     @staticmethod
     def _check_task(data: ClientData) -> None:
+        """Reject tasks other than binary classification by a linear model."""
         name = data.task.name
         if name not in ("binary/logistic", "binary/linear"):
             raise FedraxError(
@@ -197,7 +202,7 @@ class ObjectivePerturbation(_LocalModels):
 
 
 def linear_noise(key: Array, model: Tree, alpha: Any) -> Tree:
-    """n in the shapes of ``model``, of density proportional to exp(-alpha |n|)."""
+    """Noise n with the shapes of ``model`` and density proportional to exp(-alpha |n|)."""
     zeros = jax.tree.map(jnp.zeros_like, model)
     size = sum(leaf.size for leaf in jax.tree.leaves(zeros))
     along, length = jax.random.split(key)
@@ -208,8 +213,10 @@ def linear_noise(key: Array, model: Tree, alpha: Any) -> Tree:
 
 
 def unit_features(x: Any) -> Any:
-    """Each sample's features x [B, ...], divided by their length where it is above 1."""
+    """Features x [B, ...] with each sample divided by its norm if that is above 1."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise FedraxError("objective perturbation bounds features that are floats: set guarantee = 'none' for others")
+        raise FedraxError(
+            "objective perturbation needs floating-point features: convert them, or set guarantee = 'none'"
+        )
     length = jnp.sqrt(jnp.sum(x.reshape(len(x), -1) ** 2, axis=1))
     return x / jnp.maximum(length, 1).reshape(-1, *[1] * (x.ndim - 1))

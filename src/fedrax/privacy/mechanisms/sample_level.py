@@ -19,25 +19,25 @@ from fedrax.contract.local_training import LocalSGD
 from fedrax.contract.traits import Traits
 from fedrax.contract.wrapper import Wrapper, wrapped_in
 from fedrax.errors import FedraxError
-from fedrax.privacy.mechanisms.noise import only_bookkeeping, with_noise
-from fedrax.privacy.mechanisms.taint import uncovered
+from fedrax.privacy.mechanisms.noise import gradient_count_only, with_noise
+from fedrax.privacy.mechanisms.taint import find_leak
 from fedrax.privacy.releases import Release
 from fedrax.tree import Tree
 from fedrax.xla import clipped_gradient_sum, materialized_bytes, with_operand_format
 
-_ROOM = 2**27
-"""Bytes for gradients of single samples."""
+_GRADIENT_BYTES = 2**27
+"""Memory for per-sample gradients that are computed at a time, where ``microbatch`` does not say how many."""
 
 
 @hyperparameters
 class SampleDP(Wrapper):
     """``inner`` with DP-SGD in its local steps: each sample's gradient clipped, their sum noised (Abadi et al. 2016).
 
-    A step's gradient is (sum_j min(1, C / |g_j|) g_j + N(0, (z C)^2)) / B over the samples j of its batch. B is
-    ``local.batch_size``, which everybody knows, and not how many samples there were. It protects single samples against
-    the server and everybody else, in methods whose clients take one gradient in each of a fixed number of local steps
-    and see their samples in no other way. Samples are worked on ``microbatch`` at a time, so that as many gradients are
-    in memory. Losses of the clients are not reported.
+    The gradient of a step is (sum_j min(1, C / |g_j|) g_j + N(0, (z C)^2)) / B over the samples j of its batch, where B
+    is ``local.batch_size``, which is public, and not the number of samples drawn. The guarantee protects single samples
+    against every adversary, including the server. It needs a method whose clients use their samples only for one
+    gradient in each of a fixed number of local steps. At most ``microbatch`` per-sample gradients are in memory at a
+    time. Client losses are not reported.
 
     Example:
         >>> inner = fedrax.algorithms.FedAvg(local=fedrax.LocalSGD(lr=0.1, steps=5, batch_size=10))
@@ -48,44 +48,44 @@ class SampleDP(Wrapper):
 
     inner: Algorithm = FedAvg(local=LocalSGD(steps=5))
     clip: Positive = 1.0
-    """C, the greatest length of a sample's gradient."""
+    """Clipping bound C on the norm of a sample's gradient."""
     noise: NonNegative = 1.0
-    """z, the noise multiplier: standard deviation over C."""
+    """Noise multiplier z: the standard deviation of the noise divided by C."""
     rate: Annotated[float, Bound(gt=0, le=1)] | None = None
-    """The chance with which each sample is in a step's batch, independently of all others (Poisson); by default batches
-    are those of ``local``, whose privacy is not amplified. A batch then has ``rate`` n_i samples in the mean."""
+    """Probability that a sample is in a step's batch, independently of the others (Poisson sampling). A batch then has
+    ``rate`` n_i samples on average. By default batches are those of ``local``, which do not amplify privacy."""
     microbatch: PositiveInt | None = None
-    """Samples side by side; by default as many as have room, in 128 MiB, for what is written out of their gradients."""
+    """Per-sample gradients computed at a time; by default as many as fit into 128 MiB."""
 
     def check(self) -> None:
-        """Refuse local work that cannot be counted, or is not divided into batches."""
+        """Reject local training whose number of steps or batch size is not fixed."""
         if wrapped_in(self.inner, SampleDP) is not None:
-            raise FedraxError("SampleDP inside SampleDP: gradients are clipped and noised by one of them alone")
+            raise FedraxError("SampleDP is nested in SampleDP: remove one of them")
         local = self.inner.local_steps
         if local is None or local.steps is None:
-            raise FedraxError("SampleDP counts local steps: it goes around methods with local.steps given")
+            raise FedraxError("SampleDP needs a fixed number of local steps: set local.steps of the method inside")
         if not isinstance(local.batch_size, int) or local.blocks is not None or local.reduction != "mean":
             raise FedraxError(
-                "SampleDP divides by a batch size that does not depend on the data: set local.batch_size to a number,"
+                "SampleDP needs a batch size that does not depend on the data: set local.batch_size to a number,"
                 " local.reduction to 'mean', and leave local.blocks out"
             )
         if local.order == "replacement" and self.rate is None:
             raise FedraxError(
-                "SampleDP counts on a batch that holds a sample at most once: set local.order to 'shuffle' or 'stored',"
-                " or give a rate"
+                "SampleDP needs batches in which a sample occurs at most once: set local.order to 'shuffle' or"
+                " 'stored', or give a rate"
             )
 
     @property
     def own_traits(self) -> Traits:
-        """Statistics would be sent without noise; weights by samples would reveal how many there are."""
+        """Uniform weights, because sample counts are private; no statistics, which would be sent without noise."""
         statistics = not self.inner.traits.personal_statistics
         return Traits(uniform_weights=True, per_sample_losses=True, no_statistics=statistics)
 
     def releases(self) -> tuple[Release, ...]:
-        """One Gaussian answer in each local step of a phase; sensitivity C to a sample's presence in a Poisson batch.
+        """One Gaussian release in each local step of each phase, of sensitivity C to a sample's presence (Poisson).
 
-        Shuffled batches are others for n_i - 1 samples than for n_i, all of them: there a sample's data are replaced,
-        which moves a sum by up to 2 C.
+        Removing a sample changes all shuffled batches. For these, neighboring datasets differ in the replacement of a
+        sample, which changes a sum by up to 2 C.
         """
         local = self.inner.local_steps
         assert local is not None and local.steps is not None
@@ -98,35 +98,36 @@ class SampleDP(Wrapper):
     def around_client(
         self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
     ) -> tuple[ClientOutput, Tree]:
-        """``inner``'s client, which gets noised gradients alone."""
+        """The client step of ``inner`` with noised gradients."""
         if data.place.steps is not None or data.given_rows is not None:
             raise FedraxError(
-                "SampleDP counts the steps and batches that local has: a script, or a wrapper outside, gives others"
+                "SampleDP accounts for the steps and batches of local, but a script or an outer wrapper sets others:"
+                " remove it"
             )
         nothing = jax.tree.map(lambda a: jnp.zeros((1, *a.shape[1:]), a.dtype), data.samples)
         withheld = lambda hidden: self._private(hidden).with_withheld_gradients(nothing)  # noqa: E731
-        if (leak := uncovered(client, message, state, data, withheld)) is not None:
+        if (leak := find_leak(client, message, state, data, withheld)) is not None:
             raise FedraxError(
-                f"SampleDP goes around methods that see their samples through the gradients of local steps alone:"
-                f" {type(self.inner).__name__} also sends {leak}, computed from data that no noise has covered"
+                f"SampleDP needs a method that uses its samples only for gradients of local steps:"
+                f" {type(self.inner).__name__} also sends {leak}, computed from data without noise"
             )
         output = client(message, state, self._private(data))
-        return output._replace(info=only_bookkeeping(output.info)), own
+        return output._replace(info=gradient_count_only(output.info)), own
 
     def _private(self, data: ClientData) -> ClientData:
-        """The data that ``inner``'s client gets."""
+        """The client data with clipped and noised gradients."""
         local = self.inner.local_steps
         assert local is not None and isinstance(local.batch_size, int) and local.steps is not None
         if self.rate is None:
             private = data.with_gradient(self._of_batch(data, local.batch_size), frozen_statistics=True)
         else:
-            private = data.with_batch(_drawn(data, self.rate))
+            private = data.with_batch(_poisson_batches(data, self.rate))
             private = private.with_gradient(self._of_rows(data, local.batch_size), frozen_statistics=True)
         return private.with_counted_gradients(type(self).__name__, local)
 
     def _of_rows(self, data: ClientData, batch_size: int) -> Callable:
-        """The gradient rule of batches that are rows; work is proportional to those that are drawn."""
-        part = -(-batch_size // 4)  # of the samples that are drawn in the mean: few places stay empty
+        """The gradient rule for batches of row numbers; work is proportional to the rows drawn."""
+        part = -(-batch_size // 4)  # a quarter of the mean batch: little work on padding
         return self._rule(data, batch_size, part, lambda rows, at: data.gather(rows[at]), lambda drawn: jnp.sum(drawn))
 
     def _of_batch(self, data: ClientData, batch_size: int) -> Callable:
@@ -147,7 +148,7 @@ class SampleDP(Wrapper):
             real = jnp.ones(rows, bool) if weights is None else weights
             of_one = with_operand_format(jax.grad(_one_loss(losses)), data.precision)
             single = jax.eval_shape(lambda batch: take(batch, jnp.zeros(1, jnp.int32)), batch)
-            width = min(self.microbatch or _side_by_side(of_one, params, single, key, most), rows)
+            width = min(self.microbatch or _fitting_gradients(of_one, params, single, key, most), rows)
 
             def of_some(first: Any) -> Tree:
                 at = first + jnp.arange(width)
@@ -172,12 +173,12 @@ class SampleDP(Wrapper):
         return rule
 
 
-def _drawn(data: ClientData, rate: Any) -> Callable:
-    """Poisson batches as rows: all of the client's, those that are drawn first, and which these are."""
+def _poisson_batches(data: ClientData, rate: Any) -> Callable:
+    """Poisson batches: step -> (all row numbers, drawn rows first; whether each is drawn)."""
     key, most = data.key("batches"), data.layout.largest
 
     def batch(step: Any) -> tuple[Array, Array]:
-        # of 32 bits: a float on [0, 1) has 23, whose grain is above a small rate
+        # 32 random bits: uniform floats have 23, too coarse for small rates
         coins = jax.random.bits(jax.random.fold_in(key, step), (most,), jnp.uint32)
         heads = jnp.floor(jnp.asarray(rate, jnp.float32) * (1 - 2**-23) * 2.0**32).astype(jnp.uint32)
         drawn = ((coins < heads) | (rate >= 1)) & (jnp.arange(most) < data.size)
@@ -187,10 +188,10 @@ def _drawn(data: ClientData, rate: Any) -> Callable:
     return batch
 
 
-def _side_by_side(of_one: Callable, params: Tree, single: Tree, key: Array, most: int) -> int:
-    """How many gradients have room, up to ``most``: of what is written out of each."""
+def _fitting_gradients(of_one: Callable, params: Tree, single: Tree, key: Array, most: int) -> int:
+    """Number of per-sample gradients, at most ``most``, whose materialized intermediates fit into memory."""
     keys = jax.eval_shape(lambda key: key[None], key)
-    return max(1, min(most, _ROOM // max(1, materialized_bytes(of_one, params, single, keys))))
+    return max(1, min(most, _GRADIENT_BYTES // max(1, materialized_bytes(of_one, params, single, keys))))
 
 
 def _one_loss(losses: Callable) -> Callable:
@@ -200,8 +201,8 @@ def _one_loss(losses: Callable) -> Callable:
         values = losses(params, jax.tree.map(lambda a: a[None], sample), key)
         if values.shape != (1,):
             raise FedraxError(
-                "SampleDP clips the gradient of each sample: the task's loss must be one number a sample, not of shape"
-                f" {values.shape} for a batch of one"
+                "SampleDP clips the gradient of each sample: the task's loss must return one number per sample, not"
+                f" shape {values.shape} for a batch of one"
             )
         return values[0]
 

@@ -1,4 +1,4 @@
-"""What of a client's work depends on its data other than through the one value that a mechanism covers."""
+"""Data-dependence check: do uploads depend on private data other than through the noised value?"""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fedrax.tree import Tree
 from fedrax.xla import dependent_leaves
 
 
-def uncovered(
+def find_leak(
     client: Callable, message: Any, state: Any, data: ClientData, cover: Callable[[ClientData], ClientData]
 ) -> str | None:
-    """The first uploaded leaf that depends on the client's data other than through the covered value.
+    """The first uploaded leaf that depends on the client's data other than through the noised value, or None.
 
-    Dependence on the samples or their number, in this round or a later one, counts; ``cover`` removes the covered value
-    from the client's data. None if there is no such leaf. Traces ``client``.
+    ``cover`` replaces the noised value by a constant. Dependence on the samples or their number, in this round or
+    through the client state in a later one, counts. Traces ``client``.
     """
 
     def sent(secret: Any, state: Any) -> dict[str, Tree]:
@@ -27,7 +27,7 @@ def uncovered(
     secret = (data.samples, data.size)
     leaks = dependent_leaves(sent, secret, state)
     sends = [name for name in leaks if not name.startswith("state")]
-    if not sends and leaks:  # what stays on the client may be exact, as long as it does not leave in a later round
+    if not sends and leaks:  # client state may depend on the data unless a later upload depends on it
         from_state = dependent_leaves(lambda state: sent(secret, state), state)
         sends = [name for name in from_state if not name.startswith("state")]
     return sends[0] if sends else None
