@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedrax.files import write_picture
+from fedrax.files import write_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,4 +35,4 @@ def write_page(path: Path, sections: Iterable[str]) -> Path:
 def save_picture(figure: Figure, path: Path) -> list[Path]:
     """Save ``path``.png and ``path``.svg."""
     figure.tight_layout()
-    return [write_picture(path.with_suffix(suffix), figure) for suffix in (".png", ".svg")]
+    return [write_figure(path.with_suffix(suffix), figure) for suffix in (".png", ".svg")]

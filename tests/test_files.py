@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedrax import FedraxError
-from fedrax.files import replacing, write_text
+from fedrax.files import atomic_write, write_text
 
 
 def test_a_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:
@@ -18,7 +18,7 @@ def test_a_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:
         os.mknod(tmp_path / "null", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
     except PermissionError:
         pytest.skip("only root makes devices, and only root could lose them")
-    with pytest.raises(FedraxError, match="is a device, whose place a file would take"):
+    with pytest.raises(FedraxError, match="is a device: choose another path"):
         write_text(tmp_path / "null", "a page")
     assert (tmp_path / "null").is_char_device()
 
@@ -26,11 +26,11 @@ def test_a_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:
 def test_a_file_that_two_write_at_once_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "comparison.json"
     path.write_text("old")
-    one, other = replacing(path), replacing(path)
+    one, other = atomic_write(path), atomic_write(path)
     one.__enter__().write(b"one")
     file = other.__enter__()
     file.write(b"oth")
-    with pytest.raises(FedraxError, match="another process writes it, too"):
+    with pytest.raises(FedraxError, match="another process is writing it"):
         one.__exit__(None, None, None)
     assert path.read_text() == "old"
     file.write(b"er")
@@ -53,6 +53,6 @@ def test_a_file_system_that_syncs_no_folders(tmp_path: Path, monkeypatch: pytest
 
 def test_a_name_that_is_no_text_raises_a_clear_error(tmp_path: Path) -> None:
     """As of an argument in another encoding."""
-    with pytest.raises(FedraxError, match="is no text in UTF-8"):
+    with pytest.raises(FedraxError, match="cannot be encoded as UTF-8"):
         write_text(tmp_path / "page", os.fsdecode(b"name = 'n\xff'"))
     assert not list(tmp_path.iterdir())

@@ -69,7 +69,7 @@ def main() -> int:
 
 def fig3(arguments: argparse.Namespace) -> None:
     """All seeds of a method as one compiled program, for each H."""
-    table = files.read_table(HERE / "fig3.toml")
+    table = files.read_toml(HERE / "fig3.toml")
     rounds, arguments.seeds = arguments.rounds or table["run"]["rounds"], arguments.seeds or SEEDS
     found, minima = {}, {}
     for heterogeneity in HETEROGENEITY:

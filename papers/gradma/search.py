@@ -87,7 +87,7 @@ class Runs:
         local_step: float | None = None,
         changes: Mapping[str, Any] | None = None,
     ):
-        self.table = merge_tables(files.read_table(file), changes or {})
+        self.table = merge_tables(files.read_toml(file), changes or {})
         self.file, self.kept, self.data_dir = file, kept, data_dir
         self.local_step = local_step
         self.rounds = rounds or self.table["run"]["rounds"]
@@ -114,7 +114,7 @@ class Runs:
         """All that are kept, read anew where another process has added to them."""
         size = self.kept.stat().st_size if self.kept.exists() else 0
         if size != self._read[0]:
-            with files.reading(self.kept, files.MAX_JSON) as file:
+            with files.open_regular_file(self.kept, files.MAX_JSON) as file:
                 self._read = (size, dict(self._record(number, line) for number, line in enumerate(file, 1)))
         return self._read[1]
 

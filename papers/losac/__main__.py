@@ -140,7 +140,7 @@ def tuned(arguments: argparse.Namespace) -> int:
     tried: dict[str, list[Tried]] = {}
     for lr in STEP_SIZES:
         out = arguments.out / "tuned" / f"lr={lr:g}"
-        table = files.read_table(HERE / "figure2.toml")
+        table = files.read_toml(HERE / "figure2.toml")
         table["algorithm"]["local"]["lr"] = lr
         shown = [entry for entry in table["compare"] if entry["label"] not in UNTUNED]
         table["compare"], constants = with_constants(shown)

@@ -53,7 +53,7 @@ def search(arguments: argparse.Namespace) -> int:
     rows = []
     for what, value in settings():
         name = "the file's" if what is None else f"{what} = {value}"
-        table = changed(files.read_table(FILE), what, value)
+        table = changed(files.read_toml(FILE), what, value)
         table["seeds"] = table["seeds"][:1]
         out = arguments.out / "figure7-search" / ("base" if what is None else f"{what}={value}")
         files.write_text(out / "comparison.toml", tomlkit.dumps(table))

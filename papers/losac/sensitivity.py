@@ -83,7 +83,7 @@ def measured(panel: Panel, arguments: argparse.Namespace) -> list[MethodRuns]:
 
 def experiment(panel: Panel) -> dict:
     """Figure 2's table with a panel's constants and methods."""
-    table = files.read_table(FILE)
+    table = files.read_toml(FILE)
     table["partition"]["percent"] = float(panel.percent)
     table["run"]["cohort_size"] = panel.cohort
     table["algorithm"]["local"]["steps"] = panel.steps

@@ -1,4 +1,4 @@
-"""Work that goes on beside its caller's."""
+"""Background work in threads that outlive the main thread."""
 
 import threading
 from collections.abc import Callable
@@ -9,16 +9,16 @@ T = TypeVar("T")
 
 
 def begun(work: Callable[..., T], *args: Any) -> Future[T]:
-    """What ``work`` gives, which is begun in a thread of its own.
+    """The future result of ``work(*args)``, which runs in a new thread.
 
-    Executors take no work once a program's main thread has ended, though its other threads may well go on.
+    ``concurrent.futures`` executors accept no work after the main thread has ended, while other threads may still run.
     """
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             future.set_result(work(*args))
-        except BaseException as error:  # handed to who waits
+        except BaseException as error:  # raised by future.result()
             future.set_exception(error)
 
     threading.Thread(target=run, name="fedrax-background").start()

@@ -1,4 +1,4 @@
-"""Names and labels on their way out: what people or files call things is shown, never interpreted."""
+"""Escaping and formatting of names and settings for terminals, Markdown, SVG and matplotlib."""
 
 from __future__ import annotations
 
@@ -8,50 +8,50 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def plain(text: str) -> str:
-    """One line without control characters, which move cursors and are forbidden in SVG."""
+def printable_line(text: str) -> str:
+    """The text as one line without control characters, which move cursors and are invalid in SVG."""
     return "".join(c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def without_markup(text: str) -> str:
-    """A docstring's text for a terminal: the names in it alone, and no line ends."""
+def strip_markup(text: str) -> str:
+    """A docstring as one line of text, with roles and backquotes removed."""
     return re.sub(r"(?::\w+:)?`+~?([^`]*)`+", r"\1", " ".join(text.split()))
 
 
-def plain_lines(text: str) -> str:
-    """Several lines without control characters."""
-    return "\n".join(map(plain, text.split("\n")))
+def printable_lines(text: str) -> str:
+    """The text without control characters except line ends."""
+    return "\n".join(map(printable_line, text.split("\n")))
 
 
-def for_markdown(text: str) -> str:
-    """For a cell of a Markdown table: no markup, no HTML, no end of the cell."""
-    escaped = html.escape(plain(text), quote=False)
+def escape_markdown(text: str) -> str:
+    """Escape markup, HTML and cell separators, for a cell of a Markdown table."""
+    escaped = html.escape(printable_line(text), quote=False)
     return "".join(f"\\{c}" if c in "\\`*_[]|~#$" else c for c in escaped)
 
 
-def for_picture(text: str) -> str:
-    """For matplotlib: no mathematics between dollars; a legend leaves out labels that begin with an underscore."""
-    shown = plain(text).replace("$", r"\$")
+def escape_matplotlib(text: str) -> str:
+    """Escape mathtext, and leading underscores, for which matplotlib omits a label from the legend."""
+    shown = printable_line(text).replace("$", r"\$")
     return f"\N{HAIR SPACE}{shown}" if shown.startswith("_") else shown
 
 
-def settings_in_words(settings: Mapping[str, Any]) -> str:
-    """Values at paths for people: ``local.lr 0.1, server_optimizer adam``."""
-    return ", ".join(f"{short_path(path)} {value_in_words(value)}" for path, value in settings.items())
+def format_settings(settings: Mapping[str, Any]) -> str:
+    """Settings as text: ``local.lr 0.1, server_optimizer adam``."""
+    return ", ".join(f"{short_path(path)} {format_setting(value)}" for path, value in settings.items())
 
 
 def short_path(path: str) -> str:
-    """The path of a setting without the word that goes without saying."""
+    """The path of a setting without the prefix ``algorithm.``."""
     return path.removeprefix("algorithm.")
 
 
-def value_in_words(value: Any) -> str:
-    """The value of a setting for people."""
+def format_setting(value: Any) -> str:
+    """The value of a setting as text."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, Mapping):
-        rest = ", ".join(f"{key} {value_in_words(item)}" for key, item in value.items() if key != "name")
+        rest = ", ".join(f"{key} {format_setting(item)}" for key, item in value.items() if key != "name")
         return f"{value.get('name', '')} ({rest})" if rest else str(value.get("name", ""))
     return str(value)

@@ -1,4 +1,4 @@
-"""How much memory there is."""
+"""Memory available to the process."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _OWN_GROUPS, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def host_memory(own_groups: Path = _OWN_GROUPS, groups: Path = _GROUPS) -> int:
-    """Bytes that this process can have: the machine's, or less where a container or a cluster's job limits it."""
+    """Memory limit of this process in bytes: that of the machine, or of its container or cluster job if lower."""
     return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_limits(own_groups, groups)])
 
 
 def _limits(own_groups: Path, groups: Path) -> Iterator[int]:
-    """Those of the process's control groups, of version 2 or 1, and of the groups that these are in."""
+    """Memory limits of the process's control groups (version 1 or 2) and of all their parents, in bytes."""
     try:
         lines = own_groups.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
@@ -30,6 +30,6 @@ def _limits(own_groups: Path, groups: Path) -> Iterator[int]:
         else:
             continue
         group = PurePosixPath(path)
-        for place in (group, *group.parents):  # inside a container the outermost alone may be there
-            with suppress(OSError, ValueError):  # the root has no file, and "max" is no limit
+        for place in (group, *group.parents):  # inside a container only the outermost may exist
+            with suppress(OSError, ValueError):  # the root has no file, and "max" means no limit
                 yield int((root / place.relative_to("/") / name).read_text())

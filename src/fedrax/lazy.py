@@ -30,7 +30,9 @@ def attach_stub(package: str, init_file: str) -> tuple[Callable[[str], Any], Cal
 
     def get_attribute(name: str) -> Any:
         if name not in home:
-            near = difflib.get_close_matches(name, home, n=1) or [one for one in home if one.lower() == name.lower()]
+            near = difflib.get_close_matches(name, home, n=1) or [
+                other for other in home if other.lower() == name.lower()
+            ]
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
         module = home[name]

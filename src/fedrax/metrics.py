@@ -1,4 +1,4 @@
-"""Metrics of a whole set of samples, as functions of NumPy arrays: (outputs [n, ...], y [n]) -> a number or None.
+"""Metrics of a complete data set, as functions of NumPy arrays: (outputs [n, ...], y [n]) -> a number or None.
 
 They are values of ``Task.whole_set``. Outputs are logits: one per sample for labels 0 and 1, or one per class. The
 values are those of scikit-learn's ``roc_auc_score``, ``f1_score`` and ``r2_score``, which tests compare. They are
@@ -16,7 +16,7 @@ from fedrax.errors import FedraxError
 
 
 def auc(outputs: np.ndarray, y: np.ndarray) -> float | None:
-    """Area under the ROC curve: the share of (positive, negative) pairs that are ranked correctly, ties counting half.
+    """Area under the ROC curve: the fraction of (positive, negative) pairs ranked correctly, ties counting half.
 
     For more than two classes it is the mean over the classes in ``y`` of each class against the rest, ranked by the
     log-probability of the class.
@@ -40,8 +40,8 @@ def auc(outputs: np.ndarray, y: np.ndarray) -> float | None:
         return _auc(scores, y > 0)
     shifted = scores - scores.max(1, keepdims=True)
     logs = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
-    found = [_auc(logs[:, label], y == label) for label in np.unique(y)]
-    return None if None in found else float(np.mean(found))  # type: ignore[arg-type]
+    per_class = [_auc(logs[:, label], y == label) for label in np.unique(y)]
+    return None if None in per_class else float(np.mean(per_class))  # type: ignore[arg-type]
 
 
 def _auc(scores: np.ndarray, positive: np.ndarray) -> float | None:
@@ -49,10 +49,10 @@ def _auc(scores: np.ndarray, positive: np.ndarray) -> float | None:
     from scipy.stats import rankdata
 
     count = int(positive.sum())
-    rest = len(positive) - count
-    if not count or not rest:
+    negatives = len(positive) - count
+    if not count or not negatives:
         return None
-    return float((rankdata(scores)[positive].sum() - count * (count + 1) / 2) / (count * rest))
+    return float((rankdata(scores)[positive].sum() - count * (count + 1) / 2) / (count * negatives))
 
 
 def f1(outputs: np.ndarray, y: np.ndarray, positive: int | None = None) -> float | None:
@@ -108,8 +108,8 @@ def r2(outputs: np.ndarray, y: np.ndarray) -> float | None:
     """
     if outputs.size != y.size:
         raise FedraxError(f"r2 needs one output per target, not outputs {outputs.shape} for targets {y.shape}")
-    spread = ((y - y.mean(0)) ** 2).sum()
-    return float(1 - ((outputs.reshape(y.shape) - y) ** 2).sum() / spread) if spread else None
+    variation = ((y - y.mean(0)) ** 2).sum()
+    return float(1 - ((outputs.reshape(y.shape) - y) ** 2).sum() / variation) if variation else None
 
 
 def _scores(outputs: np.ndarray, y: np.ndarray, name: str) -> np.ndarray:

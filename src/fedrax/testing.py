@@ -1,4 +1,4 @@
-"""Tests for authors of methods: does an algorithm keep the rules of the contract?"""
+"""Conformance tests for authors of methods: does an algorithm satisfy the contract?"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from fedrax import tree
-from fedrax.config.hyperparameters import check, refuse_unfinished
+from fedrax.config.hyperparameters import check, check_class_definition
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.checks import check_method
 from fedrax.contract.task import Task, classification
@@ -29,9 +29,9 @@ from fedrax.tree import Tree
 __all__ = ["check_algorithm"]
 
 _SIZES = (3, 7, 4, 12, 6, 5)
-"""Samples of the clients of the built-in problem: unequal, and not multiples of the batch size."""
+"""Client sizes of the built-in problem: unequal, and not multiples of the batch size."""
 _ROUNDS, _COHORT = 2, 3
-_CLOSE = 2e-4
+_TOLERANCE = 2e-4
 """Tolerance for float32 rounding of two rounds of softmax regression in different orders of summation."""
 
 
@@ -53,33 +53,33 @@ def check_algorithm(
     federation: Federation | None = None,
     **fields: Any,
 ) -> None:
-    """Check that an algorithm keeps the rules of the contract; takes about half a minute.
+    """Check that an algorithm satisfies the contract; takes about half a minute.
 
-    The checks run the algorithm for two rounds and compare: it moves the model and counts its gradients, all numbers
-    are finite, executors agree, the order of the cohort does not matter, empty Poisson cohorts are survived, and
-    float64 runs stay in float64.
+    The algorithm is run for two rounds. It must change the model and count its gradients, all values must be finite,
+    executors must agree, results must not depend on the order of the cohort, empty Poisson cohorts must keep the model,
+    and float64 runs must stay in float64.
 
     Args:
-        method: an algorithm class, or an instance of it.
-        task: task to check it on, together with ``federation``; by default softmax regression with three classes and
-            four features. Give small ones for methods that need other layers or labels.
-        federation: the data of ``task``.
-        **fields: hyper-parameters of the class that have no default.
+        method: An algorithm class, or an instance of it.
+        task: Task to check it on, together with ``federation``; by default softmax regression with three classes and
+            four features. Methods that need other layers or labels need a small task of their kind.
+        federation: The data of ``task``.
+        **fields: Hyper-parameters of the class that have no default.
 
     Raises:
-        FedraxError: names every rule that is broken, and the remedy.
+        FedraxError: Names every violated rule and the remedy.
 
     Example:
         >>> fedrax.testing.check_algorithm(fedrax.FedAvg)
     """
     if (task is None) != (federation is None):
-        raise FedraxError("check_algorithm takes both a task and its federation, or neither")
+        raise FedraxError("give check_algorithm both a task and its federation, or neither")
     problem = _softmax_regression() if task is None or federation is None else _Problem(task, federation)
     if isinstance(method, type) and not issubclass(method, Algorithm):
         raise FedraxError(f"{method.__name__} is not an algorithm: derive it from fedrax.Algorithm")
     if isinstance(method, type):
-        refuse_unfinished(method)
-    algorithm = _made(method, fields) if isinstance(method, type) else method
+        check_class_definition(method)
+    algorithm = _instance(method, fields) if isinstance(method, type) else method
     if not isinstance(algorithm, Algorithm):
         raise FedraxError(f"{algorithm!r} is not an algorithm: derive its class from fedrax.Algorithm")
     check_arguments(algorithm, *problem)
@@ -93,24 +93,24 @@ def check_algorithm(
         partial(_agrees_on, plan="debug"),
         partial(_agrees_on, plan="vmap", chunk=2),
         _order_does_not_matter,
-        _outlasts_empty_rounds,
+        _survives_empty_rounds,
         _keeps_float64,
     )
-    broken = [sentence for sentence in (_kept(rule, algorithm, problem, base) for rule in rules) if sentence]
-    if broken:
-        raise FedraxError("\n".join(f"{type(algorithm).__name__} {sentence}" for sentence in broken))
+    violations = [message for message in (_violation(rule, algorithm, problem, base) for rule in rules) if message]
+    if violations:
+        raise FedraxError("\n".join(f"{type(algorithm).__name__} {message}" for message in violations))
 
 
-def _made(method: type[Algorithm], fields: dict[str, Any]) -> Algorithm:
+def _instance(method: type[Algorithm], fields: dict[str, Any]) -> Algorithm:
+    """An instance with the given fields, or FedraxError."""
     try:
         return method(**fields)
     except TypeError as error:
-        raise FedraxError(
-            f"{method.__name__} cannot be made of its defaults ({error}): give every field a default"
-        ) from error
+        raise FedraxError(f"{method.__name__} cannot be constructed ({error}): give every field a default") from error
 
 
-def _kept(rule: Callable, algorithm: Algorithm, problem: _Problem, base: Result) -> str | None:
+def _violation(rule: Callable, algorithm: Algorithm, problem: _Problem, base: Result) -> str | None:
+    """The message of a rule, also if the algorithm cannot be run."""
     try:
         return rule(algorithm, problem, base)
     except FedraxError as error:
@@ -119,6 +119,7 @@ def _kept(rule: Callable, algorithm: Algorithm, problem: _Problem, base: Result)
 
 @cache
 def _softmax_regression() -> _Problem:
+    """The built-in problem."""
     rng = np.random.default_rng(0)
     owner = np.repeat(np.arange(len(_SIZES)), _SIZES)
     x = (rng.normal(size=(len(owner), 4)) + 0.5 * rng.normal(size=(len(_SIZES), 4))[owner]).astype(np.float32)
@@ -136,17 +137,18 @@ def _run(algorithm: Algorithm, problem: _Problem, **changes: Any) -> Result:
     return simulate(algorithm, *problem, progress=False, **(settings | changes))  # type: ignore[arg-type]
 
 
-# -- the rules: None where a rule is kept, otherwise the message that follows the method's name ---------------------
+# -- rules: each returns None, or the message that follows the method's name ---------------------------------------
 
 
 def _learns(algorithm: Algorithm, problem: _Problem, base: Result) -> str | None:
+    """The model changes, and uploads and gradients are counted."""
     start = simulate(algorithm, *problem, rounds=1, cohort_size=1, trajectory=True, progress=False)
     moved = any(np.any(a != b) for a, b in zip(_leaves(start.params), _leaves(base.params), strict=True))
     if not moved and algorithm.personal(base.params, base.client_state(0)) is None:
         names = ", ".join(tree.leaf_names(base.params)[:5])
         return (
-            f"does not move the parameters, {names}: its server must use cohort.mean, cohort.each or cohort.total; and"
-            " where it moves layers of other names alone, give check_algorithm a task and a federation"
+            f"does not move the parameters, {names}: its server must use cohort.mean, cohort.each or cohort.total; if"
+            " it trains only layers of other names, give check_algorithm a task and a federation"
         )
     if not base.events[-1]["bytes_up"]:
         return "uploads nothing: put what the server needs into ClientOutput(upload=...)"
@@ -156,6 +158,7 @@ def _learns(algorithm: Algorithm, problem: _Problem, base: Result) -> str | None
 
 
 def _is_finite(algorithm: Algorithm, problem: _Problem, base: Result) -> str | None:
+    """All values are finite."""
     try:
         _run(algorithm, problem, plan="debug", rounds=1)
     except NonFiniteError as error:
@@ -164,28 +167,32 @@ def _is_finite(algorithm: Algorithm, problem: _Problem, base: Result) -> str | N
 
 
 def _floats_are_inputs(algorithm: Algorithm, problem: _Problem, base: Result) -> str | None:
+    """All leaves of the algorithm are numbers."""
     leaves = jax.tree.leaves(algorithm)
     wrong = [leaf for leaf in leaves if not isinstance(leaf, float | int | jax.Array | np.ndarray | np.generic)]
     return f"has a field that is not a number: {wrong[0]!r}; annotate it so that it is static" if wrong else None
 
 
 def _agrees_on(algorithm: Algorithm, problem: _Problem, base: Result, **plan: Any) -> str | None:
+    """Another plan gives the same result."""
     other = _run(algorithm, problem, **plan)
-    if not _close(other, base, problem.federation.num_clients):
+    if not _agree(other, base, problem.federation.num_clients):
         how = "without jit" if plan["plan"] == "debug" else "with vectorized clients"
         return f"gives other numbers {how} than compiled: its methods must be pure functions of their arguments"
     return None
 
 
 def _order_does_not_matter(algorithm: Algorithm, problem: _Problem, base: Result) -> str | None:
+    """The order of the cohort does not change the result."""
     sampler = cohort_sampler(Settings(cohort_size=problem.cohort), problem.federation.sizes)
     backwards = Script(cohorts=[sampler.cohort(r)[::-1] for r in range(_ROUNDS)])
-    if not _close(_run(algorithm, problem, script=backwards), base, problem.federation.num_clients):
-        return "depends on the order of the cohort: index what the server keeps by cohort.clients"
+    if not _agree(_run(algorithm, problem, script=backwards), base, problem.federation.num_clients):
+        return "depends on the order of the cohort: index server state by cohort.clients"
     return None
 
 
-def _outlasts_empty_rounds(algorithm: Algorithm, problem: _Problem, base: Result) -> str | None:
+def _survives_empty_rounds(algorithm: Algorithm, problem: _Problem, base: Result) -> str | None:
+    """A round with an empty cohort does not destroy the model."""
     seed = _seed_of_an_empty_cohort(problem.federation.sizes)
     if algorithm.traits.fixed_cohort or seed is None:
         return None
@@ -211,6 +218,7 @@ def _seed_of_an_empty_cohort(sizes: np.ndarray) -> int | None:
 
 
 def _keeps_float64(algorithm: Algorithm, problem: _Problem, base: Result) -> str | None:
+    """The server state of a float64 run has no float32 leaves."""
     try:
         double = _run(algorithm, problem, dtype="float64")
     except FedraxError as error:
@@ -227,14 +235,17 @@ def _keeps_float64(algorithm: Algorithm, problem: _Problem, base: Result) -> str
     return None
 
 
-def _close(a: Result, b: Result, clients: int) -> bool:
-    pairs = zip(_leaves(_everything(a, clients)), _leaves(_everything(b, clients)), strict=True)
-    return all(np.allclose(x, y, rtol=_CLOSE, atol=_CLOSE, equal_nan=True) for x, y in pairs)
+def _agree(a: Result, b: Result, clients: int) -> bool:
+    """Whether the final states of two runs agree up to rounding."""
+    pairs = zip(_leaves(_final_states(a, clients)), _leaves(_final_states(b, clients)), strict=True)
+    return all(np.allclose(x, y, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True) for x, y in pairs)
 
 
-def _everything(result: Result, clients: int) -> Tree:
+def _final_states(result: Result, clients: int) -> Tree:
+    """Server state and all client states."""
     return result.server, [result.client_state(client) for client in range(clients)]
 
 
 def _leaves(values: Tree) -> list[np.ndarray]:
+    """The leaves as NumPy arrays."""
     return [np.asarray(leaf) for leaf in jax.tree.leaves(values)]

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 Tree = Any
 """A pytree of arrays; trees in one expression have the same structure and shapes."""
 
-_BLOCK = 1 << 16
-"""Numbers in a block whose inner products are computed at a time on CPU, so that the block stays in a core's cache."""
+_BLOCK_SIZE = 1 << 16
+"""Entries of a block in `sum_over_blocks` on CPU; the block fits into a core's cache."""
 
-_LANES = 1 << 13
-"""Entries of a block of squares on CPU."""
+_SQUARES_BLOCK = 1 << 13
+"""Entries of a block in `square_of` on CPU."""
 
-_LONG_ROW = 1 << 14
-"""The longest rows that XLA:CPU adds to one another at full speed; longer ones take ten times as long."""
+_MAX_ROW = 1 << 14
+"""Longest rows whose sum XLA:CPU computes at full speed; longer ones take ten times as long."""
 
 
 def add(a: Tree, b: Tree) -> Tree:
@@ -141,10 +141,11 @@ def dot(a: Tree, b: Tree) -> jax.Array:
 
 
 def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
-    if x.shape[-1:] > (_LONG_ROW,):
+    """Inner product of two arrays."""
+    if x.shape[-1:] > (_MAX_ROW,):
         return jnp.vdot(x, y, precision=jax.lax.Precision.HIGHEST)
-    # All axes but the last first, and on their own: XLA:CPU sums rows into a row straight from where they are
-    # computed, but copies what it sums to a single number.
+    # Two reductions, first over all axes but the last: XLA:CPU fuses the sum of rows with their computation, but
+    # materializes the operand of a reduction to a scalar.
     products = x * y
     rows = jnp.sum(products.reshape(math.prod(x.shape[:-1]), -1), axis=0) if x.size and x.ndim > 1 else products
     return jnp.sum(jax.lax.optimization_barrier(rows))
@@ -201,22 +202,25 @@ def square_of(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Arr
         25.0
     """
 
-    def whole(*flat: jax.Array) -> jax.Array:
+    def unblocked(*flat: jax.Array) -> jax.Array:
         values = function(*flat)
         return jnp.vdot(values, values, precision=jax.lax.Precision.HIGHEST)
 
     def blocks(*flat: jax.Array) -> jax.Array:
-        count = flat[0].size // _LANES
+        count = flat[0].size // _SQUARES_BLOCK
         if count < 2:
-            return whole(*flat)
+            return unblocked(*flat)
 
         def add(k: jax.Array, squares: jax.Array) -> jax.Array:
-            return squares + function(*(jax.lax.dynamic_slice_in_dim(a, k * _LANES, _LANES) for a in flat)) ** 2
+            return (
+                squares
+                + function(*(jax.lax.dynamic_slice_in_dim(a, k * _SQUARES_BLOCK, _SQUARES_BLOCK) for a in flat)) ** 2
+            )
 
-        squares = jax.lax.fori_loop(0, count, add, jnp.zeros(_LANES, jax.eval_shape(function, *flat).dtype))
-        return jnp.sum(squares) + whole(*(a[count * _LANES :] for a in flat))
+        squares = jax.lax.fori_loop(0, count, add, jnp.zeros(_SQUARES_BLOCK, jax.eval_shape(function, *flat).dtype))
+        return jnp.sum(squares) + unblocked(*(a[count * _SQUARES_BLOCK :] for a in flat))
 
-    return jax.lax.platform_dependent(*(a.reshape(-1) for a in arrays), cpu=blocks, default=whole)
+    return jax.lax.platform_dependent(*(a.reshape(-1) for a in arrays), cpu=blocks, default=unblocked)
 
 
 def sum_over_blocks(of: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
@@ -241,16 +245,17 @@ def sum_over_blocks(of: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Arr
 
 
 def _in_blocks(of: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
-    size = max(1, _BLOCK // sum(a.size // a.shape[-1] for a in arrays))
-    whole = arrays[0].shape[-1] // size
-    rest = of(*(a[..., whole * size :] for a in arrays))
-    if not whole:
+    """The loop of `sum_over_blocks` over full blocks, plus the remainder."""
+    size = max(1, _BLOCK_SIZE // sum(a.size // a.shape[-1] for a in arrays))
+    count = arrays[0].shape[-1] // size
+    rest = of(*(a[..., count * size :] for a in arrays))
+    if not count:
         return rest
 
     def add(k: jax.Array, total: jax.Array) -> jax.Array:
         return total + of(*(jax.lax.dynamic_slice_in_dim(a, k * size, size, axis=-1) for a in arrays))
 
-    return jax.lax.fori_loop(0, whole, add, rest)
+    return jax.lax.fori_loop(0, count, add, rest)
 
 
 def where(condition: Any, a: Tree, b: Tree) -> Tree:
@@ -357,13 +362,14 @@ def all_finite(a: Tree) -> jax.Array:
         >>> fedrax.tree.all_finite({"w": jnp.array([1.0, jnp.nan])}).item()
         False
     """
-    alike: dict[Any, list] = {}
+    by_shape: dict[Any, list] = {}
     for x in jax.tree.leaves(a):
         if jnp.issubdtype(x.dtype, jnp.inexact):
-            alike.setdefault((x.shape, x.dtype), []).append(x * 0)
-    # Zero times anything finite is zero; one sum reads an array once, where flags would be written and read again. A
-    # deep network has many leaves of few shapes, and each sum is code of its own.
-    sums = [jnp.sum(sum(zeros[1:], zeros[0])) == 0 for zeros in alike.values()]
+            by_shape.setdefault((x.shape, x.dtype), []).append(x * 0)
+    # Zero times a finite number is zero, and the sum reads each array once, while Boolean arrays would be written and
+    # read again. Leaves of one shape are summed together, because each sum is separate code, and a deep network has
+    # many leaves of few shapes.
+    sums = [jnp.sum(sum(zeros[1:], zeros[0])) == 0 for zeros in by_shape.values()]
     return jnp.all(jnp.stack(sums)) if sums else jnp.bool_(True)
 
 

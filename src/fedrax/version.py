@@ -1,3 +1,3 @@
-"""The version, which runs and reports keep."""
+"""The version, which is written into run directories and reports."""
 
 VERSION = "0.1.0"

@@ -148,7 +148,7 @@ def bad(**options: Any) -> dict[str, Any]:
         ),
         (
             fedrax.FedAvg(fedrax.LocalSGD(schedule=steps([[3, 0.5]]))),
-            "local.schedule.boundaries_and_scales must be hashable, for it shapes the program: give a tuple",
+            "local.schedule.boundaries_and_scales must be hashable, because it is static: give a tuple",
         ),
         (fedrax.Scaffold(**bad(option="III")), "Scaffold.option must be one of 'I', 'II', got 'III'"),
         (fedrax.Episode(fedrax.LocalSGD(clip=0.1)), "unset local.clip"),
@@ -218,8 +218,8 @@ def test_marks_say_what_is_an_input():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"anything": np.ones(2)}, "Marked.anything must be hashable, for it shapes the program"),
-        ({"weights": jnp.tanh}, "Marked.weights must be numbers or arrays, for it is an input"),
+        ({"anything": np.ones(2)}, "Marked.anything must be hashable, because it is static"),
+        ({"weights": jnp.tanh}, "Marked.weights must be numbers or arrays, because it is an input"),
         ({"fixed": 0.0}, "Marked.fixed must be greater than 0, got 0.0"),
         ({"ends": (1.0, -1.0)}, "Marked.ends must hold items that must be greater than 0, got (1.0, -1.0)"),
         ({"ends": 1.0}, "Marked.ends must be a list of numbers, got 1.0"),

@@ -123,7 +123,7 @@ CASES = {
     ),
     "model beyond memory": Case("run --model mlp --model.hidden 1000000000", "more than this machine's memory"),
     "model of no width": Case("run --model mlp --model.hidden 0", "must be at least 1"),
-    "brackets": Case("run x.toml", "brackets in brackets", file("x.toml", "a = " + "[" * 3000)),
+    "brackets": Case("run x.toml", "nested too deeply", file("x.toml", "a = " + "[" * 3000)),
     "a number beyond all": Case("run x.toml", "must be a finite number", toml("lr = 0.1", "lr = 1" + "0" * 400)),
     "steps beyond 32 bits": Case("run --algorithm.local.steps 2147483648", "fit into 32 bits"),
     "rounds beyond 32 bits": Case("run --run.rounds 9223372036854775808", "fit into 32 bits"),

@@ -286,5 +286,5 @@ def test_interrupted_vectorized_trials_resume(
         (tmp_path / "c" / place).parent.mkdir(parents=True)
         (tmp_path / "c" / place).symlink_to(tmp_path / "away")
         outcome = fedrax("compare", "s.toml", "--out", "c", "--quiet")
-        assert outcome.status == 2 and f"{Path('c') / place} is a link, which no run makes" in outcome.err
+        assert outcome.status == 2 and f"{Path('c') / place} is a link, which runs do not create" in outcome.err
         assert not list((tmp_path / "away").iterdir())

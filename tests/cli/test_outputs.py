@@ -69,7 +69,7 @@ BROKEN_RUNS = {
     "seed": (RUN.replace("seed = 0", "seed = 1.5"), EVENT, "run.seed must be a number, not 1.5"),
     "target": (RUN + "target = [1]\n", EVENT, "run.target must be a number, not [1]"),
     "no run": ("[algorithm]\nname = 'fedavg'\n", EVENT, "not the complete experiment"),
-    "tables in tables": (RUN + f"[{'.'.join('a' * 5000)}]\n", EVENT, "tables in tables, too deep"),
+    "nested too deeply": (RUN + f"[{'.'.join('a' * 5000)}]\n", EVENT, "nested too deeply"),
     "event without bytes": (RUN, EVENT.replace('"bytes_up": 8, ', ""), "it has no 'bytes_up'"),
     "event without seconds": (RUN, EVENT.replace(', "seconds": 0.1', ""), "it has no 'seconds'"),
     "clients in words": (RUN, EVENT.replace('"clients": 3', '"clients": "three"'), "'clients' is 'three'"),

@@ -40,7 +40,7 @@ def other_choices() -> Iterator[tuple[str, Algorithm]]:
         base = example(kind)
         for field in fields_of(kind).values():
             default = getattr(base, field.name)
-            known = [choice for kind_ in field.kinds for choice in kind_.choices]
+            known = [choice for kind_ in field.types for choice in kind_.choices]
             switch = [not default] if isinstance(default, bool) else []
             for value in [choice for choice in known if choice != default] + switch:
                 yield f"{name}-{field.name}={value}", dataclasses.replace(base, **{field.name: value})

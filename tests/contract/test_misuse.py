@@ -88,7 +88,7 @@ CASES = {
         lambda m, s, d: ClientOutput(upload=m, info={"test_accuracy": 1.0})
     ),
     "Mine.server gives the info 'bytes_up', a name that is reserved": counted({"bytes_up": 1.0}),
-    "hands a traced value to NumPy": client(lambda m, s, d: ClientOutput(upload=jax.tree.map(np.asarray, m))),
+    "passes a traced value to NumPy": client(lambda m, s, d: ClientOutput(upload=jax.tree.map(np.asarray, m))),
     "asks for the truth of a traced": client(lambda m, s, d: ClientOutput(upload=m if d.size > 3 else s)),
     "as a Python index or size": client(lambda m, s, d: ClientOutput(upload=[m for _ in range(d.size)])),
     "but no client has one: define init_client": client(lambda m, s, d: ClientOutput(upload=m, state=m)),
@@ -134,7 +134,7 @@ CASES = {
     "fails with AttributeError: .* no attribute 'meen': did you mean 'mean'": method(server=lambda self, s, c: c.meen),
     "fails with KeyError: 'delta': cohort.mean has the keys of": method(server=lambda self, s, c: c.mean["delta"]),
     "a model's numbers are a tree: use tree.add": client(lambda m, s, d: ClientOutput(upload=0.5 * m)),
-    "takes entries by a traced condition": client(
+    "indexes by a traced Boolean array": client(
         lambda m, s, d: ClientOutput(upload=jax.tree.map(lambda a: a[a > 0], m))
     ),
     r"write ClientOutput\(upload=": client(lambda m, s, d: ClientOutput(update=m)),  # type: ignore[call-arg]
@@ -148,8 +148,8 @@ CASES = {
         init=lambda self, params, num_clients: Counting(params, 0),
         server=lambda self, server, cohort: (server._replace(count=server.count + 0.5), {}),
     ),
-    "Mine.lam has no annotation, and so is no field: write lam: float = 0.5": method(lam=0.5),
-    "Mine.local has no annotation, and so is no field": method(local=LocalSGD(steps=2)),
+    "Mine.lam has no annotation, so it is not a field: write lam: float = 0.5": method(lam=0.5),
+    "Mine.local has no annotation, so it is not a field": method(local=LocalSGD(steps=2)),
     "local.run is given a dict as data: write local.run": client(lambda m, s, d: LocalSGD().run(m, d)),  # type: ignore[arg-type]
     r"fails with TypeError: tuple indices .* is an empty tuple": method(server=lambda self, s, c: c.total["n"]),
     "unknown field of Traits: 'feature'; did you mean 'features'": method(
@@ -163,9 +163,9 @@ CASES = {
     "what Mine.with_params returns: params/output/bias is not": method(with_params=lambda self, server, params: None),
     "in Mine's server state: output/bias is not": method(init=lambda self, p, n: Counting((p.pop("output"), p)[1], 0)),
     "nothing calls Mine.recieve: did you mean 'receive'": method(recieve=lambda self, upload: upload),
-    "Mine.trait has no annotation, and so is no field": method(trait=fedrax.contract.Traits()),
+    "Mine.trait has no annotation, so it is not a field": method(trait=fedrax.contract.Traits()),
     "FedAvg.local must be of class LocalSGD": FedAvg(local=FedAvg()),  # type: ignore[arg-type]
-    "local.schedule must be something that JAX knows: decorate Halved with @hyperparameters": FedAvg(
+    "local.schedule must be a pytree: decorate Halved with @hyperparameters": FedAvg(
         local=LocalSGD(schedule=Halved())  # type: ignore[arg-type]
     ),
 }

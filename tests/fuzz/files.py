@@ -19,7 +19,7 @@ from fedrax.data import Dataset, load
 from fedrax.data.readers.images import read_image_table
 from fedrax.data.registry import load_idx
 from fedrax.errors import FedraxError
-from fedrax.files import read_table
+from fedrax.files import read_toml
 from fedrax.participation.availability import Availability, read_trace
 from tests.fuzz.damage import damaged
 
@@ -89,7 +89,7 @@ def read(path: Path) -> None:
         case "trace.csv":
             assert all(len(clients) for clients in read_trace(Availability(path), 3))
         case "x.toml":
-            assert isinstance(read_table(path), dict)
+            assert isinstance(read_toml(path), dict)
         case "train.parquet":
             images, labels, _ = read_image_table(path, "label", (32, 32))
             assert images.shape[1:] == (32, 32, 3) and len(images) == len(labels)

@@ -72,7 +72,7 @@ def test_similarity_runs_a_file_at_each_similarity(tmp_path: Path, monkeypatch: 
         columns = {"sentence1": ["a b", "c", "b"] * 8, "sentence2": ["b", "a", "c c"] * 8}
         labels = {"label": ["entailment", "neutral", "contradiction"] * 8}
         pl.DataFrame(columns | labels).write_parquet(tmp_path / "snli" / f"{part}.parquet")
-    table = files.read_table(HERE / "snli_small.toml")
+    table = files.read_toml(HERE / "snli_small.toml")
     table["compare"] = table["compare"][1:]
     table["data"]["length"] = 3
     table["model"] |= {"hidden": 2, "classifier": 2, "embedding": 2}

@@ -43,9 +43,9 @@ for event, seconds in SHORT, OTHER, LONG:
 
 @pytest.mark.skipif(not HAS_TRIM, reason="only glibc keeps freed memory and has malloc_trim")
 def test_memory_that_a_long_compilation_has_freed_goes_back_to_the_system():
-    from fedrax.devices import _COMPILED
+    from fedrax.devices import _COMPILE_EVENT
 
-    script = FRAGMENTS.replace("SHORT", repr((_COMPILED, 0.001))).replace("LONG", repr((_COMPILED, 1.0)))
+    script = FRAGMENTS.replace("SHORT", repr((_COMPILE_EVENT, 0.001))).replace("LONG", repr((_COMPILE_EVENT, 1.0)))
     script = script.replace("OTHER", repr(("/another/event", 1.0)))
     made = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=1800, check=True)
     short, other, long = (json.loads(line) for line in made.stdout.splitlines())
@@ -54,7 +54,7 @@ def test_memory_that_a_long_compilation_has_freed_goes_back_to_the_system():
 
 def test_jax_reports_compilations_under_this_name():
     """Without it the listener would wait for ever."""
-    from fedrax.devices import _COMPILED
+    from fedrax.devices import _COMPILE_EVENT
 
     seen: list[str] = []
 
@@ -66,7 +66,7 @@ def test_jax_reports_compilations_under_this_name():
         jax.jit(lambda x: jnp.sin(x) + 3)(1.0)
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
-    assert _COMPILED in seen
+    assert _COMPILE_EVENT in seen
 
 
 APART = """
@@ -182,7 +182,7 @@ def test_lapack_has_one_thread_during_a_run():
 
 def test_systems_that_do_not_say_which_cores_there_are(monkeypatch: pytest.MonkeyPatch):
     """As macOS and Windows."""
-    from fedrax.devices import cores
+    from fedrax.devices import available_cores
 
     monkeypatch.delattr(os, "sched_getaffinity")
-    assert cores() == os.cpu_count()
+    assert available_cores() == os.cpu_count()

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from fedrax.errors import FedraxError, FedraxWarning
-from fedrax.escaping import plain_lines
+from fedrax.escaping import printable_lines
 
 COMMANDS = {
     "run": "run one experiment: a TOML file, flags, or both",
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = _error_message(error)
         if message is None:
             raise
-        tell(f"fedrax: {plain_lines(message)}")  # escaped: the message may contain file names
+        tell(f"fedrax: {printable_lines(message)}")  # escaped: the message may contain file names
         return 2
 
 
@@ -129,7 +129,7 @@ def _short_warnings() -> Iterator[None]:
         message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
     ) -> str:
         if issubclass(category, FedraxWarning):
-            return f"fedrax: {plain_lines(str(message))}\n"
+            return f"fedrax: {printable_lines(str(message))}\n"
         return original(message, category, filename, lineno, line)
 
     warnings.formatwarning = format_warning

@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeVar
 import tyro
 from tyro import constructors
 
-from fedrax.config.annotations import Field, fields_of, hints_of
+from fedrax.config.annotations import Field, fields_of, type_hints
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment, serialization, user_code
 from fedrax.experiments.experiment import Experiment
@@ -41,7 +41,7 @@ def _flags_of_class(info: constructors.StructTypeInfo) -> constructors.StructCon
     cls, value = info.type, info.default
     if type(value) is not cls or not dataclasses.is_dataclass(cls) or is_serializable(cls):
         return None
-    hints, names = hints_of(cls), [name for name, field in fields_of(cls).items() if fits_file(field)]
+    hints, names = type_hints(cls), [name for name, field in fields_of(cls).items() if fits_file(field)]
     flags = tuple(constructors.StructFieldSpec(name, hints[name], getattr(value, name)) for name in names)
     return constructors.StructConstructorSpec(partial(dataclasses.replace, value), flags)
 

@@ -15,7 +15,7 @@ from fedrax.cli import tell
 from fedrax.cli.arguments import parse_experiment
 from fedrax.cli.run_command import ReportingOptions, make_trackers
 from fedrax.errors import FedraxError
-from fedrax.escaping import plain
+from fedrax.escaping import printable_line
 from fedrax.experiments import comparison
 from fedrax.experiments.comparison import SHARED, Comparison, RunJob
 from fedrax.experiments.experiment import Experiment
@@ -242,7 +242,7 @@ def report(outcome: ComparisonResult, options: CompareOptions, args: list[str]) 
         console = comparison_table.wide_console()
         comparison_table.show(console, outcome.rows, outcome.target, outcome.metric, spec.name)
         for line in outcome.lines():
-            console.print(plain(line))
+            console.print(printable_line(line))
         shown = " and ".join(str(picture) for picture in outcome.pictures)
         console.print(f"curves: {shown}, and .svg; table: {out / 'table.md'}; numbers: {out / 'comparison.json'}")
         console.print(next_step(spec, args))

@@ -19,7 +19,7 @@ from fedrax.cli.run_command import ignored_keys_note
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.local_training import LocalSGD
 from fedrax.errors import FedraxError
-from fedrax.escaping import plain
+from fedrax.escaping import printable_line
 from fedrax.experiments import experiment
 from fedrax.files import write_text
 from fedrax.participation import Asynchronous, Poisson, RoundRobin, Uniform
@@ -106,7 +106,7 @@ def main(args: list[str]) -> int:
         print(json.dumps((made.to_dict() if made else {}) | found | reasons))
     else:
         for note in [*ignored_keys_note(parsed.ignored_keys, spec), *federation.notes]:
-            tell(plain(note))
+            tell(printable_line(note))
         lines = rendering.lines(made) if made is not None else [f"not measured   {unmeasured}"]
         lines += [] if trials is None else rendering.trial_lines(trials)
         lines += [f"not tried      {untried}"] * (untried is not None)
@@ -168,7 +168,7 @@ def _print(name: str, made: Diagnosis | None, lines: list[str]) -> None:
     if made is not None:
         rounds = max([made.points[-1].round, *made.skipped_rounds])
         about = f"{made.measured} of {made.clients} clients, {rounds} round{'s' * (rounds != 1)} of FedAvg"
-        console.print(f"{plain(name)}: {about}", highlight=False, markup=False)
+        console.print(f"{printable_line(name)}: {about}", highlight=False, markup=False)
         console.print(rendering.points_table(made))
     for line in lines:
         console.print(line, highlight=False, markup=False)

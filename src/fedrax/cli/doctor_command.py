@@ -13,7 +13,7 @@ import tyro
 
 from fedrax.cli.arguments import parse
 from fedrax.errors import FedraxError
-from fedrax.escaping import plain
+from fedrax.escaping import printable_line
 from fedrax.report import doctor
 from fedrax.simulation.persistence.run_directory import owned
 
@@ -67,10 +67,10 @@ def show(found: doctor.Examination) -> None:
     """Print the state of each file, the possible repairs, and whether the run can be resumed."""
     width = max((len(file.name) for file in found.files), default=0)
     for file in found.files:
-        print(f"{file.name:<{width}}  {plain(file.state)}")
+        print(f"{file.name:<{width}}  {printable_line(file.state)}")
     for repair in found.repairs:
-        print(f"--repair would {plain(repair.description)}")
-    print(plain(found.conclusion))
+        print(f"--repair would {printable_line(repair.description)}")
+    print(printable_line(found.conclusion))
 
 
 def confirm() -> bool:

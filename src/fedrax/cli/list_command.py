@@ -16,7 +16,7 @@ from fedrax.cli.arguments import parse
 from fedrax.config.annotations import fields_of
 from fedrax.contract.local_training import LocalSGD
 from fedrax.errors import unknown
-from fedrax.escaping import without_markup
+from fedrax.escaping import strip_markup
 from fedrax.experiments import serialization
 from fedrax.experiments.experiment import ALGORITHM, DATA, MODEL, PARTITION
 from fedrax.experiments.task_specs import TASK
@@ -87,7 +87,7 @@ def entries(choice: serialization.ClassChoice) -> list[dict[str, Any]]:
         written = cls.__doc__ or ""
         if written.startswith(f"{cls.__name__}("):  # the signature, which dataclass sets without a docstring
             written = ""
-        text = without_markup(inspect.cleandoc(written).split("\n\n")[0])
+        text = strip_markup(inspect.cleandoc(written).split("\n\n")[0])
         made.append({"name": name, "description": text, "settings": settings(cls)})
     return made
 

@@ -19,7 +19,7 @@ from fedrax.cli.figures import save
 from fedrax.cli.run_command import print_notes
 from fedrax.data import Federation, has_one_label, label_counts, measure_heterogeneity
 from fedrax.errors import FedraxError
-from fedrax.escaping import plain
+from fedrax.escaping import printable_line
 from fedrax.experiments import experiment
 from fedrax.report.comparison_table import wide_console
 from fedrax.simulation import use_all_cores
@@ -82,7 +82,7 @@ def main(args: list[str]) -> int:
         print(json.dumps({"measures": measures, **table, "pictures": [str(path) for path in pictures]}))
     else:
         for note in federation.notes:
-            print(plain(note))
+            print(printable_line(note))
         _print(federation, counts, measures, options.show)
         for path in pictures:
             print(f"picture: {path}")
@@ -94,7 +94,7 @@ def main(args: list[str]) -> int:
 def _print(federation: Federation, counts: np.ndarray | None, measures: dict[str, Any], show: int) -> None:
     """Print the table of clients and the measures of heterogeneity."""
     console = wide_console()
-    title = f"{plain(federation.name)}: training samples of each client"
+    title = f"{printable_line(federation.name)}: training samples of each client"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("client", justify="left" if federation.client_names else "right", no_wrap=True)
     table.add_column("samples", justify="right", no_wrap=True)
@@ -102,7 +102,7 @@ def _print(federation: Federation, counts: np.ndarray | None, measures: dict[str
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for client in range(min(show, federation.num_clients)):
-        table.add_row(plain(federation.client_name(client)), str(federation.sizes[client]), *cells(client))
+        table.add_row(printable_line(federation.client_name(client)), str(federation.sizes[client]), *cells(client))
     console.print(table)
     if show < federation.num_clients:
         console.print(f"... and {federation.num_clients - show:,} more clients (--show, --json)")
@@ -120,4 +120,4 @@ def _by_class(federation: Federation, counts: np.ndarray | None) -> tuple[list[s
     if counts.shape[1] > _MAX_COLUMNS:
         return ["classes"], lambda client: [str((counts[client] > 0).sum())]
     names = federation.class_names or tuple(map(str, range(counts.shape[1])))
-    return [plain(name) for name in names], lambda client: [str(n) if n else "·" for n in counts[client]]
+    return [printable_line(name) for name in names], lambda client: [str(n) if n else "·" for n in counts[client]]

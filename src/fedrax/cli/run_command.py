@@ -12,7 +12,7 @@ from typing import Any
 from fedrax.cli import discard_output, tell
 from fedrax.cli.arguments import parse_experiment
 from fedrax.errors import FedraxError
-from fedrax.escaping import plain
+from fedrax.escaping import printable_line
 from fedrax.experiments import experiment
 from fedrax.experiments.comparison import safe_name
 from fedrax.experiments.experiment import Experiment
@@ -97,7 +97,7 @@ def print_notes(notes: Sequence[str], warnings_only: bool) -> None:
     """Print notes of the data reader on standard error; only warnings with JSON output."""
     for note in notes:
         if note.startswith("warning: ") or not warnings_only:
-            tell(plain(note))
+            tell(printable_line(note))
 
 
 class JsonLinesSink(sinks.JsonSink):

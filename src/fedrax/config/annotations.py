@@ -1,7 +1,7 @@
-"""What the annotations of a class say of its fields, read once for everything that asks.
+"""Descriptions of dataclass fields, read from their type annotations.
 
-Hyper-parameter objects ask which fields are static and what bounds hold, experiment files how a value is read and
-written, the command line where a class can be chosen by name.
+`hyperparameters` reads from them which fields are static and which bounds apply, experiment files how a value is parsed
+and written, and the command line which fields select a class by name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Bound:
-    """The interval a number must lie in; ``gt``/``lt`` exclude the end point."""
+    """Bounds of a number: ``gt`` and ``lt`` exclude the end point, ``ge`` and ``le`` include it."""
 
     gt: float | None = None
     ge: float | None = None
@@ -35,7 +35,7 @@ class Bound:
     le: float | None = None
 
     def violation(self, value: float) -> str | None:
-        """What is wrong with ``value``, as 'must be ...', or None."""
+        """The violated bound as 'must be ...', or None."""
         if self.gt is not None and not value > self.gt:
             return f"must be greater than {self.gt:g}"
         if self.ge is not None and not value >= self.ge:
@@ -47,216 +47,235 @@ class Bound:
         return None
 
 
-_WIDE = 2**31
-"""Whole numbers become 32-bit ones in compiled programs."""
+_INT32_LIMIT = 2**31
+"""Compiled programs use 32-bit integers."""
 
 
 def _is_finite(value: Any) -> bool:
+    """Whether ``value`` is a finite float."""
     try:
         return math.isfinite(float(value))
-    except OverflowError:  # of whole numbers
+    except OverflowError:  # an int above the largest float
         return False
 
 
-class Role(Enum):
-    """What a field is to a compiled program, where its type does not say."""
+class PytreeRole(Enum):
+    """Annotation that makes a field static or a pytree leaf, whatever its type."""
 
     STATIC = "static"
     LEAF = "leaf"
 
 
-Static = Annotated[T, Role.STATIC]
-"""``Static[float]``: shapes the program; another value compiles anew."""
-Leaf = Annotated[T, Role.LEAF]
-"""``Leaf[Any]``: an array or a pytree of arrays, an input of the program."""
+Static = Annotated[T, PytreeRole.STATIC]
+"""``Static[float]``: part of the compilation cache key; a new value recompiles."""
+Leaf = Annotated[T, PytreeRole.LEAF]
+"""``Leaf[Any]``: an array or a pytree of arrays, an input of the compiled program."""
 
 
 @dataclass(frozen=True)
 class Converter:
-    """Mark of a field whose values are converted when an object is made, such as functions into schedules."""
+    """Annotation of a field whose values are converted by the constructor, such as functions into schedules."""
 
     convert: Callable[[Any], Any]
-    """Returns values that need no conversion as they are."""
+    """The conversion; returns values that need none unchanged."""
 
 
 @dataclass(frozen=True)
-class MoreClasses:
-    """Mark of a field that also holds objects of classes that are made when they are first needed."""
+class LazyClasses:
+    """Annotation of a field that also accepts objects of classes that are generated on first use."""
 
     classes: Callable[[], Mapping[str, type]]
-    """The classes by the names under which files choose them."""
+    """Returns the classes by the names that files use."""
 
 
-_PLAIN: dict[Any, tuple[str, Any]] = {
+_SCALAR_TYPES: dict[Any, tuple[str, Any]] = {
     int: ("a whole number", (int, np.integer)),
     float: ("a number", SupportsFloat),
     bool: ("true or false", (bool, np.bool_)),
     str: ("a string", str),
     Path: ("a path", (str, Path)),
 }
-"""What a file can hold: in words, and the classes of such values."""
+"""Types that a TOML file can hold: how messages call them, and the classes of accepted values."""
 Scalar = int | float | bool | str
 
 
 @dataclass(frozen=True)
-class Kind:
-    """One alternative of a field's type."""
+class FieldType:
+    """The type of a field, or one member of the union that is its type."""
 
     type: Any
-    """The type without annotations: ``tuple`` for ``tuple[int, ...]``. One that is not known here holds anything."""
+    """The type without parameters and annotations: ``tuple`` for ``tuple[int, ...]``. Types other than scalars,
+    literals, sequences, enumerations and dataclasses accept any value."""
     bounds: tuple[Bound, ...] = ()
+    """Bounds of a number."""
     choices: tuple[Any, ...] = ()
     """The values of a ``Literal``."""
     items: tuple[Field, ...] = ()
-    """What a tuple or list holds; a single description of all items where it is ``repeated``."""
+    """The items of a tuple or list, or the one description of all items if ``repeated``."""
     repeated: bool = False
+    """Whether a tuple or list may have any length."""
 
     @property
     def nested(self) -> bool:
-        """Whether this is a dataclass."""
+        """Whether the type is a dataclass."""
         return isinstance(self.type, type) and dataclasses.is_dataclass(self.type)
 
     @property
     def members(self) -> Mapping[str, Any]:
-        """Those of an enumeration, by name."""
+        """Members of an enumeration by name; empty for other types."""
         return self.type.__members__ if isinstance(self.type, EnumType) else {}
 
     @property
-    def words(self) -> str:
-        """Such a value in words; none where a file cannot hold it."""
+    def description(self) -> str:
+        """How messages call a value of this type; empty if a file cannot hold it."""
         if self.members:
             return f"a {self.type.__name__}: {', '.join(self.members)}"
         if self.items:
-            kinds = [kind for item in self.items for kind in item.kinds]
-            if self.repeated and len(kinds) == 1 and kinds[0].choices:
-                return f"a list of {', '.join(map(repr, kinds[0].choices))}"
-            words = {kind.words.removeprefix("a ") for kind in kinds if kind.type in _PLAIN}
+            item_types = [item_type for item in self.items for item_type in item.types]
+            if self.repeated and len(item_types) == 1 and item_types[0].choices:
+                return f"a list of {', '.join(map(repr, item_types[0].choices))}"
+            scalars = {t.description.removeprefix("a ") for t in item_types if t.type in _SCALAR_TYPES}
             count = "" if self.repeated else f"{len(self.items)} "
-            return f"a list of {count}{words.pop() if len(words) == 1 else 'value'}s"
+            return f"a list of {count}{scalars.pop() if len(scalars) == 1 else 'value'}s"
         if self.choices:
             return "one of " * (len(self.choices) > 1) + ", ".join(map(repr, self.choices))
-        return _PLAIN[self.type][0] if self.type in _PLAIN else self.type.__name__ if self.nested else ""
+        return _SCALAR_TYPES[self.type][0] if self.type in _SCALAR_TYPES else self.type.__name__ if self.nested else ""
 
-    def each(self, value: Any) -> list[tuple[Field, Any]]:
-        """The items of a value with their descriptions."""
+    def item_fields(self, value: Any) -> list[tuple[Field, Any]]:
+        """(description, item) for each item of a tuple or list."""
         return list(zip(self.items * len(value) if self.repeated else self.items, value, strict=False))
 
-    def holds(self, value: Any) -> bool:
-        """Whether ``value`` is of this type, bounds apart."""
+    def accepts(self, value: Any) -> bool:
+        """Whether ``value`` has this type, whether or not it is within the bounds."""
         if self.items:
             fits = isinstance(value, list | tuple) and (self.repeated or len(value) == len(self.items))
-            return fits and all(field.holds(item) for field, item in self.each(value))
+            return fits and all(field.accepts(item) for field, item in self.item_fields(value))
         if self.choices:
             return value in self.choices
-        if self.type in _PLAIN:
-            fits = isinstance(value, _PLAIN[self.type][1]) and getattr(value, "ndim", 0) == 0
+        if self.type in _SCALAR_TYPES:
+            fits = isinstance(value, _SCALAR_TYPES[self.type][1]) and getattr(value, "ndim", 0) == 0
             return fits and (self.type is bool or not isinstance(value, bool))
         return isinstance(value, self.type) if self.nested or self.members or self.type is type(None) else True
 
     def violation(self, value: Any) -> str | None:
-        """Which bound ``value``, of this type, breaks, as 'must be ...'."""
+        """The bound that ``value``, which has this type, violates, as 'must be ...', or None."""
         if self.items:
-            return next((f"must hold items that {p}" for f, item in self.each(value) if (p := f.problem(item))), None)
+            return next(
+                (f"must hold items that {p}" for f, item in self.item_fields(value) if (p := f.problem(item))), None
+            )
         if self.type is float and not _is_finite(value):
             return "must be a finite number"
-        if self.type is int and all(bound.lt is None for bound in self.bounds) and not -_WIDE <= value < _WIDE:
+        if (
+            self.type is int
+            and all(bound.lt is None for bound in self.bounds)
+            and not -_INT32_LIMIT <= value < _INT32_LIMIT
+        ):
             return "must fit into 32 bits"
         bounds = self.bounds if self.type in (int, float) else ()
         if not bounds:
             return None
-        number = value if isinstance(value, int) else float(value)  # a whole number may be beyond all floats
+        number = value if isinstance(value, int) else float(value)  # an int may be above the largest float
         return next(filter(None, (bound.violation(number) for bound in bounds)), None)
 
 
 @dataclass(frozen=True)
 class Field:
-    """What a field, or an item of a tuple, may hold."""
+    """Description of a dataclass field, or of an item of a tuple or list."""
 
     name: str
-    kinds: tuple[Kind, ...]
-    """The alternatives."""
-    marks: tuple[Any, ...] = ()
-    """What else ``Annotated`` says."""
+    """Name of the field; empty for an item."""
+    types: tuple[FieldType, ...]
+    """The type, or the members of a union."""
+    metadata: tuple[Any, ...] = ()
+    """Metadata of ``Annotated``."""
 
     @property
     def optional(self) -> bool:
-        """Whether it may be None."""
-        return any(kind.type is type(None) for kind in self.kinds)
+        """Whether None is accepted."""
+        return any(t.type is type(None) for t in self.types)
 
     @property
     def classes(self) -> tuple[type, ...]:
-        """The dataclasses among the alternatives."""
-        return tuple(kind.type for kind in self.kinds if kind.nested)
+        """The dataclasses among the types."""
+        return tuple(t.type for t in self.types if t.nested)
 
     @property
-    def plain(self) -> bool:
-        """Whether a file can hold one of the alternatives, None apart."""
-        return any(kind.words for kind in self.kinds)
+    def serializable(self) -> bool:
+        """Whether a file can hold a value other than None of one of the types."""
+        return any(t.description for t in self.types)
 
     @property
     def static(self) -> bool:
-        """Whether the field shapes a compiled program, rather than being an input of it."""
-        roles = [mark for mark in self.marks if isinstance(mark, Role)]
+        """Whether the field is part of the compilation cache key instead of an input of the compiled program."""
+        roles = [mark for mark in self.metadata if isinstance(mark, PytreeRole)]
         if roles:
-            return roles[0] is Role.STATIC
-        inputs = (k.type is float or k.nested or any(not item.static for item in k.items) for k in self.kinds)
+            return roles[0] is PytreeRole.STATIC
+        inputs = (t.type is float or t.nested or any(not item.static for item in t.items) for t in self.types)
         return not any(inputs)
 
     @property
-    def words(self) -> str:
-        """The alternatives in words."""
-        return ("of class " if self.classes else "") + " or ".join(filter(None, (kind.words for kind in self.kinds)))
+    def description(self) -> str:
+        """How messages call the accepted values."""
+        return ("of class " if self.classes else "") + " or ".join(filter(None, (t.description for t in self.types)))
 
-    def holds(self, value: Any) -> bool:
-        """Whether ``value`` is of one of the types, bounds apart."""
-        return any(kind.holds(value) for kind in self.kinds)
+    def accepts(self, value: Any) -> bool:
+        """Whether ``value`` has one of the types, whether or not it is within the bounds."""
+        return any(t.accepts(value) for t in self.types)
 
     def problem(self, value: Any) -> str | None:
-        """What is wrong with ``value``, as 'must be ...', or None."""
-        violations = [kind.violation(value) for kind in self.kinds if kind.holds(value)]
+        """Why ``value`` is not accepted, as 'must be ...', or None."""
+        violations = [t.violation(value) for t in self.types if t.accepts(value)]
         if not violations:
-            own = not isinstance(value, type) and acts_as(value, self.classes)
-            return None if own else f"must be {self.words}"
+            duck_typed = not isinstance(value, type) and has_shared_methods(value, self.classes)
+            return None if duck_typed else f"must be {self.description}"
         return None if None in violations else violations[0]
 
 
-def acts_as(value: Any, classes: tuple[type, ...]) -> bool:
-    """Whether ``value``, somebody's own class or an object of it, does what several alternatives all do.
+def has_shared_methods(value: Any, classes: tuple[type, ...]) -> bool:
+    """Whether ``value``, a dataclass or an object of one, has every public method that all of ``classes`` share.
 
-    A schedule of one's own, a server rule, a proximal operator: it has the methods that the known ones share.
+    Such a class of user code is accepted where one of ``classes`` is: a schedule, a server optimizer, a proximal
+    operator. False for fewer than two classes, which share no interface.
     """
     if len(classes) < 2 or not dataclasses.is_dataclass(value):
         return False
-    public = lambda cls: {name for name in dir(cls) if name == "__call__" or not name.startswith("_")}  # noqa: E731
-    names = [{name for name in public(cls) if callable(getattr(cls, name)) and name != "check"} for cls in classes]
-    shared = set.intersection(*names)
-    mine = {name for name in dir(value) if callable(getattr(value, name, None))}  # of a class not those of its type
-    return bool(shared) and shared <= mine
+    shared = set.intersection(*map(_public_methods, classes)) - {"check"}
+    return bool(shared) and shared <= _public_methods(value)
 
 
-def describe(hint: Any, name: str = "") -> Field:
-    """The description of a type, which may be the annotation of the field ``name``."""
+def _public_methods(thing: Any) -> set[str]:
+    """Names of the public methods of a class or an object, and ``__call__``."""
+    names = {name for name in dir(thing) if name == "__call__" or not name.startswith("_")}
+    return {name for name in names if callable(getattr(thing, name, None))}
+
+
+def describe_type(hint: Any, name: str = "") -> Field:
+    """The description of a type annotation, which may be that of the field ``name``."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        inner, marks = describe(arguments[0]), arguments[1:]
-        bounds = tuple(mark for mark in marks if isinstance(mark, Bound))
-        kinds = tuple(dataclasses.replace(kind, bounds=kind.bounds + bounds) for kind in inner.kinds)
-        return Field(name, kinds, marks + inner.marks)
+        inner, metadata = describe_type(arguments[0]), arguments[1:]
+        bounds = tuple(mark for mark in metadata if isinstance(mark, Bound))
+        bounded = tuple(dataclasses.replace(t, bounds=t.bounds + bounds) for t in inner.types)
+        return Field(name, bounded, metadata + inner.metadata)
     if origin in (typing.Union, types.UnionType):
-        parts = [describe(part) for part in arguments]
-        return Field(name, sum((part.kinds for part in parts), ()), sum((part.marks for part in parts), ()))
-    kind = Kind(origin or hint)
+        members = [describe_type(member) for member in arguments]
+        return Field(name, sum((m.types for m in members), ()), sum((m.metadata for m in members), ()))
+    described = FieldType(origin or hint)
     if origin is Literal:
-        kind = Kind(origin, choices=arguments)
-    elif kind.type in (tuple, list):
-        repeated = kind.type is list or not arguments or arguments[-1] is Ellipsis
+        described = FieldType(origin, choices=arguments)
+    elif described.type in (tuple, list):
+        repeated = described.type is list or not arguments or arguments[-1] is Ellipsis
         items = (arguments or (Static[Scalar],))[: 1 if repeated else None]
-        kind = Kind(kind.type, items=tuple(map(describe, items)), repeated=repeated)
-    return Field(name, (kind,))
+        described = FieldType(described.type, items=tuple(map(describe_type, items)), repeated=repeated)
+    return Field(name, (described,))
 
 
-def hints_of(thing: Any) -> dict[str, Any]:
-    """The annotations of a class or function, as types; FedraxError where one names what is not there."""
+def type_hints(thing: Any) -> dict[str, Any]:
+    """The evaluated annotations of a class or function.
+
+    Raises:
+        FedraxError: an annotation cannot be evaluated.
+    """
     try:
         return typing.get_type_hints(thing, include_extras=True)
     except (NameError, TypeError, SyntaxError, AttributeError) as error:
@@ -265,17 +284,17 @@ def hints_of(thing: Any) -> dict[str, Any]:
 
 @functools.cache
 def fields_of(cls: type) -> Mapping[str, Field]:
-    """The descriptions of a dataclass's fields, in order."""
-    hints = hints_of(cls)
-    return {field.name: describe(hints[field.name], field.name) for field in dataclasses.fields(cls)}
+    """The descriptions of a dataclass's fields by name, in order."""
+    hints = type_hints(cls)
+    return {field.name: describe_type(hints[field.name], field.name) for field in dataclasses.fields(cls)}
 
 
-def inferred(default: Any) -> Any:
-    """The type of an option without an annotation, from its default; ``MISSING`` stands for none."""
+def infer_type(default: Any) -> Any:
+    """The type of a parameter without annotation, inferred from its default or ``dataclasses.MISSING``."""
     if type(default) in (int, float, bool, str):
         return type(default)
     if isinstance(default, tuple | list):
-        item = functools.reduce(operator.or_, map(inferred, default)) if default else Scalar
+        item = functools.reduce(operator.or_, map(infer_type, default)) if default else Scalar
         return list[item] if isinstance(default, list) else tuple[item, ...]
     if default is None or default is dataclasses.MISSING:
         return Scalar | tuple[Scalar, ...] | (None if default is None else Scalar)

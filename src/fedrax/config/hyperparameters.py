@@ -1,12 +1,12 @@
 """Hyper-parameter objects: frozen dataclasses that are pytrees.
 
-Floating fields (and nested hyper-parameter objects) are leaves, so a compiled program takes their values
-as inputs: changing a step size never recompiles, and a grid of step sizes is one ``vmap``. Everything else is
-static and shapes the program: integers, booleans, strings, functions. ``Leaf[...]`` and ``Static[...]`` around a
-field's type say otherwise; a static value must be hashable.
+Floating-point fields and nested hyper-parameter objects are leaves: their values are inputs of a compiled program, so
+that another learning rate does not recompile, and a grid of learning rates is one ``vmap``. Integers, Booleans, strings
+and functions are static: they are part of the compilation cache key and must be hashable. ``Leaf[...]`` and
+``Static[...]`` around a field's type override this.
 
 Bounds are part of the annotation (``lr: Positive = 0.1``) and are checked by :func:`check`, not by the
-constructor, because a compiled program builds these objects from traced values too.
+constructor, because compiled programs also build these objects from traced values.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def hyperparameters(cls: type[T]) -> type[T]:
         raise FedraxError(f"{cls.__name__}: {str(error).split(':')[0]}: give a tuple, or numbers") from error
     fields = fields_of(cls).values()
     _wrap_init(
-        cls, {field.name: mark.convert for field in fields for mark in field.marks if isinstance(mark, Converter)}
+        cls, {field.name: mark.convert for field in fields for mark in field.metadata if isinstance(mark, Converter)}
     )
     _register(cls, [field.name for field in fields if not field.static], [f.name for f in fields if f.static])
     setattr(cls, _MARK, True)
@@ -77,10 +77,10 @@ def hyperparameters(cls: type[T]) -> type[T]:
 
 
 def _wrap_init(cls: type, converters: Mapping[str, Callable[[Any], Any]]) -> None:
-    """Raise FedraxError for unknown fields (``Scaffold(lr=0.1)`` names the field that has it), and convert values."""
-    made, names = cls.__init__, {field.name for field in dataclasses.fields(cls)}
+    """Make the constructor reject unknown fields, naming the nested field that was meant, and convert values."""
+    original, names = cls.__init__, {field.name for field in dataclasses.fields(cls)}
 
-    @functools.wraps(made)
+    @functools.wraps(original)
     def init(self: Any, *values: Any, **fields: Any) -> None:
         for name in fields.keys() - names:
             for part in dataclasses.fields(cls):
@@ -91,7 +91,7 @@ def _wrap_init(cls: type, converters: Mapping[str, Callable[[Any], Any]]) -> Non
                         f"{name!r} is a field of {cls.__name__}.{part.name}: {cls.__name__}({part.name}={inner})"
                     )
             raise unknown(f"field of {cls.__name__}:", name, names)
-        made(self, *values, **fields)
+        original(self, *values, **fields)
         for name, convert in converters.items():
             value = getattr(self, name)
             if (converted := convert(value)) is not value:
@@ -100,52 +100,53 @@ def _wrap_init(cls: type, converters: Mapping[str, Callable[[Any], Any]]) -> Non
     cls.__init__ = init
 
 
-def refuse_unfinished(cls: type) -> None:
-    """Raise FedraxError for a class that is not complete.
+def check_class_definition(cls: type) -> None:
+    """Check that a class is complete.
 
-    It lacks an abstract method, the annotation of a field or the decorator of its base, without which JAX does not
-    know the class; or it has a method whose name is a misspelling of one that is called.
+    Raises:
+        FedraxError: the class lacks an abstract method, the annotation of a field or the decorator ``@hyperparameters``
+            of its base, or the name of a method looks like a misspelling of a base's method.
     """
     if missing := sorted(getattr(cls, "__abstractmethods__", ())):
         raise FedraxError(f"{cls.__name__} must define {', '.join(missing)}")
     if hasattr(cls, _MARK) and _MARK not in vars(cls):
         raise FedraxError(f"{cls.__name__} lacks the decorator @hyperparameters")
     for name, value in vars(cls).items() if hasattr(cls, _MARK) else ():
-        if _is_meant_as_field(cls, name):
+        if _is_unannotated_field(cls, name):
             raise FedraxError(
-                f"{cls.__name__}.{name} has no annotation, and so is no field: write {name}: {type(value).__name__} ="
-                f" {_shown(value, False)}"
+                f"{cls.__name__}.{name} has no annotation, so it is not a field: write {name}: {type(value).__name__} ="
+                f" {_format_value(value, False)}"
             )
-        if near := _meant_method(cls, name):
+        if near := _misspelled_method(cls, name):
             raise FedraxError(f"nothing calls {cls.__name__}.{name}: did you mean {near!r}?")
 
 
-def _is_meant_as_field(cls: type, name: str) -> bool:
-    """Whether an attribute is without annotation, and neither a function nor a constant for a base's property."""
+def _is_unannotated_field(cls: type, name: str) -> bool:
+    """Whether an attribute without annotation looks like a field: no function, no override of a base's constant."""
     value = vars(cls)[name]
     if name.startswith("_") or name in vars(cls).get("__annotations__", {}):
         return False
     if hasattr(value, "__get__") or (callable(value) and not dataclasses.is_dataclass(value)):
         return False
     bases = [base for base in cls.__mro__[1:] if name in vars(base)]
-    if bases and dataclasses.is_dataclass(bases[0]):  # whose __dataclass_fields__ also has class variables
+    if bases and dataclasses.is_dataclass(bases[0]):  # __dataclass_fields__ also lists class variables
         return name in {field.name for field in dataclasses.fields(bases[0])}
     return not bases
 
 
-def _meant_method(cls: type, name: str) -> str | None:
-    """The method of a base that one of ``cls`` nearly has the name of, where no code of the class asks for it."""
+def _misspelled_method(cls: type, name: str) -> str | None:
+    """The base's method whose name ``name`` nearly is, unless the class's own code refers to ``name``; else None."""
     if name.startswith("_") or not isinstance(vars(cls)[name], _METHODS):
         return None
     bases = [vars(base) for base in cls.__mro__[1:]]
     inherited = {n for base in bases for n in base if n[0] != "_" and isinstance(base[n], _METHODS)}
     near = difflib.get_close_matches(name, inherited - vars(cls).keys(), 1, cutoff=0.85)
-    known = name in inherited or not near or name in {asked for base in cls.__mro__ for asked in _asked_for(base)}
-    return None if known else near[0]
+    used = {other for base in cls.__mro__ for other in _referenced_names(base)}
+    return None if name in inherited or not near or name in used else near[0]
 
 
-def _asked_for(cls: type) -> Iterator[str]:
-    """Names that the code of a class's methods asks for."""
+def _referenced_names(cls: type) -> Iterator[str]:
+    """Names of globals and attributes that the code of a class's methods uses."""
     functions = (getattr(value, "fget", getattr(value, "__func__", value)) for value in vars(cls).values())
     codes: list[Any] = [getattr(function, "__code__", None) for function in functions]
     while codes:
@@ -156,10 +157,10 @@ def _asked_for(cls: type) -> Iterator[str]:
 
 
 def _register(cls: type, leaves: list[str], static: list[str]) -> None:
-    """Make ``cls`` a pytree.
+    """Register ``cls`` as a pytree whose auxiliary data includes the class.
 
-    Its class is part of the structure's data: JAX 0.10 calls the structures of two ``register_dataclass`` classes
-    equal when their fields are, and may then take FedAvg's compiled program for FedSGD's, or FedAdam's for FedYogi's.
+    JAX 0.10 treats the tree structures of two ``register_dataclass`` classes with equal fields as equal, and may run
+    the compiled program of FedAvg for FedSGD, or that of FedAdam for FedYogi.
     """
     keys = [jax.tree_util.GetAttrKey(name) for name in leaves]
 
@@ -192,44 +193,44 @@ def check(config: Any, path: str = "") -> None:
         Traceback (most recent call last):
         fedrax.errors.FedraxError: LocalSGD.lr must be greater than 0, got -1.0
     """
-    refuse_unfinished(type(config))
+    check_class_definition(type(config))
     for field in fields_of(type(config)).values():
         value, where = getattr(config, field.name), f"{path or type(config).__name__}.{field.name}"
         nested = dataclasses.is_dataclass(value) and not isinstance(value, type)
         problem = field.problem(value)
         if problem:
-            raise FedraxError(f"{where} {problem}, got {_shown(value, nested, field.classes)}")
+            raise FedraxError(f"{where} {problem}, got {_format_value(value, nested, field.classes)}")
         if nested:
             check(value, where)
         if hasattr(config, _MARK):
-            _check_role(field, value, where)
-    own = getattr(config, "check", None)
-    if own is not None:
+            _check_jax_type(field, value, where)
+    check_method = getattr(config, "check", None)
+    if check_method is not None:
         with explained(config):
-            own()
+            check_method()
 
 
-def _shown(value: Any, nested: bool, classes: tuple[type, ...] = ()) -> str:
-    """A value that is refused, in a few words, and if known what to write where one of ``classes`` is wanted."""
-    kind, takes = type(value).__name__, [cls.__name__ for cls in classes]
-    if inspect.isfunction(value) and takes:
-        if "Optax" in takes and str(value.__module__).startswith("optax"):
+def _format_value(value: Any, nested: bool, classes: tuple[type, ...] = ()) -> str:
+    """A rejected value for a message; for a function, also what to write where one of ``classes`` is accepted."""
+    type_name, accepted = type(value).__name__, [cls.__name__ for cls in classes]
+    if inspect.isfunction(value) and accepted:
+        if "Optax" in accepted and str(value.__module__).startswith("optax"):
             name = value.__name__
-            return f"the function {name}: fedrax.optim.Optax.of(optax.{name}, ...) makes an optimizer of its options"
-        own = f"write a class with @hyperparameters and the methods of {takes[-1]}" if len(takes) > 1 else ""
-        return f"the function {value.__name__}{own and ': ' + own}"
-    return kind if nested or len(repr(value)) > 100 else repr(value)
+            return f"the function {name}: fedrax.optim.Optax.of(optax.{name}, ...) builds the optimizer"
+        remedy = f": write a class with @hyperparameters and the methods of {accepted[-1]}" if len(accepted) > 1 else ""
+        return f"the function {value.__name__}{remedy}"
+    return type_name if nested or len(repr(value)) > 100 else repr(value)
 
 
-def _check_role(field: Field, value: Any, where: str) -> None:
-    """Refuse what JAX cannot take, as part of the key of a compiled program or as an input of it."""
+def _check_jax_type(field: Field, value: Any, where: str) -> None:
+    """Raise FedraxError unless JAX accepts the value: static values must be hashable, leaves must be arrays."""
     if all(type(leaf) in (bool, int, float) for leaf in ([value] if field.static else jax.tree.leaves(value))):
-        return  # most fields; plain numbers can be either, and asking JAX takes time
+        return  # the usual case: Python numbers can be both, and jax.eval_shape is slow
     try:
         (hash if field.static else partial(jax.eval_shape, lambda value: value))(value)
     except TypeError as error:
-        static = "hashable, for it shapes the program: give a tuple, or annotate arrays Leaf[...]"
-        leaf = "numbers or arrays, for it is an input of the program: annotate anything else Static[...]"
+        static = "hashable, because it is static: give a tuple, or annotate arrays Leaf[...]"
+        leaf = "numbers or arrays, because it is an input of the compiled program: annotate anything else Static[...]"
         if dataclasses.is_dataclass(value):
-            leaf = f"something that JAX knows: decorate {type(value).__name__} with @hyperparameters"
+            leaf = f"a pytree: decorate {type(value).__name__} with @hyperparameters"
         raise FedraxError(f"{where} must be {static if field.static else leaf}") from error

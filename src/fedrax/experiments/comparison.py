@@ -37,10 +37,10 @@ from typing import Annotated, Any
 import tomlkit
 
 from fedrax import files
-from fedrax.config.annotations import Bound, describe
+from fedrax.config.annotations import Bound, describe_type
 from fedrax.config.hyperparameters import PositiveInt, check
 from fedrax.errors import FedraxError
-from fedrax.escaping import settings_in_words
+from fedrax.escaping import format_settings
 from fedrax.experiments import experiment
 from fedrax.experiments.experiment import COMPARISON_KEYS, Experiment
 from fedrax.experiments.nesting import shared_by, with_tables
@@ -309,13 +309,13 @@ class RunJob:
         """The run of an experiment with one seed."""
         place = Path("search") if spec.validation else Path()
         place = place / safe_name(spec.name) / (grid.point_directory(point) if point else "") / f"seed-{seed}"
-        words = f" ({settings_in_words(point)})" if point else ""
+        words = f" ({format_settings(point)})" if point else ""
         run = dataclasses.replace(spec.run, seed=seed)
         return cls(dataclasses.replace(spec, run=run), place, f"{spec.name}{words}, seed {seed}", point)
 
     def directory_in(self, out: Path) -> Path:
         """The run's directory in that of the comparison; raises FedraxError if a link leads out of it."""
-        return files.inside(out, self.place)
+        return files.join_without_links(out, self.place)
 
 
 def safe_name(name: str) -> str:
@@ -332,8 +332,8 @@ def from_table(table: Mapping[str, Any], source: str, folder: Path = Path(), tru
     if not isinstance(entries, list) or not all(isinstance(entry, Mapping | str) for entry in entries):
         raise FedraxError(f'{source}: compare must be tables, [[compare]], or names: compare = ["fedavg", "scaffold"].')
     entries = [{"name": entry} if isinstance(entry, str) else entry for entry in entries]
-    seeds = reader.value(describe(tuple[int, ...]), table.get("seeds", [0, 1, 2]), "seeds")
-    target = reader.value(describe(float | None), table["target"], "target") if "target" in table else None
+    seeds = reader.value(describe_type(tuple[int, ...]), table.get("seeds", [0, 1, 2]), "seeds")
+    target = reader.value(describe_type(float | None), table["target"], "target") if "target" in table else None
     search = reader.fields(SearchSettings, table.get("search", {}), "search", SearchSettings())
     common = grid.from_table(table["grid"], source, folder, trust) if "grid" in table else None
     methods, grids, base = [], {}, shared.get("algorithm", {})
@@ -355,7 +355,7 @@ def from_table(table: Mapping[str, Any], source: str, folder: Path = Path(), tru
         own_grid = grid.from_table(entry["grid"], where, folder, trust) if "grid" in entry else common
         if own_grid is not None:
             grids[label] = own_grid
-    name = reader.value(describe(str), table.get("name", Path(source).stem), "name")
+    name = reader.value(describe_type(str), table.get("name", Path(source).stem), "name")
     return Comparison(name, tuple(methods), seeds, target, grids, search, run)
 
 
@@ -426,7 +426,7 @@ def saved_run(spec: Experiment, directory: Path) -> SavedRun | None:
     file = directory / "experiment.toml"
     if not file.exists():
         return None
-    with files.reading(file, files.MAX_FILE) as saved:
+    with files.open_regular_file(file, files.MAX_FILE) as saved:
         same = saved.read() == tomlkit.dumps(experiment.to_table(spec)).encode()
     if not same:
         raise OtherExperimentError(f"{directory} holds a run of another experiment: choose another --out.")

@@ -51,7 +51,7 @@ from fedrax.experiments import serialization
 from fedrax.experiments.serialization import ALGORITHM, ClassChoice, Reader, TomlTable
 from fedrax.experiments.task_specs import TASK, Auto
 from fedrax.experiments.user_code import Trust, trust_in
-from fedrax.files import read_table, write_text
+from fedrax.files import read_toml, write_text
 from fedrax.models import MODELS, Model
 from fedrax.simulation.settings import Seed, Settings
 
@@ -210,7 +210,7 @@ def read_file(path: Path) -> TomlTable:
     reader = FILES.get(path.suffix.lower())
     if reader is not None:
         raise FedraxError(f"{path} is a data file, not an experiment: use --data {reader} --data.path {path}")
-    table = read_table(path)
+    table = read_toml(path)
     if not set(table) - {"name", "normalize", "seeds", "target"}:
         raise FedraxError(f"{path} is not an experiment: it has no [data], [model], [algorithm], [run], ...")
     return table

@@ -56,7 +56,9 @@ def _check_sampled(spec: Comparison, out: Path) -> None:
         paths = [*(path.removesuffix(".name") for path, _ in spec.grids[method.name].axes), "run.seed"]
         ours = dataclasses.replace(spec.candidates[method.name][0][1], validation=spec.search.validation)
         wanted = _without(experiment.to_table(ours), paths)
-        for file in sorted(files.inside(out, Path("search", safe_name(method.name))).glob("*/seed-*/experiment.toml")):
+        for file in sorted(
+            files.join_without_links(out, Path("search", safe_name(method.name))).glob("*/seed-*/experiment.toml")
+        ):
             if _without(experiment.read_file(file), paths) != wanted:
                 raise OtherExperimentError(f"{file.parent} holds a trial of another comparison: choose another --out.")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from fedrax import files
 from fedrax.errors import FedraxError
-from fedrax.escaping import settings_in_words
+from fedrax.escaping import format_settings
 from fedrax.experiments import backends, comparison, experiment, jobs
 from fedrax.experiments.comparison import Comparison, OtherExperimentError, RunJob
 from fedrax.experiments.experiment import Experiment
@@ -329,5 +329,5 @@ def _with_settings(spec: Comparison, out: Path, chosen: Mapping[str, dict[str, A
         names = (f.name for f in dataclasses.fields(run) if f.name != "seed")
         own = {f"run.{name}": getattr(run, name) for name in names if getattr(run, name) != getattr(spec.run, name)}
         own |= chosen.get(method.label, {})
-        found.append(dataclasses.replace(method, settings=settings_in_words(own)))
+        found.append(dataclasses.replace(method, settings=format_settings(own)))
     return found

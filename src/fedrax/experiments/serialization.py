@@ -17,13 +17,13 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from fedrax.config.annotations import Field, MoreClasses, acts_as, fields_of, hints_of, inferred
-from fedrax.config.hyperparameters import refuse_unfinished
+from fedrax.config.annotations import Field, LazyClasses, fields_of, has_shared_methods, infer_type, type_hints
+from fedrax.config.hyperparameters import check_class_definition
 from fedrax.contract.algorithm import Algorithm
 from fedrax.errors import FedraxError, unknown
 from fedrax.experiments.method_registry import KNOWN_AS, algorithms
 from fedrax.experiments.user_code import Trust, import_named
-from fedrax.files import below
+from fedrax.files import resolve_path
 
 TomlTable = dict[str, Any]
 """A table of a TOML file."""
@@ -131,7 +131,7 @@ def user_algorithm(found: Any) -> type:
     """Check a user's object for an algorithm class."""
     if not (isinstance(found, type) and issubclass(found, Algorithm)):
         raise FedraxError(f"{getattr(found, '__name__', found)!r} is not a subclass of fedrax.Algorithm.")
-    refuse_unfinished(found)
+    check_class_definition(found)
     return found
 
 
@@ -141,17 +141,17 @@ ALGORITHM = ClassChoice("algorithm", algorithms, user_algorithm, keep=True, know
 
 def choice_of(field: Field) -> ClassChoice | None:
     """The choice of a field that is marked with one, is an algorithm, or has several (or optional) dataclasses."""
-    marks = [mark for mark in field.marks if isinstance(mark, ClassChoice)]
+    marks = [mark for mark in field.metadata if isinstance(mark, ClassChoice)]
     if marks:
         return marks[0]
     if field.classes == (Algorithm,):
         return ALGORITHM
     concrete = [cls for cls in field.classes if not inspect.isabstract(cls)]
     known = {snake_case(cls.__name__): cls for cls in concrete if all(map(fits_file, fields_of(cls).values()))}
-    if known and (len(field.kinds) > 1 or field.optional):
+    if known and (len(field.types) > 1 or field.optional):
         kind = field.name.replace("_", " ")
-        alike = len(field.classes) > 1 and acts_as(field.classes[0], field.classes)
-        more = next((mark.classes for mark in field.marks if isinstance(mark, MoreClasses)), dict)
+        alike = len(field.classes) > 1 and has_shared_methods(field.classes[0], field.classes)
+        more = next((mark.classes for mark in field.metadata if isinstance(mark, LazyClasses)), dict)
         return ClassChoice(
             kind, lambda: known | dict(more()), partial(_user_class, kind, field.classes) if alike else None
         )
@@ -160,13 +160,13 @@ def choice_of(field: Field) -> ClassChoice | None:
 
 def _user_class(kind: str, classes: tuple[type, ...], found: Any) -> type:
     """Check a user's object for a class with the interface that ``classes`` share."""
-    if not (isinstance(found, type) and acts_as(found, classes)):
+    if not (isinstance(found, type) and has_shared_methods(found, classes)):
         known = ", ".join(sorted(cls.__name__ for cls in classes))
         raise FedraxError(
             f"{getattr(found, '__name__', found)!r} cannot be the {kind}: write a class with the decorator"
             f" @hyperparameters and the methods that {known} have."
         )
-    refuse_unfinished(found)
+    check_class_definition(found)
     return found
 
 
@@ -176,7 +176,7 @@ FROM_PYTHON = "give it from Python, or as a default of your own algorithm"
 
 def fits_file(field: Field) -> bool:
     """Whether a file can hold a value of the field."""
-    return field.plain or field.optional or choice_of(field) is not None
+    return field.serializable or field.optional or choice_of(field) is not None
 
 
 def is_serializable(cls: type) -> bool:
@@ -269,7 +269,7 @@ class Reader:
             return self.fields(cls, value, path, base)
         made = self._plain(field, value)
         if made is MISSING:
-            wanted = f"must be {field.words}" if field.words else "cannot be set in a file"
+            wanted = f"must be {field.description}" if field.description else "cannot be set in a file"
             raise self.error(path, f"{wanted}, not {value!r}.")
         problem = field.problem(made)
         if problem:
@@ -278,16 +278,16 @@ class Reader:
 
     def _plain(self, field: Field, value: Any) -> Any:
         """``value`` converted to the first type of ``field`` that it fits, paths before strings; MISSING if none."""
-        for kind in sorted(field.kinds, key=lambda kind: kind.type is not Path):
-            if kind.type is Path and isinstance(value, str):
-                return below(self.folder, value)
-            if isinstance(value, str) and value in kind.members:
-                return kind.members[value]
-            if kind.words and kind.holds(value):
-                if kind.items:
-                    items = [self._plain(f, item) for f, item in kind.each(value)]
-                    return items if kind.type is list else tuple(items)
-                return _as_float(value) if kind.type is float else value
+        for option in sorted(field.types, key=lambda option: option.type is not Path):
+            if option.type is Path and isinstance(value, str):
+                return resolve_path(self.folder, value)
+            if isinstance(value, str) and value in option.members:
+                return option.members[value]
+            if option.description and option.accepts(value):
+                if option.items:
+                    items = [self._plain(f, item) for f, item in option.item_fields(value)]
+                    return items if option.type is list else tuple(items)
+                return _as_float(value) if option.type is float else value
         return MISSING
 
 
@@ -328,7 +328,7 @@ def table_of(value: Any, base: Any = None) -> TomlTable:
     for name, field in fields_of(type(value)).items():
         item, default = getattr(value, name), defaults[name]
         choice = choice_of(field)
-        if item is default and (item is None or not (choice or field.plain)):
+        if item is default and (item is None or not (choice or field.serializable)):
             continue  # no file can hold it, and reading gives the default
         if item is None:
             table[name] = "none"
@@ -362,14 +362,14 @@ def options_class(function: Callable, given: tuple[str, ...], method: str) -> ty
     The type of a parameter without annotation is that of its default. The method called ``method`` of the class calls
     the function with the options and those of the given arguments that the function has.
     """
-    hints = hints_of(function)
+    hints = type_hints(function)
     parameters = inspect.signature(function).parameters
     fields = []
     for name, parameter in parameters.items():
         if name not in given and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             default = MISSING if parameter.default is parameter.empty else parameter.default
             factory = MISSING if default is MISSING else lambda default=default: default  # a default may be a list
-            fields.append((name, hints.get(name, inferred(default)), dataclasses.field(default_factory=factory)))
+            fields.append((name, hints.get(name, infer_type(default)), dataclasses.field(default_factory=factory)))
 
     def call(self: Any, **arguments: Any) -> Any:
         options = {name: getattr(self, name) for name, *_ in fields}

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedrax.errors import FedraxError, unknown
-from fedrax.files import below
+from fedrax.files import resolve_path
 
 Trust = Literal["typed", "beside", "none"]
 """typed: code from anywhere. beside: from the folder of the file and from registered packages. none: no code."""
@@ -60,7 +60,7 @@ def import_named(name: str, folder: Path, trust: Trust = "beside") -> tuple[str,
         FedraxError: For code that ``trust`` does not cover or that cannot be imported.
     """
     source, _, attribute = name.rpartition(":")
-    path = below(folder, source) if source.endswith(".py") else None
+    path = resolve_path(folder, source) if source.endswith(".py") else None
     source = source if path is None else str(path)
     if source not in _allowed:
         _check_trust(source, path, folder.resolve(), trust)

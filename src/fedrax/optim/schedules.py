@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedrax.config.annotations import Converter, MoreClasses, Static, hints_of, inferred
+from fedrax.config.annotations import Converter, LazyClasses, Static, infer_type, type_hints
 from fedrax.config.hyperparameters import NonNegative, NonNegativeInt, hyperparameters
 from fedrax.errors import FedraxError, unknown
 from fedrax.optim.optax_adapter import stable_repr
@@ -215,10 +215,10 @@ def optax_schedules() -> Mapping[str, type]:
 @cache
 def _class_of(make: Callable[..., Callable[[Any], Any]]) -> type[OptaxSchedule]:
     """The hyper-parameter class with a field for each option of a function."""
-    hints, annotations, defaults = hints_of(make), {}, {}
+    hints, annotations, defaults = type_hints(make), {}, {}
     for name, parameter in inspect.signature(make).parameters.items():
         default = dataclasses.MISSING if parameter.default is parameter.empty else parameter.default
-        annotations[name] = _type_of(make.__name__, name, hints.get(name, inferred(default)))
+        annotations[name] = _type_of(make.__name__, name, hints.get(name, infer_type(default)))
         if default is not dataclasses.MISSING:
             defaults[name] = default
     namespace = {"__annotations__": annotations, "__module__": __name__, "__doc__": inspect.getdoc(make), **defaults}
@@ -265,6 +265,6 @@ if TYPE_CHECKING:
     Schedule = Constant | InverseTimeDecay | FunctionSchedule | OptaxSchedule | Callable[[Any], Any]
 else:
     Schedule = Annotated[
-        Constant | InverseTimeDecay | FunctionSchedule, Converter(as_schedule), MoreClasses(optax_schedules)
+        Constant | InverseTimeDecay | FunctionSchedule, Converter(as_schedule), LazyClasses(optax_schedules)
     ]
 """The annotation of a field that holds a schedule."""

@@ -1,4 +1,4 @@
-"""Random keys by purpose and by name, so that no two uses share their random numbers."""
+"""Random keys by purpose and by name, so that different uses have independent random numbers."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import jax
 from jax import Array
 
 INITIALIZATION, RUN, FINETUNING, DIAGNOSIS, CURVATURE, AUDIT = range(6)
-"""What a seed is used for: initial parameters; rounds; fine-tuned copies; measurements of gradients and of curvature;
-the runs of a privacy audit."""
+"""Purposes of a seed: initial parameters, rounds, fine-tuning, measurements of gradients and of curvature, and the runs
+of a privacy audit."""
 
 RESAMPLED, STREAMS = 0x7FFFFFFF, 0x7FFFFFFE
-"""Numbers folded into a client's key for a batch outside the local steps and for all named keys; no local step has such
-an index."""
+"""Numbers folded into a client's key for a mini-batch outside the local steps and for all named keys; no local step has
+such an index."""
 
 
 def purpose_key(seed: int, purpose: int) -> Array:
     """The key of a seed for one purpose.
 
-    Splitting a key gives what folding numbers into it gives, so the key of the seed itself is used for nothing else.
+    The seed's own key is used for nothing else, because splitting a key may give the same keys as folding numbers in.
     """
     return jax.random.fold_in(jax.random.key(seed), purpose)
 
@@ -32,11 +32,11 @@ class NamedKeys:
     """The random keys of one client, or of the server, in one phase of a round: ``keys(name)``."""
 
     base: Array
-    """The key of the client (or server) in this round. It is the same in all phases of the round."""
+    """The key of the client or server in this round, the same in all phases."""
     depth: int = 0
-    """How many wrappers are around the method or wrapper that draws."""
+    """Number of wrappers around the method or wrapper that uses the key."""
     phase: int = 0
-    """The phase of the round: noise that was drawn again in the next phase could be subtracted."""
+    """Phase of the round; an adversary could subtract noise that is the same in two phases."""
 
     def __call__(self, name: str) -> Array:
         """The key for the purpose ``name``."""

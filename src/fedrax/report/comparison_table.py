@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fedrax.escaping import for_markdown, plain
+from fedrax.escaping import escape_markdown, printable_line
 from fedrax.report.runs import MethodSummary, Statistic, finite
 
 COLUMNS = ("accuracy", "loss", "best", "epsilon", "epsilon_paper", "rounds", "megabytes", "seconds")
@@ -178,16 +178,20 @@ def cells(rows: Sequence[MethodSummary], target: float | None, metric: str = "te
 def terminal(made: TableCells, title: str = "") -> Table:
     """The table for rich; the best of each column is bold and starred."""
     table = Table(
-        title=plain(title) or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+        title=printable_line(title) or None,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
     )
     seeds = len(made.headings) - 2  # the state is the last column
     for place, heading in enumerate(made.headings):
         words = place < made.names or place > seeds
-        table.add_column(plain(heading), justify="left" if words else "right", no_wrap=place != seeds)
+        table.add_column(printable_line(heading), justify="left" if words else "right", no_wrap=place != seeds)
     for row in made.rows:
         blanks = ["  " * (made.names <= place < seeds) for place in range(len(row))]
         marked = [
-            Text(f"{plain(t)} *", "bold green") if top else plain(t) + b
+            Text(f"{printable_line(t)} *", "bold green") if top else printable_line(t) + b
             for (t, top), b in zip(row, blanks, strict=True)
         ]
         table.add_row(*marked)
@@ -208,14 +212,17 @@ def show(
         console.print(table)
         return
     if title:
-        console.print(Text(plain(title), "bold"))
+        console.print(Text(printable_line(title), "bold"))
     for row in made.rows:
         block = Table(box=None, show_header=False, pad_edge=False)
         block.add_column(no_wrap=True)
         block.add_column(overflow="fold")
         for heading, (text, top) in zip(made.headings[1:], row[1:], strict=True):
-            block.add_row(f"  {plain(heading)}", Text(f"{plain(text)} *", "bold green") if top else plain(text))
-        console.print(Text(plain(row[0][0]), "bold"))
+            block.add_row(
+                f"  {printable_line(heading)}",
+                Text(f"{printable_line(text)} *", "bold green") if top else printable_line(text),
+            )
+        console.print(Text(printable_line(row[0][0]), "bold"))
         console.print(block)
 
 
@@ -223,9 +230,9 @@ def markdown(rows: Sequence[MethodSummary], target: float | None, metric: str = 
     """The table as Markdown; the best of each column is bold."""
     made = cells(rows, target, metric)
     ruler = ["---"] * made.names + ["---:"] * (len(made.headings) - made.names - 1) + ["---"]
-    lines = [f"| {' | '.join(map(for_markdown, made.headings))} |", f"|{'|'.join(ruler)}|"]
+    lines = [f"| {' | '.join(map(escape_markdown, made.headings))} |", f"|{'|'.join(ruler)}|"]
     for row in made.rows:
-        shown = (f"**{for_markdown(text)}**" if top else for_markdown(text) for text, top in row)
+        shown = (f"**{escape_markdown(text)}**" if top else escape_markdown(text) for text, top in row)
         lines.append(f"| {' | '.join(shown)} |")
     return "\n".join(lines) + "\n"
 

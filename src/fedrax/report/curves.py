@@ -9,8 +9,8 @@ import polars as pl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fedrax.escaping import for_picture
-from fedrax.files import write_picture
+from fedrax.escaping import escape_matplotlib
+from fedrax.files import write_figure
 from fedrax.report.runs import MethodRuns, curve
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -48,7 +48,7 @@ def draw_curves(
         tables = [curve(method, key) for method in methods]
         for axes, x in zip(axes_row, X_AXES, strict=True):
             for i, (method, table) in enumerate(zip(methods, tables, strict=True)):
-                _draw(axes, table, x, for_picture(method.label), i)
+                _draw(axes, table, x, escape_matplotlib(method.label), i)
             axes.set_xlabel(X_AXES[x])
             axes.grid(color="0.92", linewidth=0.7)
             axes.set_axisbelow(True)
@@ -68,7 +68,7 @@ def draw_curves(
         across = legend_columns(figure, labels)
         figure.legend(handles, labels, loc="outside lower center", ncols=across, frameon=False)
     if title:
-        figure.suptitle(for_picture(title), x=0.01, ha="left", fontsize="medium")
+        figure.suptitle(escape_matplotlib(title), x=0.01, ha="left", fontsize="medium")
     return figure
 
 
@@ -105,5 +105,5 @@ def set_scale(axes: Axes, values: Sequence[float], metric: str) -> None:
 
 def save_curves(figure: Figure, path: Path) -> tuple[Path, Path]:
     """Save as ``path``.png and ``path``.svg, each atomically; returns both paths."""
-    png, svg = (write_picture(path.with_name(f"{path.name}.{kind}"), figure) for kind in ("png", "svg"))
+    png, svg = (write_figure(path.with_name(f"{path.name}.{kind}"), figure) for kind in ("png", "svg"))
     return png, svg

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedrax.errors import FedraxError
-from fedrax.files import MAX_FILE, reading, replacing
+from fedrax.files import MAX_FILE, atomic_write, open_regular_file
 from fedrax.report.runs import read_experiment
 from fedrax.simulation.persistence import checkpoint, client_summary
 from fedrax.simulation.persistence.client_summary import read_client_summary
@@ -196,7 +196,7 @@ def _check_environment(made: Examination) -> None:
     if not os.path.lexists(made.directory / name):
         return
     try:
-        with reading(made.directory / name, MAX_FILE) as file:
+        with open_regular_file(made.directory / name, MAX_FILE) as file:
             known = json.loads(file.read().decode())
         state = f"intact: fedrax {known['fedrax']}, jax {known['jax']}"
         made.files.append(FileState(name, state, True))
@@ -257,9 +257,9 @@ def _restore_previous(directory: Path) -> None:
 def _truncate_events(directory: Path, lines: int) -> None:
     """Keep the first lines of the events, and a copy of the whole damaged file."""
     path = directory / events.FILE
-    with reading(path) as file:
+    with open_regular_file(path) as file:
         kept = [file.readline() for _ in range(lines)]
-    with reading(path) as file, replacing(_free_name(path)) as copy:
+    with open_regular_file(path) as file, atomic_write(_free_name(path)) as copy:
         shutil.copyfileobj(file, copy)
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         file.writelines(kept)

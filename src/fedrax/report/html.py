@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from fedrax.escaping import short_path, value_in_words
+from fedrax.escaping import format_setting, short_path
 from fedrax.files import flatten, write_text
 from fedrax.report import comparison_table, html_curves, search_plots
 from fedrax.report.report_data import ReportData, SearchOutcome, differences, gather
@@ -213,8 +213,8 @@ def _search_chart(path: str, search: SearchOutcome) -> str:
     """The validation metric against one setting."""
     drawn_results = {label: c for label, c in search.results.items() if path in c.trials[0].point}
     values = [trial.point[path] for result in drawn_results.values() for trial in result.trials]
-    names = [] if search_plots.are_numbers(values) else list(dict.fromkeys(map(value_in_words, values)))
-    at: Callable[[Any], float] = (lambda value: names.index(value_in_words(value))) if names else float
+    names = [] if search_plots.are_numbers(values) else list(dict.fromkeys(map(format_setting, values)))
+    at: Callable[[Any], float] = (lambda value: names.index(format_setting(value))) if names else float
     curves = []
     for i, (label, result) in enumerate(search.results.items()):
         if label not in drawn_results:

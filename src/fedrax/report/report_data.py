@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fedrax.errors import FedraxError
-from fedrax.files import flatten, reading
+from fedrax.files import flatten, open_regular_file
 from fedrax.report import search_plots
 from fedrax.report.runs import (
     COMPARISON,
@@ -225,7 +225,7 @@ def read_environment(directory: Path) -> dict[str, str]:
     """Read environment.json as text values; raises FedraxError for a damaged file."""
     path = directory / ENVIRONMENT
     try:
-        with reading(path) as file:
+        with open_regular_file(path) as file:
             found = json.loads(file.read(1 << 20).decode())
         return {str(name): _words(value) for name, value in found.items()}
     except (OSError, ValueError, AttributeError, RecursionError) as error:

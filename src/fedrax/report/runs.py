@@ -12,7 +12,7 @@ from typing import Any
 import polars as pl
 
 from fedrax.errors import FedraxError
-from fedrax.files import read_table, reading
+from fedrax.files import open_regular_file, read_toml
 from fedrax.simulation.persistence import checkpoint
 from fedrax.simulation.persistence.run_directory import CHECKPOINT, FAILURE
 from fedrax.simulation.results.events import Event, holds, read_events
@@ -120,7 +120,7 @@ def read_run(directory: Path | str) -> SavedRun:
 
 def read_experiment(directory: Path) -> dict[str, Any]:
     """Read experiment.toml of a run, whose seed, rounds and target are checked to be numbers."""
-    table = read_table(directory / "experiment.toml")
+    table = read_toml(directory / "experiment.toml")
     run, algorithm = table.get("run"), table.get("algorithm")
     if not isinstance(run, dict) or not isinstance(algorithm, dict) or not {"seed", "rounds"} <= run.keys():
         raise FedraxError(f"{directory / 'experiment.toml'} is not the complete experiment of a run.")
@@ -176,7 +176,7 @@ def read_comparison(directory: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        with reading(path, MAX_COMPARISON) as file:
+        with open_regular_file(path, MAX_COMPARISON) as file:
             found = json.loads(file.read().decode())
         if not isinstance(found, dict) or not all(isinstance(place, str) for place in found.get("places", [])):
             raise ValueError("not a table, or places are not strings")

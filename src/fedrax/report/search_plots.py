@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fedrax.escaping import for_picture, settings_in_words, short_path, value_in_words
+from fedrax.escaping import escape_matplotlib, format_setting, format_settings, short_path
 from fedrax.report.curves import DASHES, PALETTE, legend_columns, set_scale
 from fedrax.tuning.selection import SearchResult, Trial
 
@@ -38,7 +38,7 @@ def draw_grids(search_results: Mapping[str, SearchResult], title: str = "") -> F
     across = legend_columns(figure, list(handles))
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=across, frameon=False)
     if title:
-        figure.suptitle(for_picture(title), x=0.01, ha="left", fontsize="medium")
+        figure.suptitle(escape_matplotlib(title), x=0.01, ha="left", fontsize="medium")
     return figure
 
 
@@ -55,7 +55,7 @@ def _panel(axes: Axes, path: str, search_results: Mapping[str, SearchResult]) ->
         ys = [math.nan if trial.value is None else trial.value for _, trial in best]
         dash = DASHES[(i // len(PALETTE)) % len(DASHES)]
         dash = "none" if path in result.ranges else dash  # sampled values differ in the other settings: no curve
-        axes.plot(xs, ys, color=color, linestyle=dash, marker="o", markersize=4, label=for_picture(label))
+        axes.plot(xs, ys, color=color, linestyle=dash, marker="o", markersize=4, label=escape_matplotlib(label))
         chosen = result.best
         if chosen.value is not None:
             axes.plot(places(chosen.point[path]), chosen.value, "o", color=color, markersize=11, fillstyle="none")
@@ -88,20 +88,20 @@ def _places(values: Sequence[Any]) -> Any:
     """A function from values to positions on the axis: numbers themselves, or the indices of names."""
     if are_numbers(values):
         return float
-    names = list(dict.fromkeys(map(value_in_words, values)))
-    return lambda value: names.index(value_in_words(value))
+    names = list(dict.fromkeys(map(format_setting, values)))
+    return lambda value: names.index(format_setting(value))
 
 
 def _axes(axes: Axes, path: str, result: SearchResult, values: Sequence[Any]) -> None:
     """Set labels, scale and ticks."""
-    axes.set_xlabel(for_picture(short_path(path)))
-    axes.set_ylabel(f"validation {for_picture(result.metric)}")
+    axes.set_xlabel(escape_matplotlib(short_path(path)))
+    axes.set_ylabel(f"validation {escape_matplotlib(result.metric)}")
     axes.grid(color="0.92", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     if not are_numbers(values):
-        names = list(dict.fromkeys(map(value_in_words, values)))
-        axes.set_xticks(range(len(names)), [for_picture(name) for name in names])
+        names = list(dict.fromkeys(map(format_setting, values)))
+        axes.set_xticks(range(len(names)), [escape_matplotlib(name) for name in names])
         axes.set_xlim(-0.5, len(names) - 0.5)
         return
     if min(values) > 0 and max(values) > 5 * min(values):
@@ -128,7 +128,7 @@ def lines(
         best, lost = result.best, sum(trial.value is None for trial in result.trials)
         value = "every point diverged" if best.value is None else f"{result.metric} {best.value:.4g}"
         diverged = f", {lost} diverged" if lost and best.value is not None else ""
-        described.append(f"  {label}: {settings_in_words(best.point)} ({value}; {len(result.trials)} points{diverged})")
+        described.append(f"  {label}: {format_settings(best.point)} ({value}; {len(result.trials)} points{diverged})")
     return described + warnings(search_results)
 
 
@@ -143,7 +143,7 @@ def warnings(search_results: Mapping[str, SearchResult]) -> list[str]:
                 else f"the {result.end(path)} of its grid; a value beyond may be better: extend the grid, finished runs"
                 " are not repeated"
             )
-            text = f"the best {short_path(path)}, {value_in_words(result.best.point[path])}, is {how}"
+            text = f"the best {short_path(path)}, {format_setting(result.best.point[path])}, is {how}"
             found.setdefault(text, []).append(label)
     return [f"warning: {', '.join(labels)}: {text}" for text, labels in found.items()]
 

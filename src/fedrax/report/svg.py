@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedrax.escaping import plain
+from fedrax.escaping import printable_line
 
 COLORS, DASHES = 7, ("", "7 4", "2 3", "9 3 2 3")
 WIDTH, HEIGHT = 480, 300
@@ -26,7 +26,7 @@ _LARGEST = sys.float_info.max / 4
 
 def shown(text: object) -> str:
     """Text escaped for an element or an attribute in double quotes."""
-    return html.escape(plain(str(text)))
+    return html.escape(printable_line(str(text)))
 
 
 def breakable(path: str) -> str:
@@ -171,10 +171,10 @@ def chart(
     data = {
         "x": [x.low, x.high, x.start, x.end, int(x.log)],
         "y": [y.low, y.high, y.start, y.end, int(y.log)],
-        "name": plain(x_label),
-        "names": [plain(name) for name in names],
+        "name": printable_line(x_label),
+        "names": [printable_line(name) for name in names],
         "series": [
-            {"label": plain(c.label), "m": c.index, "points": [[_short(v) for v in p] for p in c.points]}
+            {"label": printable_line(c.label), "m": c.index, "points": [[_short(v) for v in p] for p in c.points]}
             for c in curves
         ],
     }

@@ -17,9 +17,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from threadpoolctl import threadpool_limits
 
-from fedrax.devices import abandon_processes
+from fedrax.devices import disconnect_processes
 from fedrax.errors import FedraxError
-from fedrax.files import replacing
+from fedrax.files import atomic_write
 from fedrax.version import VERSION
 
 
@@ -131,7 +131,7 @@ def runtime_errors_explained(alone: bool, directory: Path | None, side_by_side: 
             raise FedraxError(f"{message}; {kept}" if directory is not None else message) from error
         if alone:
             raise
-        abandon_processes()
+        disconnect_processes()
         message = f"another process of this run has ended or cannot be reached ({cause}): start all of them again"
         raise FedraxError(message if directory is None else f"{message} with resume=True; {kept}") from error
 
@@ -216,5 +216,5 @@ def write_environment(directory: Path) -> None:
         "devices": [str(device) for device in devices],
         "device_kind": devices[0].device_kind,
     }
-    with replacing(directory / "environment.json") as file:
+    with atomic_write(directory / "environment.json") as file:
         file.write((json.dumps(facts, indent=1) + "\n").encode())

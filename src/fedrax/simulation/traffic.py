@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from fedrax import tree
-from fedrax.config.user_errors import explained, noted, refuse
+from fedrax.config.user_errors import collecting_errors, explained, refuse
 from fedrax.contract.algorithm import Algorithm, Info
 from fedrax.contract.checks import checked_init, checked_message, checked_round
 from fedrax.contract.client_data import ClientAssignment
@@ -36,19 +36,19 @@ class ShapeTracer(SingleClient):
     def broadcast(self, p: int, server: Any) -> Tree:
         """As every executor."""
         self.params = self.algorithm.params(server)
-        with noted(self.algorithm, self.broken):
+        with collecting_errors(self.algorithm, self.broken):
             return checked_message(self.algorithm, super().broadcast(p, server))
         return self.params
 
     def server(self, p: int, server: Any, gathered: PhaseResult) -> tuple[Any, Info]:
         """As every executor."""
-        with noted(self.algorithm, self.broken):
+        with collecting_errors(self.algorithm, self.broken):
             return super().server(p, server, gathered)
         return server, {}
 
     def clients(self, p: int, message: Tree, statistics: Tree) -> PhaseResult:
         """The one client, or where it is broken one that sends zeros in place of parameters."""
-        with noted(self.algorithm, self.broken), phase_scope(p):
+        with collecting_errors(self.algorithm, self.broken), phase_scope(p):
             return self._client(p, message, statistics)
         none = ClientSums(tree.zeros_like(self.params), (), {}, (), jnp.int32(self.program.num_clients))
         return PhaseResult(none, ((), ()), self.here.places.client, self.here.places.weight)
@@ -106,7 +106,7 @@ def trace_round(
         executor = ShapeTracer(program, algorithm, here, jax.random.key(0), kept, samples, broken=broken)
         server = checked_init(algorithm, params, algorithm.init(tree.rebuilt(params), program.num_clients))
         after = run_round(executor, server, statistics)[0]
-        with noted(algorithm, broken):
+        with collecting_errors(algorithm, broken):
             checked_round(algorithm, server, after)
         return executor.received, executor.sent, after
 

@@ -18,7 +18,7 @@ from jax import Array
 
 from fedrax import tree
 from fedrax.config.hyperparameters import check
-from fedrax.config.user_errors import noted
+from fedrax.config.user_errors import collecting_errors
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.checks import check_method
 from fedrax.contract.initialization import initial_parameters_in_background
@@ -193,7 +193,7 @@ def initial_client_state(
     """(the shapes of what clients keep before they take part, empty where that fails; the failure)."""
     broken: list[FedraxError] = []
     initial = ClientRecord((), ())
-    with noted(algorithm, broken):
+    with collecting_errors(algorithm, broken):
         initial = jax.eval_shape(partial(ClientRecord.at_first, algorithm), params, statistics)
     return initial, broken
 

@@ -18,7 +18,7 @@ from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.task import Task
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
-from fedrax.escaping import settings_in_words
+from fedrax.escaping import format_settings
 from fedrax.experiments.comparison import Comparison, RunJob, saved_run
 from fedrax.experiments.experiment import Experiment
 from fedrax.experiments.jobs import (
@@ -32,7 +32,7 @@ from fedrax.experiments.jobs import (
     unfinished,
 )
 from fedrax.experiments.search.grid import SettingPoint
-from fedrax.files import inside, read_json, write_text
+from fedrax.files import join_without_links, read_json, write_text
 from fedrax.simulation import Result, use_all_cores
 from fedrax.simulation.evaluation import is_lower_better
 from fedrax.simulation.persistence import checkpoint
@@ -115,7 +115,7 @@ def _check_saved_trials(comparison: Comparison, out: Path, task: Task, federatio
 
     Vectorized runs have no checkpoint with digests of these, so the directory of the search has a file of them.
     """
-    path, data = inside(out, Path("search")) / ".rows.json", of_data(federation)
+    path, data = join_without_links(out, Path("search")) / ".rows.json", of_data(federation)
     programs = _programs(comparison, task, federation)
     saved: Any = read_json(path) if path.exists() else None
     if next(path.parent.glob("*/*/*/experiment.toml"), None) is not None:
@@ -146,7 +146,7 @@ def _programs(comparison: Comparison, task: Task, federation: Federation) -> dic
         found[label] = {}
         for point, spec in firsts.values():
             run = dataclasses.replace(spec.run, seed=comparison.search_seeds[0])
-            with error_prefix(f"{label} ({settings_in_words(dict(point))})"):
+            with error_prefix(f"{label} ({format_settings(dict(point))})"):
                 name, digests = program_keys(spec.algorithm, task, federation, run)
             found[label][f"program of {label}: {name}"] = digests
     return found

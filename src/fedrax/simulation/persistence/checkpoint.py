@@ -23,7 +23,7 @@ import numpy as np
 
 from fedrax import tree
 from fedrax.errors import FedraxError
-from fedrax.files import reading, replacing
+from fedrax.files import atomic_write, open_regular_file
 from fedrax.tree import Tree
 from fedrax.version import VERSION
 
@@ -100,7 +100,7 @@ def save(directory: Path, state: Tree, meta: dict[str, Any], keep_previous: bool
     }
     _keep_previous(directory)
     digests, types = {}, {}
-    with replacing(directory / FILE) as file, zipfile.ZipFile(file, "w") as archive:
+    with atomic_write(directory / FILE) as file, zipfile.ZipFile(file, "w") as archive:
         for name, leaf in leaves.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                 digested = _DigestingFile(member)
@@ -239,7 +239,7 @@ def verify(path: Path) -> dict[str, Any]:
 def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
     """The opened file; whatever fails while it is read becomes a DamagedCheckpointError."""
     try:
-        with reading(path) as file, zipfile.ZipFile(file) as archive:
+        with open_regular_file(path) as file, zipfile.ZipFile(file) as archive:
             yield archive
     except FedraxError:
         raise

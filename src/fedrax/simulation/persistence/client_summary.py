@@ -11,7 +11,7 @@ import numpy as np
 
 from fedrax.data import Federation, has_one_label, measure_heterogeneity
 from fedrax.errors import FedraxError
-from fedrax.files import MAX_FILE, reading, write_text
+from fedrax.files import MAX_FILE, open_regular_file, write_text
 
 FILE = "clients.json"
 SHOWN, MAX_CLASSES = 50, 100
@@ -88,7 +88,7 @@ def read_client_summary(directory: Path) -> ClientSummary | None:
     if not path.exists():
         return None
     try:
-        with reading(path, MAX_FILE) as file:
+        with open_regular_file(path, MAX_FILE) as file:
             return _checked(json.loads(file.read().decode()))
     except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
         raise FedraxError(f"{path} is not the summary of a run's clients: {error}.") from error

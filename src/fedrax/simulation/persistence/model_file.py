@@ -14,7 +14,7 @@ from fedrax import tree
 from fedrax.contract.task import Variables
 from fedrax.data.readers.array_files import MAX_BYTES
 from fedrax.errors import FedraxError
-from fedrax.files import reading, write_bytes
+from fedrax.files import open_regular_file, write_bytes
 from fedrax.tree import Tree
 
 _PARTS = ("params", "statistics")
@@ -81,7 +81,7 @@ def _read(path: Path) -> dict[str, np.ndarray]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with reading(path, MAX_BYTES), safe_open(path, framework="numpy") as file:
+        with open_regular_file(path, MAX_BYTES), safe_open(path, framework="numpy") as file:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
     except (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         # AttributeError: of dtypes that NumPy does not have, such as float4

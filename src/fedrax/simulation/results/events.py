@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fedrax.errors import FedraxError
-from fedrax.files import open_to_append, reading, replacing
+from fedrax.files import atomic_write, open_regular_file, open_to_append
 
 Event = dict[str, Any]
 FILE = "events.jsonl"
@@ -117,7 +117,7 @@ class EventFile:
     def __init__(self, directory: Path, keep: list[Event]):
         """Start the file with the events ``keep``: events that a killed run wrote after its checkpoint are dropped."""
         self.path, self._hash = directory / FILE, _hash_of(keep)
-        with replacing(self.path) as file:
+        with atomic_write(self.path) as file:
             file.write("".join(line(event) for event in keep).encode())
         try:
             self._file = open_to_append(self.path)
@@ -203,7 +203,7 @@ def read_whole_events(directory: Path) -> tuple[list[Event], str | None]:
     """The events before the first invalid line, and what is wrong with that line (None where all are valid)."""
     events: list[Event] = []
     try:
-        with reading(directory / FILE, MAX_BYTES) as file:
+        with open_regular_file(directory / FILE, MAX_BYTES) as file:
             while (text := file.readline(_LINE)).endswith(b"\n"):
                 try:
                     events.append(_event(text, len(events) + 1))

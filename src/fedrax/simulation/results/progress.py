@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import jax
 from rich.cells import cell_len, set_cell_size
 
-from fedrax.escaping import plain
+from fedrax.escaping import printable_line
 from fedrax.simulation.results.events import Event, RunInfo, Sink
 
 _PAUSE = 0.1
@@ -97,7 +97,7 @@ class ProgressLine:
 
     def say(self, text: str) -> None:
         """Print ``text`` above the line, also where the line itself is not visible."""
-        text, before = plain(text), self._text
+        text, before = printable_line(text), self._text
         self.clear()
         self._write(f"{text}\n")
         if before:
@@ -126,7 +126,7 @@ class ProgressSink:
 
     def start(self, run: RunInfo) -> None:
         """Show the line."""
-        self._name, self._total = plain(self._description or run.algorithm), run.rounds
+        self._name, self._total = printable_line(self._description or run.algorithm), run.rounds
         self._line.show(self._text(run.first_round, ["compiling"]))
 
     def event(self, event: Event) -> None:

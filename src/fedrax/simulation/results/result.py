@@ -12,7 +12,7 @@ import numpy as np
 
 from fedrax.contract.model import Params, with_statistics
 from fedrax.errors import FedraxError, unknown
-from fedrax.escaping import for_picture
+from fedrax.escaping import escape_matplotlib
 from fedrax.simulation.persistence.model_file import save_model
 from fedrax.simulation.results.events import Event
 from fedrax.simulation.results.message_recorder import RecordedExchange
@@ -235,7 +235,7 @@ class Result:
         figure = Figure(figsize=(6, 0.6 + 2.4 * len(chosen)), layout="constrained")
         for axes, name in zip(figure.subplots(len(chosen), 1, squeeze=False)[:, 0], chosen, strict=True):
             axes.plot(*zip(*self.metric(name), strict=True), marker="o" if len(self.metric(name)) <= 20 else None)
-            axes.set_ylabel(for_picture(name.replace("_", " ")))
+            axes.set_ylabel(escape_matplotlib(name.replace("_", " ")))
             axes.grid(color="0.92")
             axes.spines[["top", "right"]].set_visible(False)
         figure.axes[-1].set_xlabel("communication rounds")
