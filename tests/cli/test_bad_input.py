@@ -145,7 +145,7 @@ CASES = {
     ),
     "pipe for a file": Case("run x.toml", "not a regular file", lambda folder: os.mkfifo(folder / "x.toml")),
     "device for a file": Case("run x.toml", "not a regular file", lambda f: (f / "x.toml").symlink_to("/dev/zero")),
-    "name of OpenML": Case("run --data openml --data.dataset ../iris", "no name of openml.org"),
+    "name of OpenML": Case("run --data openml --data.dataset ../iris", "not a name of openml.org"),
     "empty file": Case("run x.toml", "x.toml is not an experiment", file("x.toml", "")),
     "target of zero": Case("compare --algorithms fedavg --target 0", "accuracy in"),
     "target beyond one": Case("run --run.target 7", "must be at most 1"),

@@ -149,11 +149,11 @@ def test_a_million_clients_are_no_work_of_python():
 X, Y = np.zeros((4, 2), np.float32), np.array([0, 1, 1, 0])
 BAD = [
     (dict(x=X, y=Y[:3], client_ids=Y), "not n samples with n labels"),
-    (dict(x=X, y=Y), "client_ids or by offsets"),
-    (dict(x=X, y=Y, client_ids=Y, offsets=np.array([0, 4])), "client_ids or by offsets"),
+    (dict(x=X, y=Y), "give either client_ids or offsets"),
+    (dict(x=X, y=Y, client_ids=Y, offsets=np.array([0, 4])), "give either client_ids or offsets"),
     (dict(x=X, y=Y, client_ids=Y[:2]), "for each of 4 rows"),
     (dict(x=X, y=Y, client_ids=Y / 2), "for each of 4 rows"),
-    (dict(x=X, y=Y, offsets=np.array([0, 3])), "not at the last of 4"),
+    (dict(x=X, y=Y, offsets=np.array([0, 3])), "not at the number of rows 4"),
     (dict(x=X, y=Y, offsets=np.array([0, 5])), "rise from 0"),
     (dict(x=X, y=Y, offsets=np.array([1, 4])), "rise from 0"),
     (dict(x=X, y=Y, offsets=np.array([0, 3, 2, 4])), "rise from 0"),
@@ -166,7 +166,7 @@ BAD = [
     (dict(x=X, y=Y, client_ids=Y, test=(X[:, :1], Y)), "test samples"),
     (dict(x=X, y=Y, client_ids=Y, test=(X, Y / 2)), "must be int32"),
     (dict(x=X, y=Y, client_ids=Y, test=(X, Y), test_client_ids=Y[:2]), "test_client_ids must"),
-    (dict(x=X, y=Y, offsets=np.array([0, 4]), test=(X, Y), test_client_ids=Y), "go with client_ids"),
+    (dict(x=X, y=Y, offsets=np.array([0, 4]), test=(X, Y), test_client_ids=Y), "only with client_ids"),
     (dict(x=X, y=Y, offsets=np.array([0, 4]), test_offsets=np.array([0, 0, 0])), "another number of clients"),
 ]
 
@@ -259,7 +259,7 @@ def test_malformed_client_ids_are_rejected():
         with pytest.raises(FedraxError, match=f"one integer or string for each of 2 rows, not {found}"):
             Federation.from_arrays(x, y, ids)
     for ids in ([2**70, 1], [2**63, -1]):
-        with pytest.raises(FedraxError, match="client_ids hold whole numbers beyond 64 bits"):
+        with pytest.raises(FedraxError, match="client_ids hold integers of more than 64 bits"):
             Federation.from_arrays(x, y, ids)
     with pytest.raises(FedraxError, match="test_client_ids must be integers, as client_ids are"):
         Federation.from_arrays(x, y, [1, 2], test=(x, y), test_client_ids=["1", "2"])
@@ -271,7 +271,7 @@ def test_the_test_fraction_is_rounded_to_the_nearest_row():
 
 
 def test_test_offsets_without_rows_are_rejected():
-    with pytest.raises(FedraxError, match="test_offsets give no client a test row: leave them out"):
+    with pytest.raises(FedraxError, match="test_offsets assign no test row to a client: leave them out"):
         Federation.from_arrays(
             *FEDERATION.train, offsets=FEDERATION.offsets, test=tuple(FEDERATION.test),
             test_offsets=np.zeros(len(FEDERATION.offsets), int), num_classes=3,

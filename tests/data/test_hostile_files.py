@@ -22,7 +22,7 @@ from fedrax.data import load
 from fedrax.data.readers.array_files import read_idx, read_npz
 from fedrax.data.readers.images import read_image_table
 from fedrax.errors import FedraxError
-from fedrax.files import read_table
+from fedrax.files import read_toml
 from tests.data.test_readers import npy, npz_arrays
 
 MEGABYTES = 1 << 20
@@ -214,7 +214,7 @@ def test_pipes_devices_and_folders_are_not_read(reader: str, special: str, tmp_p
         "npz": lambda: load("npz", path=path),
         "idx": lambda: read_idx(path, 3),
         "parquet": lambda: read_image_table(path, "label", (32, 32)),
-        "toml": lambda: read_table(path),
+        "toml": lambda: read_toml(path),
     }
     refused(
         calls[reader], says=r"cannot be read: (it is not a regular file|Is a directory)|a folder without a file \*\.csv"
@@ -226,7 +226,7 @@ def test_pipes_devices_and_folders_are_not_read(reader: str, special: str, tmp_p
 
 @pytest.mark.parametrize("name", ["two words", "../../etc/passwd", "a?b=c", "", "a\nb"])
 def test_names_that_are_part_of_an_address_are_checked(name: str):
-    refused(load, "openml", dataset=name, says="is no name of openml.org")
+    refused(load, "openml", dataset=name, says="is not a name of openml.org")
 
 
 def test_what_the_network_brings_is_not_trusted(monkeypatch: pytest.MonkeyPatch):

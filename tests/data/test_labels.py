@@ -92,7 +92,7 @@ REFUSED = [
     (X, [None, 1], "labels are missing in 1 of 2 rows"),
     (X, 3, "not n samples with n labels"),
     (X, [0, 1, 2], "not n samples with n labels"),
-    (X, np.zeros((2, 0), int), "hold nothing"),
+    (X, np.zeros((2, 0), int), "are empty"),
 ]
 
 
@@ -122,12 +122,12 @@ def test_padding_is_allowed_among_labels_of_positions():
         (Y2, {}, r"0 or more .* found -1 .. 2 \(padding=-1 leaves positions out\)"),
         (Y2, {"padding": -100}, "0 or more"),
         (Y2, {"padding": -1, "num_classes": 2}, r"0 .. 1, or be the padding -1, found 0 .. 2"),
-        (np.full((2, 3), -1), {"padding": -1}, "one class at least"),
-        ([-1, 0], {"padding": -1}, r"where y is \[n, ...\]"),
-        (Y2 / 2, {"padding": -1}, "padding is a class label"),
+        (np.full((2, 3), -1), {"padding": -1}, "at least one class"),
+        ([-1, 0], {"padding": -1}, r"padding needs class labels"),
+        (Y2 / 2, {"padding": -1}, "padding needs class labels"),
         (Y2, {"padding": -1, "test": (X, Y2[:, :2])}, "test labels"),
         (Y2, {"padding": -1, "test": (X, np.where(Y2 < 0, -2, Y2))}, "0 or more"),
-        (np.abs(Y2), {"pixels": True}, "pixels are bytes"),
+        (np.abs(Y2), {"pixels": True}, "pixels must be bytes"),
     ],
 )
 def test_wrong_labels_do_not_hide_behind_padding(y, options, words):
@@ -138,7 +138,7 @@ def test_wrong_labels_do_not_hide_behind_padding(y, options, words):
 @pytest.mark.parametrize("dtype", ["i8", "u8", ">i4", ">f4", "longdouble", "complex64", "U3"])
 def test_samples_made_past_as_samples_are_checked(dtype):
     bad = Samples(np.zeros((2, 3)).astype(dtype), np.zeros(2, np.int32))
-    with pytest.raises(FedraxError, match=r"JAX does not hold x of dtype .*as_samples"):
+    with pytest.raises(FedraxError, match=r"JAX does not support x of dtype .*as_samples"):
         Dataset("bad", bad, bad, 1)
 
 
@@ -160,7 +160,7 @@ def test_partitions_by_label_want_one_label_a_row(name):
     if isinstance(rule, Iid | LogNormal | Natural):
         assert Federation.from_dataset(dataset, rule, 0).num_clients == 4
         return
-    with pytest.raises(FedraxError, match=r"labels of shape \(6,\) a row.*use iid, lognormal or natural"):
+    with pytest.raises(FedraxError, match=r"labels of shape \(6,\) per row.*use iid, lognormal or natural"):
         Federation.from_dataset(dataset, rule, 0)
 
 
@@ -196,7 +196,7 @@ def test_bytes_are_scaled_only_where_they_are_pixels():
     dataset = Dataset("images", samples, samples, 2, pixels=True)
     federation = Federation.from_dataset(dataset, Iid(2), 0)
     assert federation.pixels and dataset.preprocess() is not None and federation.preprocess() is not None
-    with pytest.raises(FedraxError, match="pixels are bytes"):
+    with pytest.raises(FedraxError, match="pixels must be bytes"):
         Dataset("floats", *(Samples(x / 255, samples.y),) * 2, 2, pixels=True)
 
 
@@ -211,10 +211,10 @@ def test_npz_says_whether_bytes_are_pixels_and_what_is_padding(tmp_path):
 
 def test_labels_of_another_form_are_rejected_with_the_remedy():
     x = np.zeros((4, 2))
-    with pytest.raises(FedraxError, match=r"np.unique\(labels, .*\) of training and test labels together"):
+    with pytest.raises(FedraxError, match=r"np.unique\(labels, .*\) of all training and test labels"):
         Federation.from_arrays(x, ["a", "b", "a", "b"], [0, 0, 1, 1], test=(x, [0, 1, 0, 1]))
     table = pl.DataFrame({"age": [1.0, 2.0, 3.0, 4.0], "sex": ["f", "m", "f", None]})
-    with pytest.raises(FedraxError, match=r"column 'sex' holds texts: .* by get_dummies of pandas"):
+    with pytest.raises(FedraxError, match=r"column 'sex' holds text: .* with get_dummies of pandas"):
         Federation.from_arrays(table, [0, 1, 0, 1], [0, 0, 1, 1])
     for y in (np.array([[0], [1], [0], [1]]), np.eye(2, dtype=int)[[0, 1, 0, 1]]):
         made = Federation.from_arrays(x, y, [0, 0, 1, 1])
@@ -228,11 +228,11 @@ def test_samples_that_are_not_arrays_are_rejected_with_the_remedy():
     for arrays, says in (
         ((np.ma.masked_greater(x, 5), y), "x has masked values: leave those rows out"),
         ((x, np.ma.masked_equal(y, 1)), "y has masked values"),
-        ((sparse, y), r"x.toarray\(\) is dense"),
-        ((x.astype(object), y), r"x.astype\(float\) makes numbers of objects"),
-        (((x, x[:, :1]), y), "several inputs of a sample go side by side"),
-        (({"a": x, "b": x[:, 0]}, y), "several inputs of a sample go side by side"),
-        (([x, x], y), "several inputs of a sample go side by side"),
+        ((sparse, y), r"x.toarray\(\) gives a dense array"),
+        ((x.astype(object), y), r"x.astype\(float\) converts objects"),
+        (((x, x[:, :1]), y), "concatenate several inputs of a sample"),
+        (({"a": x, "b": x[:, 0]}, y), "concatenate several inputs of a sample"),
+        (([x, x], y), "concatenate several inputs of a sample"),
         (([*x, x[0, :1]], [*y, 1]), "all rows have one shape\\.$"),
     ):
         with pytest.raises(FedraxError, match=says):
@@ -256,8 +256,8 @@ def test_columns_of_tables_are_numbers_or_are_named():
     dates = pl.DataFrame({"age": [3.0, 5, 7, 9], "day": pl.Series(days.to_numpy()).cast(pl.Date)})
     for columns, labels, says in (
         (table[["age"]].assign(day=days), y, "column 'day' holds datetime64.*: leave it out"),
-        (dates, y, "column 'day' holds Date: leave it out, or make numbers of it"),
-        (dates.lazy(), y, r"x.collect\(\) is the table"),
+        (dates, y, "column 'day' holds Date: leave it out, or convert it to numbers"),
+        (dates.lazy(), y, r"x.collect\(\) gives the table"),
         (table[["age"]], pandas.Series(["a", None, "b", None]), "labels are missing in 2 of 4 rows: leave those"),
         (table[["age"]], pandas.cut(table["age"], 2), "labels are integers or strings for classes, floats for targets"),
     ):

@@ -137,8 +137,8 @@ def samples(x: Any, y: Any) -> dict[str, Any]:
         ('{"a": ' * 100_000, "too deep"),
         ("[]", "not of LEAF's format"),
         ('{"users": ["a"], "users": ["b"]}', "'users' twice"),
-        (json.dumps(GOOD).replace("1.0", "NaN"), "NaN, which is no number"),
-        (json.dumps(GOOD).replace("1.0", "-Infinity"), "Infinity, which is no number"),
+        (json.dumps(GOOD).replace("1.0", "NaN"), "NaN, which is not a JSON number"),
+        (json.dumps(GOOD).replace("1.0", "-Infinity"), "Infinity, which is not a JSON number"),
         (json.dumps(GOOD).replace("1.0", "1e999"), "user 'a' has numbers that are not finite"),
         (json.dumps(GOOD).replace("1.0", "1e39"), "beyond 32-bit"),
         (json.dumps(GOOD).replace("1.0", "9" * 400), "not finite"),
@@ -212,7 +212,7 @@ def test_a_file_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.Monkey
     tracemalloc.stop()
     assert most < 1 << 20
     monkeypatch.setattr("fedrax.files.MAX_VALUES", 1000)
-    with pytest.raises(FedraxError, match="more than the 1,000 values"):
+    with pytest.raises(FedraxError, match="more than 1,000 values"):
         load("leaf", path=write(path, "[" + "[]," * 500 + "[]]"))
 
 

@@ -256,7 +256,7 @@ def test_impossible_rules_raise_a_clear_error(rule, words):
 
 
 def test_more_natural_clients_than_there_are():
-    with pytest.raises(FedraxError, match="3 of them cannot be taken"):
+    with pytest.raises(FedraxError, match="3 of them cannot be selected"):
         Natural(3).assign(labeled([0, 1], 2, np.array([0, 1])), 0)
 
 
@@ -303,7 +303,7 @@ def test_any_column_may_stand_in_place_of_the_labels(tmp_path: Path):
     sorted_ages = [age[rows] for rows in clients_of(Shards(5, 1).assign(by_age, 0))]
     edges = sorted((ages.min(), ages.max()) for ages in sorted_ages)
     assert all(one[1] <= other[0] for one, other in pairwise(edges))
-    with pytest.raises(FedraxError, match="no kinds to be partitioned by but fractions"):
+    with pytest.raises(FedraxError, match="no classes, which this partition needs: partition_by has floats"):
         DirichletClasses(4).assign(by_age, 0)
     with pytest.raises(FedraxError, match="did you mean 'region'"):
         load("csv", **options, partition_by="regions")

@@ -202,7 +202,7 @@ def test_npz_regression_without_clients(tmp_path):
             {"y_train": np.arange(4, dtype=np.float32), "y_test": np.array([1, np.nan], np.float32)},
             "y_test holds numbers that are not finite",
         ),
-        ({"client_train": None}, "holds client_test and no client_train"),
+        ({"client_train": None}, "holds client_test without client_train"),
         ({"client_test": np.zeros((2, 1), np.int16)}, "must be one integer or string"),
         ({"client_train": np.zeros(3, np.int16)}, "not n samples"),
         ({"client_train": np.zeros(4)}, "must be one integer or string"),
@@ -335,10 +335,10 @@ def test_arrays_as_others_save_them(tmp_path):
     made = load("npz", path=tmp_path / "t.npz")
     assert made.class_names == ("a", "b", "c") and made.train.y.tolist() == [1, 0, 1, 1]
     assert made.client_names == ("p", "q")
-    assert any("pixels = true takes them" in note for note in made.notes)
+    assert any("set pixels = true" in note for note in made.notes)
     np.savez(tmp_path / "one.npz", **x, y_train=np.array([1, 2, 1, 2]), y_test=np.array([1, 2, 1, 2]))
     made = load("npz", path=tmp_path / "one.npz", pixels=True)
-    assert made.notes == ("warning: labels count from 0, and the smallest label is 1: take 1 off",)
+    assert made.notes == ("warning: labels must start at 0, and the smallest label is 1: subtract 1",)
     np.savez(tmp_path / "zero.npz", **x, y_train=np.array([1, 2, 1, 2]), y_test=np.array([0, 1, 1, 2]))
     assert not load("npz", path=tmp_path / "zero.npz", pixels=True).notes
     places = np.array([[0, 1], [2, 0], [1, 1], [2, 2]])

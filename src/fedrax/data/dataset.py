@@ -95,23 +95,21 @@ class Dataset:
     def __post_init__(self) -> None:
         if len(self.train.y) == 0:
             raise FedraxError(f"data set {self.name!r} has no training samples.")
-        check_matching_shapes(self.train, self.test, f"data set {self.name!r}")
+        check_parts(self, f"data set {self.name!r}")
         for part, samples, clients in (
             ("training", self.train, self.train_clients),
             ("test", self.test, self.test_clients),
         ):
             where = f"data set {self.name!r}, {part} part"
-            check_samples(samples, self.num_classes, where, self.pixels, self.padding)
             if clients is not None and (clients.shape != samples.y.shape[:1] or clients.dtype.kind not in "iu"):
                 raise FedraxError(f"{where}: clients must be one integer for each of {len(samples.y)} rows.")
         by = self.partition_by
         if by is not None and (by.shape != self.train.y.shape[:1] or by.dtype.kind not in "iuf"):
             raise FedraxError(f"data set {self.name!r}: partition_by must be one number for each training row.")
         if by is not None and by.dtype.kind == "i" and by.min() < 0:
-            raise FedraxError(f"data set {self.name!r}: whole numbers to partition by must be 0 or more.")
-        check_class_names(self.class_names, self.num_classes, f"data set {self.name!r}")
+            raise FedraxError(f"data set {self.name!r}: integers in partition_by must be 0 or more.")
         if len(self.mean) != len(self.std) or any(s <= 0 for s in self.std):
-            raise FedraxError(f"data set {self.name!r}: mean and std need a number a channel, std above zero.")
+            raise FedraxError(f"data set {self.name!r}: mean and std need one number per channel, std above 0.")
 
     def preprocess(self, normalize: bool = True) -> "Preprocess | None":
         """The preprocessing of x for ``classification(model, ...)``: see `fedrax.contract.rescale`.
@@ -171,9 +169,9 @@ def as_samples(x: np.ndarray, y: np.ndarray, padding: int | None = None) -> Samp
         raise FedraxError(
             f"samples must be arrays of numbers in which all rows have one shape{_multi_input_hint(given, y)}."
         ) from error
-    lost = sum(map(is_missing, y.ravel())) if y.dtype.kind == "O" else 0
-    if lost:
-        raise FedraxError(f"labels are missing in {lost:,} of {y.size:,} rows: leave those rows out.")
+    missing = sum(map(is_missing, y.ravel())) if y.dtype.kind == "O" else 0
+    if missing:
+        raise FedraxError(f"labels are missing in {missing:,} of {y.size:,} rows: leave those rows out.")
     if any(a.dtype.kind not in "buif" and a.dtype.name != "bfloat16" for a in (x, y)):
         raise FedraxError(
             f"samples must be real numbers, not x of dtype {x.dtype} with y of dtype {y.dtype}"
@@ -200,9 +198,9 @@ def _to_array(given: Any) -> np.ndarray:
     """
     columns = _table_columns(given)
     array = np.asarray(given)
-    odd = next((name for name, column in columns if not _is_numeric(column)), None)
-    if odd is not None or not columns or array.dtype.kind != "O":
-        return array if odd is None else array.astype(object)
+    non_numeric = next((name for name, column in columns if not _is_numeric(column)), None)
+    if non_numeric is not None or not columns or array.dtype.kind != "O":
+        return array if non_numeric is None else array.astype(object)
     return np.stack([_to_float64(column) for _, column in columns], axis=1)
 
 
@@ -238,27 +236,27 @@ def encode_string_labels(
 
     Raises FedraxError for a label that is none of ``class_names``.
     """
-    tested = () if test is None or not len(test[1]) else (test[1],)
-    parts = [part for part in map(_string_array, (y, *tested)) if part is not None]
-    if len(parts) != 1 + len(tested):
+    test_labels = () if test is None or not len(test[1]) else (test[1],)
+    parts = [part for part in map(_string_array, (y, *test_labels)) if part is not None]
+    if len(parts) != 1 + len(test_labels):
         return y, test, class_names
-    held = np.unique(np.concatenate([part.ravel() for part in parts]))
-    names = [str(name) for name in class_names or held]
-    if strange := sorted(set(held.tolist()) - set(names)):
-        raise unknown("class of class_names:", strange[0], names)
-    places = np.array([names.index(label) for label in held], np.int32)
-    codes = [places[np.searchsorted(held, part)] for part in parts]
-    return codes[0], test and (test[0], codes[1] if tested else codes[0][:0]), tuple(names)
+    present = np.unique(np.concatenate([part.ravel() for part in parts]))
+    names = [str(name) for name in class_names or present]
+    if unlisted := sorted(set(present.tolist()) - set(names)):
+        raise unknown("class of class_names:", unlisted[0], names)
+    class_of = np.array([names.index(label) for label in present], np.int32)
+    codes = [class_of[np.searchsorted(present, part)] for part in parts]
+    return codes[0], test and (test[0], codes[1] if test_labels else codes[0][:0]), tuple(names)
 
 
 def _string_array(labels: Any) -> np.ndarray | None:
     """Labels as an array of strings, or None unless all are strings."""
     try:
-        found = np.asarray(labels) if hasattr(labels, "dtype") else np.asarray(labels, object)
+        array = np.asarray(labels) if hasattr(labels, "dtype") else np.asarray(labels, object)
     except (ValueError, TypeError):
         return None
-    texts = found.dtype.kind in "UT" or (found.dtype.kind == "O" and all(isinstance(v, str) for v in found.ravel()))
-    return found.astype(str) if texts and found.size else None
+    texts = array.dtype.kind in "UT" or (array.dtype.kind == "O" and all(isinstance(v, str) for v in array.ravel()))
+    return array.astype(str) if texts and array.size else None
 
 
 def _multi_input_hint(given: Any, y: Any) -> str:
@@ -268,32 +266,32 @@ def _multi_input_hint(given: Any, y: Any) -> str:
     if not 1 < len(rows) == len(parts) or any(row != np.shape(y)[:1] for row in rows):
         return ""
     return (
-        "; several inputs of a sample go side by side in one array, np.concatenate([a.reshape(n, -1), ...], axis=1),"
-        " and the model takes them apart"
+        "; concatenate several inputs of a sample into one array, np.concatenate([a.reshape(n, -1), ...], axis=1),"
+        " and split it in the model"
     )
 
 
 def _conversion_hint(given: Any, x: np.ndarray, y: np.ndarray) -> str:
     """Hint on how to convert non-numeric samples to numbers."""
-    if apart := _multi_input_hint(given, y):
-        return apart
+    if hint := _multi_input_hint(given, y):
+        return hint
     if hasattr(given, "toarray"):
-        return "; x.toarray() is dense"
+        return "; x.toarray() gives a dense array"
     if hasattr(given, "collect"):
-        return "; x.collect() is the table"
+        return "; x.collect() gives the table"
     odd = [(name, column) for name, column in _table_columns(given) if not _is_numeric(column)]
     texts = next((name for name, column in odd if any(isinstance(v, str) for v in np.asarray(column))), None)
     if texts is not None:
         return (
-            f"; column {texts!r} holds texts: leave it out, or make a column of 0 and 1 of each of its categories,"
-            " by get_dummies of pandas or to_dummies of polars"
+            f"; column {texts!r} holds text: leave it out, or one-hot encode its categories"
+            " with get_dummies of pandas or to_dummies of polars"
         )
     if odd:
-        return f"; column {odd[0][0]!r} holds {odd[0][1].dtype}: leave it out, or make numbers of it"
+        return f"; column {odd[0][0]!r} holds {odd[0][1].dtype}: leave it out, or convert it to numbers"
     if x.dtype.kind == "O":
-        return "; x.astype(float) makes numbers of objects, where all of them are"
+        return "; x.astype(float) converts objects that are all numbers"
     if y.dtype.kind in "SU" or any(isinstance(label, str) for label in y.ravel()):
-        return "; np.unique(labels, return_inverse=True) of training and test labels together numbers texts"
+        return "; np.unique(labels, return_inverse=True) of all training and test labels gives integer classes"
     return "; labels are integers or strings for classes, floats for targets" if y.dtype.kind not in "buif" else ""
 
 
@@ -336,11 +334,19 @@ def _to_jax_dtype(array: np.ndarray, what: str) -> np.ndarray:
 
 def check_matching_shapes(train: Samples, test: Samples, where: str) -> None:
     """Raise FedraxError, prefixed by ``where``, unless training and test samples have the same shape."""
-    for what, one, other in (("samples", train.x, test.x), ("labels", train.y, test.y)):
-        if not (hasattr(one, "dtype") and hasattr(other, "dtype")):
-            raise FedraxError(f"{where}: {what} must be arrays; as_samples makes them of lists.")
-        if one.shape[1:] != other.shape[1:]:
-            raise FedraxError(f"{where}: training {what} have shape {one.shape[1:]}, test {what} {other.shape[1:]}.")
+    for what, a, b in (("samples", train.x, test.x), ("labels", train.y, test.y)):
+        if not (hasattr(a, "dtype") and hasattr(b, "dtype")):
+            raise FedraxError(f"{where}: {what} must be arrays; as_samples converts lists.")
+        if a.shape[1:] != b.shape[1:]:
+            raise FedraxError(f"{where}: training {what} have shape {a.shape[1:]}, test {what} {b.shape[1:]}.")
+
+
+def check_parts(data: Any, where: str) -> None:
+    """Raise FedraxError unless training part, test part and class names of a Dataset or Federation are consistent."""
+    check_matching_shapes(data.train, data.test, where)
+    for part, samples in (("training", data.train), ("test", data.test)):
+        check_samples(samples, data.num_classes, f"{where}, {part} part", data.pixels, data.padding)
+    check_class_names(data.class_names, data.num_classes, where)
 
 
 def check_class_names(names: tuple[str, ...], num_classes: int | None, where: str) -> None:
@@ -356,29 +362,29 @@ def check_samples(
     """Raise FedraxError, prefixed by ``where``, unless lengths, dtypes and labels are consistent."""
     x, y = samples
     if x.ndim < 1 or y.ndim < 1 or len(x) != len(y):
-        raise FedraxError(f"{where}: x of shape {x.shape} and y of shape {y.shape} do not belong together.")
+        raise FedraxError(f"{where}: x of shape {x.shape} and y of shape {y.shape} are not n samples with n labels.")
     if 0 in y.shape[1:]:
-        raise FedraxError(f"{where}: labels of shape {y.shape[1:]} hold nothing.")
+        raise FedraxError(f"{where}: labels of shape {y.shape[1:]} are empty.")
     if pixels and x.dtype != np.uint8:
-        raise FedraxError(f"{where}: pixels are bytes (uint8), not {x.dtype}.")
+        raise FedraxError(f"{where}: pixels must be bytes (uint8), not {x.dtype}.")
     for what, array in (("x", x), ("y", y if num_classes is None else x)):
         wide = array.dtype.itemsize > (4 if array.dtype.kind in "iu" else 8)
         if array.dtype.kind not in "buif" or wide or not array.dtype.isnative:
-            raise FedraxError(f"{where}: JAX does not hold {what} of dtype {array.dtype}; as_samples converts it.")
+            raise FedraxError(f"{where}: JAX does not support {what} of dtype {array.dtype}; as_samples converts it.")
     if padding is not None and (num_classes is None or y.ndim == 1):
-        raise FedraxError(f"{where}: padding is a class label of positions, where y is [n, ...], not {y.shape}.")
+        raise FedraxError(f"{where}: padding needs class labels y [n, ...] of positions, not shape {y.shape}.")
     if num_classes is None:
         if y.dtype.kind != "f":
-            raise FedraxError(f"{where}: regression targets must be floating, not {y.dtype}.")
+            raise FedraxError(f"{where}: regression targets must be floating-point, not {y.dtype}.")
         return
     if y.dtype != np.int32:
         raise FedraxError(f"{where}: class labels must be int32, not {y.dtype}.")
     if num_classes < 1:
-        raise FedraxError(f"{where}: a classification needs one class at least, not {num_classes}.")
+        raise FedraxError(f"{where}: a classification needs at least one class, not {num_classes}.")
     low, high = label_range(y, padding)
     if low < 0 or high >= num_classes:
-        besides = "" if padding is None else f", or be the padding {padding}"
-        raise FedraxError(f"{where}: labels must lie in 0 .. {num_classes - 1}{besides}, found {low} .. {high}.")
+        or_padding = "" if padding is None else f", or be the padding {padding}"
+        raise FedraxError(f"{where}: labels must lie in 0 .. {num_classes - 1}{or_padding}, found {low} .. {high}.")
 
 
 def numpy_generator(seed: int, purpose: str) -> np.random.Generator:
@@ -390,7 +396,7 @@ def numpy_generator(seed: int, purpose: str) -> np.random.Generator:
 
 def floor_fractions(sizes: np.ndarray, fraction: float) -> np.ndarray:
     """``fraction`` of each of the ``sizes``, rounded down, int64."""
-    return (sizes * fraction * (1 + 1e-12)).astype(np.int64)  # 29 of 100 by 0.29, whose product is just below
+    return (sizes * fraction * (1 + 1e-12)).astype(np.int64)  # 0.29 * 100 is slightly below 29 in floating point
 
 
 def train_test_split(groups: np.ndarray, fraction: float, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

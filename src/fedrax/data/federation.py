@@ -10,9 +10,8 @@ from fedrax.data.dataset import (
     Dataset,
     Samples,
     as_samples,
-    check_class_names,
     check_matching_shapes,
-    check_samples,
+    check_parts,
     decode_bytes,
     encode_string_labels,
     is_missing,
@@ -27,7 +26,8 @@ from fedrax.errors import FedraxError
 if TYPE_CHECKING:
     from fedrax.contract.task import Preprocess
 
-ALIGNMENT = 64  # bytes; JAX uses an array with this alignment on the CPU without a copy
+ALIGNMENT = 64
+"""Bytes; on the CPU, JAX uses an array with this alignment without a copy."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -81,21 +81,17 @@ class Federation:
         if self.test_offsets is not None:
             _check_offsets(self.test_offsets, len(self.test.y), f"federation {self.name!r}, test part")
             if len(self.test_offsets) != len(self.offsets):
-                raise FedraxError(f"federation {self.name!r}: test offsets are for another number of clients.")
+                raise FedraxError(f"federation {self.name!r}: test_offsets are for another number of clients.")
             if not self.test_offsets[-1]:
                 raise FedraxError(
-                    f"federation {self.name!r}: test_offsets give no client a test row: leave them out where test rows"
-                    " belong to nobody."
+                    f"federation {self.name!r}: test_offsets assign no test row to a client: leave them out if test"
+                    " rows belong to no client."
                 )
         if self.client_names and len(self.client_names) != self.num_clients:
             raise FedraxError(
                 f"federation {self.name!r} has {self.num_clients} clients, but {len(self.client_names)} names for them."
             )
-        check_class_names(self.class_names, self.num_classes, f"federation {self.name!r}")
-        check_matching_shapes(self.train, self.test, f"federation {self.name!r}")
-        for part, samples in (("training", self.train), ("test", self.test)):
-            where = f"federation {self.name!r}, {part} part"
-            check_samples(samples, self.num_classes, where, self.pixels, self.padding)
+        check_parts(self, f"federation {self.name!r}")
 
     def __repr__(self) -> str:
         """Numbers of clients and samples, shapes and dtypes."""
@@ -290,6 +286,7 @@ def _train_and_test(
 
 
 def _describe(value: object) -> str:
+    """An argument of a wrong type, for messages."""
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
@@ -310,8 +307,8 @@ def aligned_array(array: np.ndarray) -> np.ndarray:
         (True, 0)
     """
     array = np.asarray(array)
-    placed = array.size == 0 or array.ctypes.data % ALIGNMENT == 0
-    if placed and array.flags.c_contiguous:
+    aligned = array.size == 0 or array.ctypes.data % ALIGNMENT == 0
+    if aligned and array.flags.c_contiguous:
         return array
     copy = allocate_aligned(array.shape, array.dtype)
     copy[...] = array
@@ -327,6 +324,7 @@ def allocate_aligned(shape: tuple[int, ...], dtype: np.dtype, make: Callable = n
 
 
 def _aligned_samples(samples: Samples) -> Samples:
+    """Samples in aligned arrays."""
     return Samples(aligned_array(samples.x), aligned_array(samples.y))
 
 
@@ -343,18 +341,16 @@ def take_rows(samples: Samples, rows: np.ndarray) -> Samples:
 
 def _assign(partition: Partitioner, dataset: Dataset, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """The rows and offsets of a partition, checked, because it may be user code."""
-    name, found = type(partition).__name__, partition.assign(dataset, seed)
-    if not (isinstance(found, tuple) and len(found) == 2 and all(isinstance(part, np.ndarray) for part in found)):
+    name, assigned = type(partition).__name__, partition.assign(dataset, seed)
+    if not (isinstance(assigned, tuple) and len(assigned) == 2 and all(isinstance(a, np.ndarray) for a in assigned)):
         raise FedraxError(f"the partition {name} must return arrays, row numbers [n] and offsets [N + 1].")
-    rows, offsets = found
+    rows, offsets = assigned
     if (
         rows.ndim != 1
         or rows.dtype.kind not in "iu"
         or (rows.size and (rows.min() < 0 or rows.max() >= len(dataset.train.y)))
     ):
-        raise FedraxError(
-            f"the partition {name} must return rows of 0 to {len(dataset.train.y) - 1}, whole numbers [n]."
-        )
+        raise FedraxError(f"the partition {name} must return rows of 0 to {len(dataset.train.y) - 1}, integers [n].")
     return rows, _check_train_offsets(offsets, len(rows), f"partition {name}")
 
 
@@ -367,18 +363,22 @@ def _shuffle_within_clients(offsets: np.ndarray, seed: int) -> np.ndarray:
 def _check_owners(client_ids: object, offsets: object, test_client_ids: object, test_offsets: object) -> None:
     """Raise FedraxError unless clients are given by ids or by offsets, for training and test rows alike."""
     if (client_ids is None) == (offsets is None):
-        raise FedraxError("say who owns the rows by client_ids or by offsets, one of the two.")
+        raise FedraxError("give either client_ids or offsets, which assign rows to clients.")
     if test_client_ids is not None and (client_ids is None or test_offsets is not None):
-        raise FedraxError("test_client_ids go with client_ids, and test_offsets with offsets.")
+        raise FedraxError("give test_client_ids only with client_ids, and test_offsets only with offsets.")
 
 
 def check_client_ids(what: str, ids: Any, rows: int, like: np.ndarray | None = None) -> np.ndarray:
     """Client ids as integers or strings [rows], of the kind of ``like``; from arrays, table columns or lists."""
-    given = np.array(ids, object) if isinstance(ids, list | tuple) else np.asarray(ids)  # NumPy would write None out
+    given = (
+        np.array(ids, object) if isinstance(ids, list | tuple) else np.asarray(ids)
+    )  # NumPy would convert None to a string
     listed = given.ravel().tolist() if given.dtype.kind in "Of" else []
-    lost = sum(map(is_missing, listed))
-    if lost:
-        raise FedraxError(f"{what} are missing in {lost:,} of {len(listed):,} rows: leave out rows that nobody owns.")
+    missing = sum(map(is_missing, listed))
+    if missing:
+        raise FedraxError(
+            f"{what} are missing in {missing:,} of {len(listed):,} rows: leave out rows that belong to no client."
+        )
     if listed and all(map(_is_integer, listed)):
         given = _to_integers(what, listed).reshape(given.shape)
     elif listed and all(isinstance(value, bytes) for value in listed):
@@ -395,6 +395,7 @@ def check_client_ids(what: str, ids: Any, rows: int, like: np.ndarray | None = N
 
 
 def _is_integer(value: object) -> bool:
+    """Whether a value is an integer and no Boolean."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
@@ -403,11 +404,12 @@ def _to_integers(what: str, values: list[Any]) -> np.ndarray:
     low, high = min(values), max(values)
     kind = next((k for k in (np.int64, np.uint64) if np.iinfo(k).min <= low and high <= np.iinfo(k).max), None)
     if kind is None:
-        raise FedraxError(f"{what} hold whole numbers beyond 64 bits, {low} .. {high}: write them as strings.")
+        raise FedraxError(f"{what} hold integers of more than 64 bits, {low} .. {high}: give strings.")
     return np.array(values, kind)
 
 
 def _type_names(values: list[Any]) -> str:
+    """The types of values, for messages."""
     return " and ".join(sorted({type(value).__name__ for value in values}))
 
 
@@ -439,7 +441,7 @@ def _check_train_offsets(offsets: np.ndarray, rows: int, where: str) -> np.ndarr
     """``offsets`` as int64, if they assign all ``rows`` and give every client a row."""
     offsets = _check_offsets(offsets, rows, where)
     if offsets[-1] != rows:
-        raise FedraxError(f"{where}: offsets end at {offsets[-1]}, not at the last of {rows} rows.")
+        raise FedraxError(f"{where}: offsets end at {offsets[-1]}, not at the number of rows {rows}.")
     sizes = np.diff(offsets)
     if sizes.min() < 1:
         raise FedraxError(f"{where}: client {sizes.argmin()} has no training rows.")
@@ -478,8 +480,8 @@ def hold_out(federation: Federation, share: float, seed: int = 0) -> Federation:
         raise FedraxError(f"the share of validation data must lie between 0 and 1, not be {share}.")
     clients = federation.num_clients
     owner = np.repeat(np.arange(clients), federation.sizes)
-    kept, held = train_test_split(owner, share, numpy_generator(seed, "validation split"))
-    if not len(held):
+    kept, held_out = train_test_split(owner, share, numpy_generator(seed, "validation split"))
+    if not len(held_out):
         raise FedraxError(
             f"the largest client of {federation.name!r} has {federation.sizes.max()} training rows, too few to hold"
             f" out {share:g} of them for validation: raise the share."
@@ -494,6 +496,6 @@ def hold_out(federation: Federation, share: float, seed: int = 0) -> Federation:
         federation,
         train=take_rows(federation.train, kept),
         offsets=offsets(kept),
-        test=take_rows(federation.train, held),
-        test_offsets=offsets(held),
+        test=take_rows(federation.train, held_out),
+        test_offsets=offsets(held_out),
     )

@@ -14,7 +14,9 @@ from fedrax.data.dataset import Dataset, numpy_generator
 from fedrax.errors import FedraxError, known_fields_only
 
 DIRICHLET_ATTEMPTS = 100
-MAX_TABLE = 100_000_000  # entries of a clients x classes table: 800 MB of int64
+"""Draws of `DirichletClients` before it raises."""
+MAX_TABLE = 100_000_000
+"""Most entries of a table of clients and classes: 800 MB of int64."""
 
 
 class Partition(NamedTuple):
@@ -454,7 +456,7 @@ class Natural:
         if not 1 <= wanted <= len(kept):
             raise FedraxError(
                 f"data set {dataset.name!r} has {len(kept)} natural clients of {self.min_size} rows or more; "
-                f"{wanted} of them cannot be taken."
+                f"{wanted} of them cannot be selected."
             )
         kept = np.sort(numpy_generator(seed, "partition").permutation(kept)[:wanted])
         number = np.full(len(sizes), -1)
@@ -474,8 +476,8 @@ PARTITIONS: dict[str, type] = {
     "lognormal": LogNormal,
     "natural": Natural,
 }
-for _rule in PARTITIONS.values():
-    known_fields_only(_rule)
+for _partition in PARTITIONS.values():
+    known_fields_only(_partition)
 
 
 def _num_rows(dataset: Dataset, clients: int) -> int:
@@ -494,8 +496,8 @@ def _partition_labels(dataset: Dataset) -> np.ndarray:
         return dataset.partition_by
     if dataset.train.y.ndim > 1:
         raise FedraxError(
-            f"data set {dataset.name!r} has labels of shape {dataset.train.y.shape[1:]} a row, but this partition "
-            "goes by one label a row; use iid, lognormal or natural, or partition_by."
+            f"data set {dataset.name!r} has labels of shape {dataset.train.y.shape[1:]} per row, but this partition "
+            "needs one label per row; use iid, lognormal or natural, or partition_by."
         )
     return dataset.train.y
 
@@ -507,8 +509,8 @@ def _class_labels(dataset: Dataset, clients: int) -> tuple[np.ndarray, int]:
     if by is not None:
         classes = None if by.dtype.kind == "f" else int(by.max()) + 1
     if classes is None:
-        what = "classes (a regression)" if by is None else "kinds to be partitioned by but fractions"
-        raise FedraxError(f"data set {dataset.name!r} has no {what}, which this partition needs.")
+        what = "it is a regression" if by is None else "partition_by has floats"
+        raise FedraxError(f"data set {dataset.name!r} has no classes, which this partition needs: {what}.")
     if clients * classes > MAX_TABLE:
         raise FedraxError(
             f"{clients} clients x {classes} classes are too many for this partition "
@@ -518,16 +520,19 @@ def _class_labels(dataset: Dataset, clients: int) -> tuple[np.ndarray, int]:
 
 
 def _check_concentration(name: str, value: float) -> None:
+    """Raise FedraxError for a Dirichlet concentration outside the range of NumPy's sampler."""
     if not 1e-4 <= value <= 1e6:
         raise FedraxError(f"{name} must lie in 0.0001 .. 1000000, not {value}.")
 
 
 def _check_percent(percent: float) -> None:
+    """Raise FedraxError unless ``percent`` is a percentage."""
     if not 0 <= percent <= 100:
         raise FedraxError(f"percent must lie in 0 .. 100, not {percent}.")
 
 
 def _check_min_size(min_size: int, clients: int, total: int) -> None:
+    """Raise FedraxError unless every client can have ``min_size`` rows."""
     if min_size < 1:
         raise FedraxError(f"min_size must be at least 1, not {min_size}.")
     if clients * min_size > total:
@@ -540,6 +545,7 @@ def _even_sizes(total: int, parts: int) -> np.ndarray:
 
 
 def _offsets(sizes: np.ndarray) -> np.ndarray:
+    """Offsets [N + 1] of clients with the given sizes [N], int64."""
     return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
 

@@ -10,8 +10,8 @@ from matplotlib.ticker import MaxNLocator
 from fedrax.data.federation import Federation
 from fedrax.data.heterogeneity import label_counts
 from fedrax.errors import FedraxError
-from fedrax.escaping import for_picture
-from fedrax.files import write_picture
+from fedrax.escaping import escape_matplotlib
+from fedrax.files import write_figure
 
 COLOR = "#1f5a94"
 LINE = 0.125
@@ -39,7 +39,7 @@ def draw_label_counts(federation: Federation, clients: int = 50) -> Figure:
         'client'
     """
     if clients < 1:
-        raise FedraxError(f"a picture needs at least 1 client, not {clients}.")
+        raise FedraxError(f"a plot needs at least 1 client, not {clients}.")
     counts = label_counts(federation)[:clients]
     shown, classes = counts.shape
     cell = min(0.25, 14 / shown, 10 / classes)  # inches
@@ -65,7 +65,7 @@ def draw_label_counts(federation: Federation, clients: int = 50) -> Figure:
     axes.spines[["top", "right"]].set_visible(False)
     of_all = f"first {shown:,} of " if shown < federation.num_clients else ""
     plural = "s" if federation.num_clients > 1 else ""
-    title = f"{for_picture(federation.name)}: {of_all}{federation.num_clients:,} client{plural}"
+    title = f"{escape_matplotlib(federation.name)}: {of_all}{federation.num_clients:,} client{plural}"
     axes.set_title(title, loc="left", fontsize="medium")
     for value in sorted({int(largest), max(int(largest) // 4, 1), max(int(largest) // 16, 1)}, reverse=True):
         axes.scatter([], [], s=diameter**2 * value / largest, color=COLOR, linewidths=0, label=f"{value:,}")
@@ -74,7 +74,8 @@ def draw_label_counts(federation: Federation, clients: int = 50) -> Figure:
 
 
 def _short(names: Sequence[str]) -> list[str]:
-    return [for_picture(name if len(name) <= 30 else f"{name[:29]}…") for name in names]
+    """Names as tick labels of at most 30 characters."""
+    return [escape_matplotlib(name if len(name) <= 30 else f"{name[:29]}…") for name in names]
 
 
 def save_label_counts(federation: Federation, path: str | Path, clients: int = 50) -> tuple[Path, Path]:
@@ -101,5 +102,5 @@ def save_label_counts(federation: Federation, path: str | Path, clients: int = 5
     figure = draw_label_counts(federation, clients)
     path = Path(path)
     stem = path.name.removesuffix(".png").removesuffix(".svg")
-    png, svg = (write_picture(path.with_name(f"{stem}.{kind}"), figure) for kind in ("png", "svg"))
+    png, svg = (write_figure(path.with_name(f"{stem}.{kind}"), figure) for kind in ("png", "svg"))
     return png, svg

@@ -99,7 +99,7 @@ def load(name: str, /, data_dir: str | Path | None = None, **options: object) ->
 def load_digits(test_fraction: float = 0.2, seed: int = 0) -> Dataset:
     """The 1,797 handwritten digits bundled with scikit-learn: float32 [n, 8, 8, 1] in [0, 1], 10 classes.
 
-    Pixels are the original 0 .. 16 divided by 16, which is exact. The test rows are drawn from each class.
+    Pixels are the original 0 .. 16 divided by 16, which is exact. The test part is stratified by class.
     """
     from sklearn.datasets import load_digits as bundled
 
@@ -125,7 +125,7 @@ def load_fashion_mnist(data_dir: Path) -> Dataset:
 def load_idx(
     folder: Path, mean: tuple[float, ...] = (), std: tuple[float, ...] = (), class_names: tuple[str, ...] = ()
 ) -> Dataset:
-    """Grey images in the four IDX files of MNIST, gzipped or not: x is uint8 [n, height, width, 1]."""
+    """Grayscale images in the four IDX files of MNIST, gzipped or not: x is uint8 [n, height, width, 1]."""
 
     def read(part: str) -> Samples:
         images, labels = (find_file(folder / name) for name in (_idx_images(part), _idx_labels(part)))
@@ -185,6 +185,7 @@ def load_har_features(data_dir: Path) -> Dataset:
 
 
 def _load_har(path: Path, name: str, windows: bool) -> Dataset:
+    """UCI HAR from an NPZ file of windows or features."""
     keys = ("x_train", "y_train", "subject_train", "x_test", "y_test", "subject_test")
     arrays = read_npz(path, keys, ("activities",))
     for part in ("train", "test"):
@@ -202,9 +203,9 @@ def _load_har(path: Path, name: str, windows: bool) -> Dataset:
 def load_npz(path: str | Path, name: str | None = None, pixels: bool = False, padding: int | None = None) -> Dataset:
     """Plain arrays x_train, y_train, x_test, y_test and optionally client_train, client_test of an NPZ file.
 
-    Integer labels are classes 0, 1, ..., texts classes in sorted order; floating ones make a regression. Clients are
-    integers or strings; without ``client_test`` the test is everyone's. ``pixels`` says that x are images in bytes,
-    ``padding`` which label of y [n, ...] does not count.
+    Integer labels are classes 0, 1, ..., strings are classes in sorted order, and floats are regression targets.
+    Clients are integers or strings; without ``client_test`` test rows belong to no client. With ``pixels``, x holds
+    image bytes. ``padding`` is the label of y [n, ...] that loss and metrics ignore.
     """
     path = Path(path)
     arrays = read_npz(path, ("x_train", "y_train", "x_test", "y_test"), ("client_train", "client_test"))
@@ -212,17 +213,17 @@ def load_npz(path: str | Path, name: str | None = None, pixels: bool = False, pa
 
 
 def load_openml(dataset: str, version: int = 1, test_fraction: float = 0.2, seed: int = 0) -> Dataset:
-    """A data set of openml.org by its name there, features as float32 [n, features]; cached once fetched.
+    """A data set of openml.org by its name, with features float32 [n, features]; downloads are cached.
 
-    A nominal target gives classes, a numeric one a regression. The test part is drawn from each class.
+    A nominal target gives classes, a numeric one a regression. The test part is stratified by class.
     """
     from sklearn.datasets import fetch_openml
 
-    if not re.fullmatch(r"[\w.()+,=-]+", dataset):  # it becomes part of an address and of a file's name
-        raise FedraxError(f"{dataset!r} is no name of openml.org, which are letters, digits and ._-+,=().")
+    if not re.fullmatch(r"[\w.()+,=-]+", dataset):  # it is part of a URL and of a file name
+        raise FedraxError(f"{dataset!r} is not a name of openml.org: use letters, digits and ._-+,=().")
     cache = cache_directory() / "openml"
     try:
-        found: Any = fetch_openml(
+        fetched: Any = fetch_openml(
             dataset,
             version=version,
             data_home=str(cache),
@@ -230,16 +231,16 @@ def load_openml(dataset: str, version: int = 1, test_fraction: float = 0.2, seed
             parser="liac-arff",
             n_retries=1,
         )
-    except Exception as error:  # what the network brings may break the reader in any way
+    except Exception as error:  # malformed responses can raise anything
         raise FedraxError(
-            f"OpenML data set {dataset!r}, version {version}, could not be fetched ({error}); "
+            f"OpenML data set {dataset!r}, version {version}, could not be fetched ({error}): "
             f"its first use needs the network, later ones the cache {cache}."
         ) from error
-    x, y, nominal = found.data, found.target, set(found.categories or ()) & set(found.feature_names)
-    if nominal:  # they come as numbers of their categories, which are no amounts
+    x, y, nominal = fetched.data, fetched.target, set(fetched.categories or ()) & set(fetched.feature_names)
+    if nominal:  # category codes are no numeric features
         raise FedraxError(
             f"OpenML data set {dataset!r} has nominal features ({', '.join(sorted(map(str, nominal)))}): read it from a"
-            " csv file, which makes a feature of each category."
+            " csv file, which one-hot encodes categories."
         )
     if not isinstance(x, np.ndarray) or x.dtype.kind not in "buif" or not np.isfinite(x).all():
         raise FedraxError(f"OpenML data set {dataset!r} has missing, sparse or non-numeric features.")
@@ -250,10 +251,12 @@ def load_openml(dataset: str, version: int = 1, test_fraction: float = 0.2, seed
 
 
 def _idx_images(part: str) -> str:
+    """MNIST's file name of images."""
     return f"{part}-images-idx3-ubyte"
 
 
 def _idx_labels(part: str) -> str:
+    """MNIST's file name of labels."""
     return f"{part}-labels-idx1-ubyte"
 
 
@@ -301,7 +304,7 @@ def _from_npz(
         classes = len(class_names) or max(label_range(part.y, padding)[1] for part in (train, test)) + 1
     keys = [key for key in (f"{client}_train", f"{client}_test") if key in arrays]
     if keys == [f"{client}_test"]:
-        raise FedraxError(f"{path} holds {client}_test and no {client}_train: give both, that alone, or neither.")
+        raise FedraxError(f"{path} holds {client}_test without {client}_train: give both, only the latter, or neither.")
     ids = [
         check_client_ids(f"{path}: {key}", arrays[key], len(part.y))
         for key, part in zip(keys, (train, test), strict=False)
@@ -330,19 +333,20 @@ def _from_npz(
 def _npz_notes(
     train: Samples, test: Samples, pixels: bool, padding: int | None, class_names: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Warnings of arrays that may mean something else than what they are taken for."""
+    """Warnings for arrays that may be misinterpreted: image bytes without ``pixels``, labels not from 0."""
     x, y = train
     notes = scale_notes(x) if x.ndim == 2 and x.dtype.kind == "f" else []
     if x.dtype == np.uint8 and x.ndim > 2 and not pixels:
-        notes.append("warning: x are bytes, read as the numbers 0 to 255: pixels = true takes them for those of images")
-    counted = y.dtype.kind == "i" and padding is None and not class_names  # a padding may be what others count from
+        notes.append("warning: x holds bytes, read as numbers from 0 to 255: set pixels = true if they are images")
+    counted = y.dtype.kind == "i" and padding is None and not class_names  # the smallest label may be padding
     lowest = int(min(part.y.min() for part in (train, test) if part.y.size)) if counted else 0
     if lowest:
-        notes.append(f"warning: labels count from 0, and the smallest label is {lowest}: take {lowest} off")
+        notes.append(f"warning: labels must start at 0, and the smallest label is {lowest}: subtract {lowest}")
     return tuple(notes)
 
 
 def _idx_files(folder: str) -> tuple[str, ...]:
+    """The four IDX files of MNIST."""
     return tuple(f"{folder}/{name(part)}" for part in ("train", "t10k") for name in (_idx_images, _idx_labels))
 
 
@@ -350,11 +354,13 @@ DATASETS: dict[str, DatasetEntry] = {
     entry.name: entry
     for entry in (
         DatasetEntry("digits", "1,797 8x8 digits bundled with scikit-learn; needs no files", load_digits),
-        DatasetEntry("synthetic", "Synthetic(alpha, beta) of FedProx, made on the spot", load_synthetic),
-        DatasetEntry("matrix_sensing", "inner products with a low-rank matrix, made on the spot", load_matrix_sensing),
-        DatasetEntry("quartic_pair", "two polynomials of degree four with noise, made on the spot", load_quartic_pair),
-        DatasetEntry("mnist", "70,000 28x28 grey digits", load_mnist, _idx_files("mnist")),
-        DatasetEntry("fashion_mnist", "70,000 28x28 grey garments", load_fashion_mnist, _idx_files("fashion_mnist")),
+        DatasetEntry("synthetic", "Synthetic(alpha, beta) of FedProx, generated", load_synthetic),
+        DatasetEntry("matrix_sensing", "inner products with a low-rank matrix, generated", load_matrix_sensing),
+        DatasetEntry("quartic_pair", "two polynomials of degree four with noise, generated", load_quartic_pair),
+        DatasetEntry("mnist", "70,000 28x28 grayscale digits", load_mnist, _idx_files("mnist")),
+        DatasetEntry(
+            "fashion_mnist", "70,000 28x28 images of garments", load_fashion_mnist, _idx_files("fashion_mnist")
+        ),
         DatasetEntry(
             "cifar10",
             "60,000 32x32 color images, 10 classes",
@@ -380,7 +386,7 @@ DATASETS: dict[str, DatasetEntry] = {
             ("upcycled_synthetic/synthetic_{variant}.npz",),
         ),
         DatasetEntry("snli", "SNLI's sentence pairs as words, 3 classes", load_snli, SNLI),
-        DatasetEntry("sent140", "tweets as words, negative or positive; users", load_sent140, SENT140),
+        DatasetEntry("sent140", "tweets as words, negative or positive; users as clients", load_sent140, SENT140),
         DatasetEntry("har_inertial", "UCI human activity windows, 30 subjects", load_har, ("har/har_inertial.npz",)),
         DatasetEntry(
             "har_features",
@@ -389,8 +395,8 @@ DATASETS: dict[str, DatasetEntry] = {
             ("har/har_features561_recomputed.npz",),
         ),
         DatasetEntry("npz", "your arrays x_train, y_train, client_train, ... in an NPZ file", load_npz),
-        DatasetEntry("csv", "your table: numbers and texts, a label column and perhaps a client column", load_csv),
-        DatasetEntry("leaf", "LEAF's JSON files: users with vectors or texts (FEMNIST, Shakespeare, ...)", load_leaf),
+        DatasetEntry("csv", "your table: numbers and text, a label column and optionally a client column", load_csv),
+        DatasetEntry("leaf", "LEAF's JSON files: users with vectors or text (FEMNIST, Shakespeare, ...)", load_leaf),
         DatasetEntry("image_folder", "your PNG and JPEG files, a folder for each class", load_image_folder),
         DatasetEntry("huggingface", "a data set of Hugging Face's datasets on your disk", load_huggingface),
         DatasetEntry("openml", "any numeric data set of openml.org (needs the network once)", load_openml),

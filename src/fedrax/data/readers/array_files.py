@@ -1,6 +1,6 @@
-"""Where data lies, and arrays from outside: IDX and NPZ files, hostile until parsed.
+"""The data directory, and readers of untrusted IDX and NPZ files.
 
-Nothing here unpickles, and nothing is decompressed beyond the size that the checked header announces.
+Nothing is unpickled, and nothing is decompressed beyond the size that the checked header states.
 """
 
 import gzip
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fedrax.errors import FedraxError
-from fedrax.files import inflated_limit, reading
+from fedrax.files import decompressed_limit, open_regular_file
 
 MAX_BYTES = 16 << 30  # the largest array taken from a file
 IDX_UINT8 = 0x08
@@ -54,7 +54,7 @@ def read_idx(path: Path, ndim: int) -> np.ndarray:
     The format of MNIST: two zero bytes, the type (0x08), the number of axes, their lengths as big-endian
     uint32, the data. Raises FedraxError if any of that is not so, or the file is shorter or longer.
     """
-    with reading(path) as stored:
+    with open_regular_file(path) as stored:
         try:
             with gzip.open(stored) if path.suffix == ".gz" else nullcontext(stored) as file:
                 return _idx_array(file, ndim, path, os.fstat(stored.fileno()).st_size)
@@ -68,7 +68,7 @@ def _idx_array(file: Any, ndim: int, path: Path, stored: int) -> np.ndarray:
         raise FedraxError(f"{path} is not an IDX file of bytes with {ndim} axes.")
     shape = tuple(int(n) for n in np.frombuffer(header, ">u4", offset=4))
     size = math.prod(shape)
-    if size > min(MAX_BYTES, inflated_limit(stored) if path.suffix == ".gz" else stored):
+    if size > min(MAX_BYTES, decompressed_limit(stored) if path.suffix == ".gz" else stored):
         raise FedraxError(f"{path} announces an array of shape {shape}, more than {_can_hold(path, stored)}")
     data = file.read(size)
     if len(data) < size:
@@ -79,10 +79,10 @@ def _idx_array(file: Any, ndim: int, path: Path, stored: int) -> np.ndarray:
 
 
 def _can_hold(path: Path, stored: int) -> str:
-    """The end of a sentence about too much."""
+    """End of the message about a file that is too large."""
     if path.suffix != ".gz":
         return "the file can hold."
-    return f"the {inflated_limit(stored) >> 20:,} MiB that are taken from a compressed file of its size: unpack it."
+    return f"the {decompressed_limit(stored) >> 20:,} MiB that are taken from a compressed file of its size: unpack it."
 
 
 def read_npz(path: Path, keys: Iterable[str], optional: Iterable[str] = ()) -> dict[str, np.ndarray]:
@@ -93,7 +93,7 @@ def read_npz(path: Path, keys: Iterable[str], optional: Iterable[str] = ()) -> d
     """
     arrays, keys = {}, tuple(keys)
     try:
-        with reading(path) as stored, zipfile.ZipFile(stored) as archive:
+        with open_regular_file(path) as stored, zipfile.ZipFile(stored) as archive:
             members = {info.filename: info for info in archive.infolist()}
             names = [name.removesuffix(".npy") for name in members]
             for key in keys:
@@ -118,9 +118,9 @@ def _check_members(archive: zipfile.ZipFile, members: dict[str, zipfile.ZipInfo]
         total += info.file_size
         if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise FedraxError(f"array {key!r} of {path} is compressed as NumPy does not: save it with np.savez.")
-        if total > min(MAX_BYTES, inflated_limit(stored)):
+        if total > min(MAX_BYTES, decompressed_limit(stored)):
             raise FedraxError(
-                f"{path} announces {total:,} bytes, more than the {inflated_limit(stored):,} that are taken from"
+                f"{path} announces {total:,} bytes, more than the {decompressed_limit(stored):,} that are taken from"
                 f" a file of its size (at most {MAX_BYTES:,}): save it with np.savez, not compressed."
             )
         with archive.open(info) as member:

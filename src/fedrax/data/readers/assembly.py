@@ -65,7 +65,7 @@ def split_rows(y: np.ndarray, clients: np.ndarray | None, fraction: float, seed:
 
 
 def small_split_notes(clients: np.ndarray | None, test: np.ndarray, fraction: float) -> tuple[str, ...]:
-    """A sentence where a split leaves no row for the test, or none of some clients; ``test`` are the rows of all."""
+    """Note about clients without test rows; ``test`` are the test rows of all clients."""
     if not fraction:
         return ()
     if not len(test):

@@ -250,7 +250,7 @@ def _to_polars(part: Any) -> pl.DataFrame:
 
 
 def _unused_split_notes(splits: Splits, train_split: str, test_split: str | None, name: str) -> list[str]:
-    """A sentence about splits that nothing is made of."""
+    """Note about splits that are not used."""
     others = sorted(set(splits) - {"", train_split, test_split})
     return [f"{name}: {', '.join(others)} left out (train_split, test_split)"] * bool(others)
 

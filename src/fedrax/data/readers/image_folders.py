@@ -22,7 +22,7 @@ from fedrax.data.dataset import Dataset, as_samples
 from fedrax.data.readers.assembly import make_dataset, reject_unused_options, small_split_notes, split_rows
 from fedrax.data.readers.images import MAX_FILE, cached_images, channel_moments, check_image_form, decode_images
 from fedrax.errors import FedraxError
-from fedrax.files import reading
+from fedrax.files import open_regular_file
 
 EXTENSIONS = (".png", ".jpg", ".jpeg")
 TEST_FOLDERS = ("test", "val", "valid", "validation")
@@ -95,7 +95,7 @@ def _decode(paths: list[Path], shape: tuple[int, int, int], mode: str, where: st
     def is_current() -> bool:
         return time.time_ns() - changed > MTIME_GRANULARITY and _fingerprint(paths, shape, mode)[0] == name
 
-    decode = partial(decode_images, paths, partial(reading, limit=MAX_FILE), shape, mode, where)
+    decode = partial(decode_images, paths, partial(open_regular_file, limit=MAX_FILE), shape, mode, where)
     return cached_images(name, (len(paths), *shape), decode, is_current)
 
 

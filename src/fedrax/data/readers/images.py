@@ -21,7 +21,7 @@ import numpy as np
 from fedrax.data.readers.array_files import MAX_BYTES
 from fedrax.data.readers.table_files import parquet_errors
 from fedrax.errors import FedraxError, unknown
-from fedrax.files import cache_directory, inflated_limit, reading, replacing
+from fedrax.files import atomic_write, cache_directory, decompressed_limit, open_regular_file
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -160,7 +160,7 @@ def _npy_header(shape: tuple[int, ...]) -> bytes:
 def _read_cached(path: Path, shape: tuple[int, ...]) -> np.ndarray | None:
     header, pixels = _npy_header(shape), int(np.prod(shape))
     try:
-        with reading(path) as file:
+        with open_regular_file(path) as file:
             if os.fstat(file.fileno()).st_size != len(header) + pixels + _DIGEST or file.read(len(header)) != header:
                 return None
             images = np.memmap(file, np.uint8, "r", offset=len(header), shape=shape)  # type: ignore[arg-type]
@@ -180,7 +180,7 @@ def _write_cached(path: Path, images: np.ndarray) -> None:
             return
         _make_room(path.parent, MAX_CACHE_BYTES - images.nbytes)
         images = np.ascontiguousarray(images)
-        with replacing(path) as file:
+        with atomic_write(path) as file:
             file.write(_npy_header(images.shape))
             file.write(images.data)
             file.write(hashlib.sha256(images.data).digest())
@@ -209,7 +209,7 @@ def read_image_table(path: Path, label: str, size: tuple[int, int]) -> tuple[np.
     """
     import polars as pl
 
-    with reading(path) as file:
+    with open_regular_file(path) as file:
         stored = os.fstat(file.fileno()).st_size
     with parquet_errors(path):
         schema = pl.read_parquet_schema(path)
@@ -220,7 +220,7 @@ def read_image_table(path: Path, label: str, size: tuple[int, int]) -> tuple[np.
             raise FedraxError(f"{path} needs a column 'img' with encoded bytes and an integer column {label!r}.")
         rows = int(pl.scan_parquet(path, glob=False).select(pl.len()).collect().item())
         shape = (rows, size[1], size[0], 3)
-        if rows > stored or math.prod(shape) > min(MAX_BYTES, inflated_limit(stored)):
+        if rows > stored or math.prod(shape) > min(MAX_BYTES, decompressed_limit(stored)):
             raise FedraxError(f"{path} announces {rows:,} images, more than its {stored:,} bytes can hold.")
         labels = pl.read_parquet(path, columns=[label], glob=False)[label]
         with path.open("rb") as file:

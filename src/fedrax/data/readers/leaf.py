@@ -148,7 +148,7 @@ def _folders(path: Path) -> list[list[Path]]:
 
 
 def _read_part(files: Iterable[Path], text: int) -> list[LeafUser]:
-    """The users of all files of a part, each of them once; those without samples are nobody's clients."""
+    """The users of all files of a part without duplicates; users without samples are no clients."""
     users: dict[str, LeafUser] = {}
     size = 0
     for path in files:
@@ -303,7 +303,7 @@ def _labels(y: np.ndarray | list[str], kind: str, path: object) -> np.ndarray:
 
 
 def _predicts_characters(y: np.ndarray | list[str]) -> bool:
-    """Whether labels are what a text goes on with, and not the numbers of classes."""
+    """Whether labels are the next characters of a text, not class numbers."""
     return isinstance(y, list) and all(len(label) == 1 for label in y) and not all(map(str.isdigit, y))
 
 

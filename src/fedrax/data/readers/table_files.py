@@ -1,4 +1,4 @@
-"""CSV and Parquet tables from outside, read by polars within bounds; what it finds wrong, in a sentence."""
+"""Readers of untrusted CSV and Parquet tables by polars, with size limits and translated errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedrax.errors import FedraxError
-from fedrax.files import reading
+from fedrax.files import open_regular_file
 
 if TYPE_CHECKING:
     import polars as pl
@@ -63,7 +63,7 @@ class CsvFormat:
     missing_as: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.separator == r"\t":  # as it is typed in a shell, and as sentences show it
+        if self.separator == r"\t":  # as typed in a shell and shown in messages
             object.__setattr__(self, "separator", "\t")
         if len(self.separator) != 1 or not self.separator.isascii() or self.separator in '\r\n"':
             raise FedraxError(f"a separator is one character of ASCII, such as ';', not {self.separator!r}.")
@@ -211,7 +211,7 @@ _EXPLANATIONS = {
 
 def _header(path: Path, form: CsvFormat) -> list[str]:
     """The names of a CSV file's columns; FedraxError where they cannot be told apart."""
-    with _csv_errors(path), reading(path, MAX_CSV) as file:
+    with _csv_errors(path), open_regular_file(path, MAX_CSV) as file:
         first = file.read(4)
         file.seek(max(0, os.fstat(file.fileno()).st_size - len(_PARQUET_MAGIC)))
         other = next((said for said, marks in _FOREIGN_FORMATS.items() if first.startswith(marks)), None)

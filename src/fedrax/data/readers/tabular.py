@@ -1,6 +1,6 @@
-"""Tables in CSV files: columns chosen, categories and missing values turned into numbers, features standardized.
+"""CSV tables as data sets: column selection, one-hot encoding, imputation and standardization.
 
-Whatever is estimated (means, deviations, categories) is estimated on training rows alone, and said in ``notes``.
+Means, standard deviations and categories are estimated on training rows only and are reported in ``notes``.
 """
 
 from __future__ import annotations
@@ -32,46 +32,47 @@ if TYPE_CHECKING:
     import polars as pl
 
 SCALE_RATIO = 100.0
-"""Times by which the deviations of two features may differ before a note says so."""
+"""Ratio of the standard deviations of two features above which there is a note."""
 
 FREE_TEXT_SPACES = 3
-"""Blanks in a category from which on it is taken for a text that is to be read."""
+"""Mean number of spaces from which on categories count as free text."""
 
 MEMORY_COPIES = 4
-"""Of all samples, in a machine's memory at once at most: while they are read, split and dealt out."""
+"""Copies of all samples that are in memory at a time while they are read, split and partitioned."""
 
 MIN_ROWS_FOR_ID = 50
-"""Rows from which on whole numbers that all differ, or texts of which most do, may be taken for the rows' own."""
+"""Fewest rows for which a column of distinct integers, or of mostly distinct texts, counts as row ids."""
 
 MIN_DISTINCT_TEXTS = 10
-"""Texts from which on they are taken for the rows' own where no two are equal."""
+"""Fewest texts that count as row ids if they are all distinct."""
 
 EXPECTED_COLLISIONS = 5
-"""Of drawn numbers, in the mean, from which on it is no chance that there are none."""
+"""Expected number of equal pairs among random integers above which having none is no coincidence."""
 
 
 _FILE_COLUMN = "\nfile"
-"""A column that names the file of each row; no file has one of this name."""
+"""Name of the added column with the file of each row; no column of a file can have this name."""
 
 
 @dataclass(frozen=True)
 class EncodedFeatures:
-    """The features of all rows.
-
-    Categorical ones are in x float32 [n, features], the numeric ones float64 [n, numeric] with NaN for missing values,
-    together with their column indices and the notes about what was done.
-    """
+    """The features of all rows."""
 
     x: np.ndarray
+    """Features with one-hot encoded categories, float32 [n, features]."""
     numbers: np.ndarray
+    """Numeric features, float64 [n, numeric], NaN where a value is missing."""
     names: tuple[str, ...]
+    """Names of the features."""
     numeric: np.ndarray
+    """Indices of the numeric features in x."""
     notes: tuple[str, ...]
+    """What was done to the columns."""
 
 
 @dataclass(frozen=True)
 class OneHotColumn:
-    """A column by category: the place of each row's among ``names`` [n], -1 where it has none."""
+    """A one-hot encoded column: the index in ``names`` of each row's category [n], -1 for none."""
 
     column: str
     codes: np.ndarray
@@ -80,7 +81,7 @@ class OneHotColumn:
 
 @dataclass(frozen=True)
 class ColumnRoles:
-    """What the columns of a table are for, and what is done to them; see `load_csv`."""
+    """Roles and preprocessing of a table's columns; the fields are those of `load_csv`."""
 
     label: str
     client: str | None = None
@@ -104,23 +105,23 @@ class ColumnRoles:
 
     @property
     def named(self) -> list[str]:
-        """Every column that must be there."""
+        """All columns that must exist."""
         others = [name for name in (self.client, self.partition_by) if name is not None]
         return [self.label, *others, *self.columns, *self.drop, *self.categorical]
 
     @property
     def of_names(self) -> list[str]:
-        """The columns whose numbers are names, of classes, clients and categories: 007 is another one than 7."""
+        """Columns whose numbers are names of classes, clients or categories, so that 007 differs from 7."""
         classes = [self.label] if self.labels != "numbers" else []
         return [*classes, *([self.client] if self.client is not None else []), *self.categorical]
 
     def counts(self, name: str) -> bool:
-        """Whether a column is for anything."""
+        """Whether a column is used."""
         asked = not self.columns or name in self.columns
         return name in (self.label, self.client, self.partition_by) or (asked and name not in self.drop)
 
     def features(self, table: pl.DataFrame, path: object) -> list[str]:
-        """The columns that samples are made of: those asked for, without what is for something else."""
+        """The feature columns: the selected ones without those of other roles."""
         besides = {self.label, self.client, *self.drop}
         chosen = [name for name in (self.columns or table.columns) if name not in besides]
         if not chosen:
@@ -130,7 +131,7 @@ class ColumnRoles:
 
 @dataclass(frozen=True)
 class TableRows:
-    """All of a table's rows but their features: labels, clients, what they are partitioned by, the training rows."""
+    """Labels, clients, ``partition_by`` and the split of a table's rows, without features."""
 
     y: np.ndarray
     class_names: tuple[str, ...]
@@ -172,7 +173,7 @@ class TableRows:
 def _unseen_in_training(
     codes: np.ndarray, names: Sequence[str], train: np.ndarray, test: np.ndarray, one: str, more: str
 ) -> tuple[str, ...]:
-    """A sentence where test rows are of classes or clients that no training row is of."""
+    """Note about classes or clients that only test rows have."""
     alone = np.setdiff1d(codes[test], codes[train])
     if not len(alone):
         return ()
@@ -181,7 +182,7 @@ def _unseen_in_training(
 
 
 def _partition_values(table: pl.DataFrame, chosen: ColumnRoles, name: str, path: str) -> np.ndarray:
-    """A column as whole numbers from 0 in the order of its values, or as the floats that it holds."""
+    """A column as integers from 0 in the order of its values, or as floats if it holds floats."""
     _reject_missing(table, name, path)
     reject_text_in_numeric_columns(table, chosen, [name], path)
     values = table[name].to_numpy()
@@ -206,7 +207,7 @@ def _check_choices(**given: str) -> None:
 
 
 def check_columns(table: pl.DataFrame, named: Sequence[str], path: object) -> None:
-    """Refuse names of columns that the table does not have."""
+    """Raise FedraxError for columns that the table does not have."""
     for column in named:
         if column not in table.columns:
             raise unknown(f"column of {path}", column, table.columns)
@@ -234,7 +235,7 @@ def _labels(table: pl.DataFrame, chosen: ColumnRoles, path: object) -> np.ndarra
 
 
 def label_notes(table: pl.DataFrame, chosen: ColumnRoles) -> list[str]:
-    """A warning where whole numbers, or texts in capitals, may be meant otherwise than they are taken."""
+    """Warnings about labels that may be misinterpreted: integers as classes, or classes that differ in case only."""
     import polars as pl
 
     column, most = table[chosen.label], chosen.max_categories
@@ -259,7 +260,7 @@ def label_notes(table: pl.DataFrame, chosen: ColumnRoles) -> list[str]:
 
 
 def _case_notes(names: Sequence[str], label: str) -> list[str]:
-    """A warning of two classes whose names differ in capitals alone."""
+    """Warning about two classes whose names differ in case only."""
     seen: dict[str, str] = {}
     for name in names:
         if (other := seen.setdefault(name.casefold(), name)) != name:
@@ -291,20 +292,20 @@ def is_text(column: pl.Series) -> bool:
 
 
 _MISSING_MARKERS = ("na", "n/a", "#n/a", "<na>", "nan", "null", "?")
-"""How programs write what is missing, in small letters."""
+"""Markers of missing values in other programs, in lower case."""
 
 
 def _missing_markers(column: pl.Series) -> pl.Series:
-    """The texts of a column that other programs write where a value is missing."""
+    """The values of a text column that are markers of missing values."""
     import polars as pl
 
-    written = str(column.dtype).startswith(("String", "Categorical", "Enum"))  # not bytes, days and lists of Parquet
+    written = str(column.dtype).startswith(("String", "Categorical", "Enum"))  # not bytes, dates and lists of Parquet
     texts = (column if written else column.clear()).drop_nulls().cast(pl.String, strict=False).str.strip_chars()
     return texts.filter(texts.str.to_lowercase().is_in(_MISSING_MARKERS))
 
 
 def missing_marker_notes(table: pl.DataFrame, chosen: ColumnRoles, features: Sequence[str]) -> list[str]:
-    """What is a class, a client or a category, and may stand for a missing value."""
+    """Notes about classes, clients or categories that may be markers of missing values."""
     said, roles = [], {chosen.label: "class", chosen.client: "client"}
     for name in [chosen.label, *([chosen.client] if chosen.client else []), *features]:
         found = _missing_markers(table[name])
@@ -317,13 +318,13 @@ def missing_marker_notes(table: pl.DataFrame, chosen: ColumnRoles, features: Seq
 
 
 _AMOUNT = r"^[-+]?[$€£]?\s?(\d+([.,]\d+)?|\d{1,3}(,\d{2,3})*,\d{3}(\.\d+)?|\d{1,3}(\.\d{3})+(,\d+)?)\s?[%$€£]?$"
-"""Numbers with commas or points between their thousands or before their fraction, percentages, prices; not 1,2,5."""
+"""Numbers with thousands separators or decimal commas, percentages and prices; not lists as 1,2,5."""
 
 
 def reject_text_in_numeric_columns(
     table: pl.DataFrame, chosen: ColumnRoles, names: Sequence[str], path: object
 ) -> None:
-    """Refuse columns of numbers of which a few texts ("NA", "?"), or commas, would make categories, or classes."""
+    """Raise FedraxError for numeric columns that a few texts ("NA", "?") or commas would turn into categories."""
     import polars as pl
 
     for name in names:
@@ -340,7 +341,7 @@ def reject_text_in_numeric_columns(
                 f"{path}: column {name!r} holds texts such as {amounts[0]!r}, numbers in another form: write them as"
                 f" plain numbers{commas}; {remedy} for categories."
             )
-        lost = len(_missing_markers(odd))  # of numbers most of which are missing, too
+        lost = len(_missing_markers(odd))  # also for columns that are mostly missing
         if 2 * (len(odd) - lost) < len(written) - lost and len(odd):
             kinds = odd.unique(maintain_order=True).to_list()
             listed = ", ".join(map(repr, kinds[:3])) + (f" and {len(kinds) - 3:,} others" if len(kinds) > 3 else "")
@@ -351,7 +352,7 @@ def reject_text_in_numeric_columns(
 
 
 def _remedies(chosen: ColumnRoles, name: str) -> str:
-    """What to do about texts among the numbers of a column; labels, and what rows are divided by, must be there."""
+    """Remedies for texts in a numeric column; labels and ``partition_by`` must not be missing."""
     if name == chosen.label:
         return 'Remove those rows; labels = "classes" takes all of them for classes'
     if name == chosen.partition_by:
@@ -412,7 +413,7 @@ def load_csv(
 
 
 def dataset_from_table(table: pl.DataFrame, chosen: ColumnRoles, owners: TableRows, name: str, path: str) -> Dataset:
-    """The data set of a table's rows, its features turned into numbers and standardized."""
+    """The data set of a table with encoded and standardized features."""
     names = chosen.features(table, path)
     reject_text_in_numeric_columns(table, chosen, names, path)
     features = _encode_features(table, chosen, owners.train, path)
@@ -423,7 +424,7 @@ def dataset_from_table(table: pl.DataFrame, chosen: ColumnRoles, owners: TableRo
 
 @dataclass(frozen=True)
 class _TableSource:
-    """The training or the test rows: a file, or all of a folder."""
+    """The files of the training or test rows: one file, or all of a folder."""
 
     path: Path
     files: tuple[Path, ...]
@@ -473,7 +474,7 @@ def _read_tables(
 
 
 def _mixed_type_columns(tables: Sequence[pl.DataFrame]) -> set[str]:
-    """The columns that hold texts in some files and numbers in others, and are of texts as in one file of all rows."""
+    """Columns that are text in some files and numeric in others; they are read as text everywhere."""
     kinds: dict[str, set[bool]] = {}
     for table in tables:
         for column in table.iter_columns():

@@ -18,7 +18,7 @@ from fedrax.data.dataset import Dataset, Samples, numpy_generator, train_test_sp
 from fedrax.data.readers.array_files import MAX_BYTES
 from fedrax.data.readers.table_files import parquet_errors
 from fedrax.errors import FedraxError, unknown
-from fedrax.files import reading
+from fedrax.files import open_regular_file
 
 if TYPE_CHECKING:
     import polars as pl
@@ -218,7 +218,7 @@ def _is_number(text: str) -> bool:
 def _text_lines(path: Path) -> Iterator[tuple[int, str]]:
     """(number, what it holds) of every line but a first one of two whole numbers."""
     try:
-        with reading(path) as file:
+        with open_regular_file(path) as file:
             at = 0
             while raw := file.readline(MAX_LINE + 1):
                 at += 1
