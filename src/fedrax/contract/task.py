@@ -394,6 +394,11 @@ def supervised(
     """
 
     def inputs(params: Params, x: Array | np.ndarray) -> Array:
+        if model.train is not None and not isinstance(params, Variables):
+            raise FedraxError(
+                f"the model {model.name} has running statistics: pass fedrax.contract.Variables(params, statistics),"
+                " such as result.variables, in place of the parameters"
+            )
         x = jnp.asarray(x) if preprocess is None else preprocess(jnp.asarray(x))
         if jnp.issubdtype(x.dtype, jnp.integer):
             return x  # tokens, counts, indices: the model knows what they are

@@ -384,6 +384,9 @@ class Run:
             statistics=carry.statistics,
             trajectory=self.trajectory,
             exchanges=self.exchanges,
+            algorithm=setup.algorithm,
+            task=setup.task,
+            num_clients=setup.info.num_clients,
             **(clients if self.has_clients else NO_CLIENTS),
         )
 

@@ -345,6 +345,9 @@ class _VectorizedRuns:
             spent=None if ledger is None else ledger.spent,
             lower_is_better=setup.task.lower_is_better,
             statistics=lane.statistics,
+            algorithm=self.algorithms[g],
+            task=setup.task,
+            num_clients=setup.info.num_clients,
             **(NO_CLIENTS if diverged else kept),
         )
 

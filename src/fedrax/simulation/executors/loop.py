@@ -44,7 +44,9 @@ class LoopEngine(Engine):
     def _round(self, algorithm: Algorithm, carry: Carry, key: Array, xs: Rounds, r: int) -> tuple[Carry, dict]:
         executor = Dispatched(self, algorithm, carry, key, xs, r)
         server, statistics, record, bad = run_round(executor, self.whole_server(carry), carry.statistics)
-        sound = bool(self.compiled.finite((server, statistics))) and int(bad) == self.program.num_clients
+        # apart, because statistics that no client uploads (FedBN) are on all devices and the server's state is on one
+        finite = bool(self.compiled.finite(server)) and bool(self.compiled.finite(statistics))
+        sound = finite and int(bad) == self.program.num_clients
         store = jax.tree.map(self._join, *executor.stores) if jax.tree.leaves(carry.store) else carry.store
         new = self.put(server, statistics, ()) if sound else carry
         values = {name: np.asarray(value) for name, value in record.items()}

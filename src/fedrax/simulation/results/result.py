@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 
-from fedrax.contract.model import Params, with_statistics
+from fedrax.contract.model import Params, Variables, with_statistics
 from fedrax.errors import FedraxError, unknown
 from fedrax.escaping import escape_matplotlib
 from fedrax.simulation.persistence.model_file import save_model
@@ -22,7 +22,12 @@ if TYPE_CHECKING:
     import polars as pl
     from matplotlib.figure import Figure
 
+    from fedrax.contract.algorithm import Algorithm
+    from fedrax.contract.task import Task
     from fedrax.privacy.ledger import PrivacySpent
+
+_BATCH = 1024
+"""Samples of one evaluation of the model in ``predict``."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -116,6 +121,12 @@ class Result:
     """The row in ``store`` of each client that participated."""
     initial_client: Any = None
     """State of a client that has not participated."""
+    algorithm: Algorithm | None = None
+    """The method of the run."""
+    task: Task | None = None
+    """The task of the run."""
+    num_clients: int = 0
+    """N, the clients of the federation."""
     personal_metrics: PersonalMetrics | None = None
     """Metrics of personal and fine-tuned models in the last evaluation; None for runs without such models and for
     results that were read from a directory."""
@@ -146,14 +157,64 @@ class Result:
             The algorithm's client state.
 
         Raises:
-            FedraxError: for a run that diverged, or that was saved with ``keep_clients=False``.
+            FedraxError: for an unknown client, for a run that diverged, and for one that was saved with
+                ``keep_clients=False``.
         """
+        return self._record(client).state
+
+    def client_model(self, client: int) -> Params:
+        """Return the model of a client after the last round, as the task's functions take it.
+
+        Of a method with personal models these are the client's parameters, otherwise the global ones. Running
+        statistics are those of the client where the method keeps them there (FedBN), otherwise the global ones.
+
+        Args:
+            client: number of the client.
+
+        Returns:
+            The parameters, or `Variables` where the model has running statistics.
+
+        Raises:
+            FedraxError: as :meth:`client_state`.
+        """
+        record, algorithm = self._record(client), self.algorithm
+        own = None if algorithm is None else algorithm.personal(self.params, record.state)
+        if isinstance(own, Variables):
+            return own
+        return with_statistics(self.params if own is None else own, record.statistics or self.statistics)
+
+    def predict(self, x: Any, client: int | None = None) -> np.ndarray:
+        """Compute the model's outputs in evaluation mode.
+
+        Args:
+            x: samples [n, ...] as the data set stores them.
+            client: number of a client, for the outputs of its model (see :meth:`client_model`); None: the global model.
+
+        Returns:
+            The outputs [n, ...], for instance logits.
+
+        Raises:
+            FedraxError: for a task without ``outputs``, and as :meth:`client_state`.
+        """
+        outputs = None if self.task is None else self.task.outputs
+        if outputs is None:
+            raise FedraxError("predict needs a task with outputs: give Task(..., outputs=...)")
+        model, compiled = self.variables if client is None else self.client_model(client), jax.jit(outputs)
+        parts = [compiled(model, x[start : start + _BATCH]) for start in range(0, max(1, len(x)), _BATCH)]
+        return np.concatenate([np.asarray(part) for part in parts])
+
+    def _record(self, client: int) -> Any:
+        """The record of a client, which is the initial one if it never participated."""
         if self.initial_client is None:
             why = "this run diverged" if self.stopped == "diverged" else "this run was finished without keep_clients"
             raise FedraxError(f"{why}: its result has no client states")
+        if not isinstance(client, int | np.integer) or not 0 <= client < self.num_clients:
+            raise FedraxError(
+                f"clients are numbered from 0 to {self.num_clients - 1}, and there is no client {client!r}"
+            )
         if client not in self.homes:
-            return self.initial_client.state
-        return jax.tree.map(lambda a: a[self.homes[client]], self.store.state)
+            return self.initial_client
+        return jax.tree.map(lambda a: a[self.homes[client]], self.store)
 
     def metric(self, name: str) -> list[tuple[int, float]]:
         """Return all values of a metric.

@@ -1,0 +1,102 @@
+"""The model of each client after a run: ``Result.client_model`` and ``Result.predict``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import fedrax
+from fedrax import Algorithm, FedAvg, FedraxError, LocalSGD
+from fedrax.algorithms import PFedMe
+from fedrax.contract import Batch, Variables
+from fedrax.personalization import Ditto, Personalized
+from fedrax.simulation import client_metrics
+from tests.personalization.test_personal_layers import LAYERS, NORM
+from tests.simulation.problems import FEDERATION, run
+
+LOCAL = LocalSGD(lr=0.1, steps=3, batch_size=4)
+FEDBN = Personalized(FedAvg(local=LOCAL), personal_params=("norm/*",), statistics=True)
+SETTINGS: dict[str, Any] = {"rounds": 3, "cohort_size": 4, "per_client": True}
+OFFSETS = FEDERATION.offsets
+
+
+def rows(client: int) -> slice:
+    return slice(OFFSETS[client], OFFSETS[client + 1])
+
+
+@pytest.mark.parametrize("plan", ["scan", "vmap", "loop", "debug"])
+@pytest.mark.parametrize(
+    ("method", "task"),
+    [
+        (FEDBN, NORM),
+        (Personalized(FedAvg(local=LOCAL), personal_params=("output/*",)), LAYERS),
+        (Ditto(FedAvg(local=LOCAL)), LAYERS),
+        (PFedMe(local=LOCAL), LAYERS),
+        (fedrax.Upcycled(Personalized(FedAvg(local=LOCAL), personal_params=("output/*",))), LAYERS),
+    ],
+    ids=["FedBN", "head", "Ditto", "pFedMe", "wrapped"],
+)
+def test_the_models_of_the_clients_have_the_reported_losses(method: Algorithm, task: fedrax.Task, plan: str):
+    result = run(method, task=task, plan=plan, **SETTINGS)
+    reported = client_metrics(result, task, FEDERATION)
+    x, y = FEDERATION.train
+    for client in range(FEDERATION.num_clients):
+        mine = Batch(x[rows(client)], y[rows(client)])
+        losses = task.evaluation_loss(result.client_model(client), mine)
+        assert float(losses.mean()) == pytest.approx(reported["personal_loss"][client], rel=1e-5)
+        outputs = result.predict(mine.x, client=client)
+        assert type(outputs) is np.ndarray and len(outputs) == len(mine.x)
+        assert (outputs.argmax(-1) == mine.y).mean() == pytest.approx(reported["personal_accuracy"][client])
+
+
+def test_without_personal_models_every_client_has_the_global_one():
+    for task in (LAYERS, NORM):
+        result = run(FedAvg(local=LOCAL), task=task, rounds=1)
+        jax.tree.map(np.testing.assert_array_equal, result.client_model(2), result.variables)
+        x = FEDERATION.test.x
+        np.testing.assert_allclose(result.predict(x), task.outputs(result.variables, x), rtol=1e-6)
+        np.testing.assert_array_equal(result.predict(x), result.predict(x, client=2))
+
+
+def test_a_resumed_run_has_the_models_of_all_clients(tmp_path: Path):
+    whole = run(FEDBN, task=NORM, **SETTINGS)
+    run(FEDBN, task=NORM, **SETTINGS | {"rounds": 2}, directory=tmp_path)
+    for _ in range(2):  # the second time the run is finished already
+        again = run(FEDBN, task=NORM, **SETTINGS, directory=tmp_path, resume=True)
+        for client in range(FEDERATION.num_clients):
+            jax.tree.map(np.testing.assert_array_equal, again.client_model(client), whole.client_model(client))
+
+
+def test_lanes_of_a_sweep_have_the_models_of_their_clients():
+    alone = run(FEDBN, task=NORM, seed=3, **SETTINGS)
+    ((lane,),) = fedrax.sweep([FEDBN], NORM, FEDERATION, seeds=[3], **SETTINGS)
+    for client in (0, 4):
+        for a, b in zip(*(jax.tree.leaves(r.client_model(client)) for r in (alone, lane)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("client", [-1, FEDERATION.num_clients, 1.5, "a"])
+def test_an_unknown_client_is_rejected(client: Any):
+    result = run(FedAvg(local=LOCAL), task=LAYERS, rounds=1)
+    for use in (result.client_model, result.client_state, lambda c: result.predict(FEDERATION.test.x, client=c)):
+        with pytest.raises(FedraxError, match=f"clients are numbered from 0 to {FEDERATION.num_clients - 1}"):
+            use(client)
+
+
+def test_parameters_without_their_statistics_are_rejected():
+    result = run(FedAvg(local=LOCAL), task=NORM, rounds=1)
+    x, y = FEDERATION.test
+    uses = [
+        lambda: NORM.outputs(result.params, x),
+        lambda: NORM.evaluation_loss(result.params, Batch(x, y)),
+        lambda: NORM.metrics["accuracy"](result.params, Batch(x, y)),
+        lambda: NORM.loss(result.params, Batch(x, y), jax.random.key(0)),
+    ]
+    for use in uses:
+        with pytest.raises(FedraxError, match=r"has running statistics: pass .*Variables\(params, statistics\)"):
+            use()
+    assert isinstance(result.client_model(0), Variables)
