@@ -1,9 +1,8 @@
-"""Write hospitals.csv: admissions of 23 hospitals, simulated, with texts, missing values and the hospital's name.
+"""Write hospitals.csv: simulated admissions of 23 hospitals, with string columns and missing values.
 
 python examples/hospitals.py
 
-Hospitals differ in size, in whom they treat and in how often patients die; five of them report lactate in mg/dL, the
-others in mmol/L.
+Hospitals differ in size, in their patients and in mortality. Five of them report lactate in mg/dL, the others in mmol/L.
 """
 
 import csv
@@ -63,4 +62,4 @@ with open("hospitals.csv", "w", newline="") as file:
             }
             sex = str(rng.choice(["f", "m", ""], p=[0.48, 0.48, 0.04]))
             table.writerow([name, age, sex, ward, *shown.values(), "yes" if died else "no"])
-print(f"hospitals.csv: {rows:,} admissions; who says that nobody dies has an accuracy of {1 - deaths / rows:.3f}")
+print(f"hospitals.csv: {rows:,} admissions; always predicting 'no' has an accuracy of {1 - deaths / rows:.3f}")

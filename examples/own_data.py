@@ -1,4 +1,4 @@
-"""A table of one's own: hospitals with unlike patients, one of them large, compared by two methods.
+"""Use your own arrays: two methods on 12 hospitals of different sizes whose measurements are shifted.
 
 python examples/own_data.py
 """
@@ -10,14 +10,14 @@ from fedrax.models import MLP
 
 rng = np.random.default_rng(0)
 
-# Any arrays will do: here 12 hospitals, between 30 and 600 patients each, whose measurements are shifted.
+# Replace this by your own arrays. Here: 12 hospitals with 30 to 600 patients each; each hospital shifts its features.
 sizes = rng.integers(30, 600, size=12)
 hospital = np.repeat(np.arange(12), sizes)
 shift = rng.normal(size=(12, 10))
 x = rng.normal(size=(len(hospital), 10)) + shift[hospital]
 ill = (np.tanh(x - 0.7 * shift[hospital]) @ rng.normal(size=10) > 0).astype(int)
 
-# Every hospital keeps a fifth of its rows for the test.
+# Hold out a fifth of each hospital's rows as test data.
 test = rng.random(len(hospital)) < 0.2
 x = (x - x[~test].mean(0)) / x[~test].std(0)
 federation = Federation.from_arrays(

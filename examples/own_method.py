@@ -1,4 +1,4 @@
-"""A method of one's own: FedAvg whose server keeps an average of its last models, checked and compared.
+"""Write your own method: FedAvg with exponentially averaged server steps. It is checked and compared with FedAvg.
 
 python examples/own_method.py
 fedrax run --algorithm examples/own_method.py:FedAvgEMA --algorithm.decay 0.8
@@ -28,7 +28,7 @@ from fedrax.models import MLP
 
 
 class Server(NamedTuple):
-    """The average, which is what clients start from, and how far it moved."""
+    """Global parameters, and the averaged step."""
 
     params: Any
     step: Any
@@ -36,23 +36,23 @@ class Server(NamedTuple):
 
 @hyperparameters
 class FedAvgEMA(Algorithm):
-    """x <- x + v with v <- decay v + (1 - decay) mean Delta_i: the steps, averaged over rounds."""
+    """x <- x + v with v <- decay v + (1 - decay) mean Delta_i."""
 
     local: LocalSGD = LocalSGD()
     decay: Decay = 0.5
-    """How much of the last step remains."""
+    """Weight of the previous step in the average."""
 
     def init(self, params: Any, num_clients: int) -> Server:
-        """No step yet."""
+        """Server state before the first round: the averaged step is zero."""
         return Server(params, tree.zeros_like(params))
 
     def client(self, message: Any, state: Any, data: ClientData) -> ClientOutput:
-        """Local SGD; the update goes up."""
+        """Run local SGD and upload the update."""
         result = self.local.run(data, message)
         return ClientOutput(upload=tree.sub(result.params, message), info=result.info)
 
     def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
-        """The averaged step."""
+        """Average the step over rounds, and apply it."""
         mix = lambda v, d: (self.decay * v + (1 - self.decay) * d).astype(v.dtype)  # noqa: E731
         step = jax.tree.map(mix, server.step, cohort.mean)
         return Server(tree.add(server.params, step), step), {"step": tree.norm(step)}

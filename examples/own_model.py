@@ -1,4 +1,4 @@
-"""A network of one's own, as a Flax module with batch norm, on the bundled digits.
+"""Use your own network: a Flax module with batch norm, on the bundled digits.
 
 pip install '.[flax]'
 python examples/own_model.py
@@ -12,7 +12,7 @@ from fedrax.models import from_linen
 
 
 class Network(nn.Module):
-    """Two convolutions; the argument ``train`` is set by fedrax."""
+    """Two convolutions and an output layer. fedrax sets the argument ``train``."""
 
     @nn.compact
     def __call__(self, x, train: bool):

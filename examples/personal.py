@@ -1,4 +1,4 @@
-"""What a client gains from a model of its own: the global model, and each client's copy of it fine-tuned.
+"""Compare the global model with copies that are fine-tuned at each client.
 
 python examples/personal.py
 """
@@ -10,7 +10,7 @@ from fedrax.models import Logistic
 
 rng = np.random.default_rng(0)
 
-# Clients that disagree: each names the same three classes in an order of its own.
+# Concept shift: every third client permutes the three class labels.
 clients, rows = 15, 80
 owner = np.repeat(np.arange(clients), rows)
 x = rng.normal(size=(clients * rows, 6)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""One run on the devices of several processes, on one machine or several; without arguments, of this process only.
+"""One run on the devices of several processes, on one or several machines. Without arguments: one process.
 
 python examples/several_processes.py 127.0.0.1:7788 2 0 &
 python examples/several_processes.py 127.0.0.1:7788 2 1

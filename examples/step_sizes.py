@@ -1,4 +1,4 @@
-"""A grid of step sizes and three seeds in one compiled call.
+"""Run a grid of learning rates and three seeds in one compiled call.
 
 python examples/step_sizes.py
 """

@@ -1,4 +1,4 @@
-"""The client: its own digits, which never leave it. Here they are its part of scikit-learn's, by its number."""
+"""Client app: its samples stay on the client. In this example they are a part of scikit-learn's digits."""
 
 from digits.federation import CLIENTS, METHOD, TASK
 from fedrax import Federation
@@ -7,7 +7,7 @@ from fedrax.flower import client_app
 
 
 def data(context):
-    """The samples (x, y) of this client; a real one would read its own file."""
+    """Return the samples (x, y) of this client. A real client would read its own file."""
     parts = Federation.from_dataset(load("digits"), Shards(clients=CLIENTS, per_client=3), seed=0)
     number = int(context.node_config["partition-id"])
     own = slice(*parts.offsets[number : number + 2])

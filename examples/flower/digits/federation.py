@@ -1,4 +1,4 @@
-"""What both ends share: the method, the task, and how many clients there are."""
+"""Shared by server and clients: the method, the task and the number of clients."""
 
 from fedrax import LocalSGD, Scaffold, classification
 from fedrax.models import MLP

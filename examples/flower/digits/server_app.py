@@ -1,4 +1,4 @@
-"""The server: it leads the rounds, evaluates on test samples of its own, and keeps the model."""
+"""Server app: runs the rounds and evaluates the global model on its own test samples."""
 
 from digits.federation import CLIENTS, METHOD, TASK
 from fedrax.data import load
