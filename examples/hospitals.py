@@ -2,7 +2,7 @@
 
 python examples/hospitals.py
 
-Hospitals differ in size, in their patients and in mortality. Five of them report lactate in mg/dL, the others in mmol/L.
+Hospitals differ in size, patients and mortality. Five of them report lactate in mg/dL, the others in mmol/L.
 """
 
 import csv
