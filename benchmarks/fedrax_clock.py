@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.timing import STARTED, RoundClock
 from fedrax import Algorithm, Federation, Result, Task, simulate
 from fedrax.simulation import Event, RunInfo
-from fedrax.simulation.timer import clock
+from fedrax.simulation.timer import compute_clock
 
 
 class Times:
@@ -26,7 +26,7 @@ class Times:
 
     def event(self, event: Event) -> None:
         self.wall.append(time.monotonic())
-        self.working.append(clock())
+        self.working.append(compute_clock())
         self.own.append(event["seconds"])
 
     def finish(self, result: Result | None) -> None:

@@ -94,7 +94,7 @@ def blas_gflops() -> float:
 def xla_gflops(threads: int) -> float:
     """Large square matrix products of XLA, one on each of ``threads`` devices of one thread."""
     from fedrax.profiling import machine_limits
-    from fedrax.simulation.executors.choose import make_mesh
+    from fedrax.simulation.executors.execution_plan import make_mesh
 
     return machine_limits.measure(make_mesh(threads), budget=2.0).gflops
 

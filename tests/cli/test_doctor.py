@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import fedrax
-from fedrax.simulation.persistence.run_directory import owned
+from fedrax.simulation.persistence.run_directory import lock_directory
 from tests.cli.conftest import TINY, Outcome
 from tests.simulation.problems import bytes_of, without_times
 
@@ -141,7 +141,7 @@ def test_nothing_is_touched_while_a_run_is_writing(whole: Path, tmp_path: Path, 
     shutil.copytree(whole, tmp_path / "r")
     flip(STATE)(tmp_path / "r")
     before = bytes_of(tmp_path / "r")
-    with owned(tmp_path / "r", resume=True):
+    with lock_directory(tmp_path / "r", resume=True):
         outcome = fedrax("doctor", "r", "--repair")
     assert outcome.status == 2 and "another run is writing to" in outcome.err
     assert bytes_of(tmp_path / "r") == before

@@ -16,7 +16,7 @@ from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
 from fedrax.experiments.method_registry import algorithms
-from fedrax.simulation.process import arithmetic
+from fedrax.simulation.process import numeric_context
 from fedrax.simulation.setup import prepare
 
 MODELS = ("logistic", "2nn", "mlp")
@@ -116,7 +116,7 @@ def check(case: tuple[dict, list[tuple]], deep: bool = False) -> bool:
         made = experiment.load_federation(read) if deep else federation()
         task = experiment.make_task(read, made)
         if deep:
-            with arithmetic(read.run.dtype):
+            with numeric_context(read.run.dtype):
                 prepare(read.algorithm, task, made, read.run)
     except FedraxError:
         return False

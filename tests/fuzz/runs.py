@@ -18,7 +18,7 @@ from fedrax.report import doctor
 from fedrax.report.html import page
 from fedrax.report.report_data import gather
 from fedrax.report.runs import read_run
-from fedrax.simulation.persistence.run_directory import owned
+from fedrax.simulation.persistence.run_directory import lock_directory
 from tests.fuzz.damage import damaged
 from tests.simulation.problems import SCAFFOLD, assert_identical, bytes_of, run
 
@@ -96,7 +96,7 @@ def check(changes: dict[str, bytes | str], deep: bool = False) -> bool:
         with suppress(FedraxError):
             assert page(gather([folder])).endswith("</html>\n")
         before = kept(folder)
-        with owned(folder, resume=True):
+        with lock_directory(folder, resume=True):
             found = doctor.examine(folder)
             assert kept(folder) == before
             doctor.apply_repairs(found)

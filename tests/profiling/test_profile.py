@@ -22,7 +22,7 @@ from fedrax.profiling.advice import advise, heaviest
 from fedrax.profiling.attribution import OperationTime
 from fedrax.profiling.hlo import OperationDescription, ProgramText
 from fedrax.simulation.client_evaluation import PersonalEvaluator
-from fedrax.simulation.executors import choose
+from fedrax.simulation.executors import execution_plan
 from fedrax.simulation.setup import Setup, prepare
 from tests.slow import slow_cases
 
@@ -181,7 +181,7 @@ def test_divergence_raises_a_clear_error():
 
 def test_limits_of_the_machine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()
-    made = machine_limits.measure(choose.make_mesh(None), budget=0.05)
+    made = machine_limits.measure(execution_plan.make_mesh(None), budget=0.05)
     assert 1 < made.gflops < 1e6 and 0.5 < made.gigabytes < 1e5
 
 
@@ -191,7 +191,7 @@ def test_the_limit_of_products_is_that_of_the_runs_precision(monkeypatch: pytest
     run(precision="bfloat16", plan="loop")
     monkeypatch.undo()
     monkeypatch.setattr(machine_limits, "_best_seconds", lambda function, *_, **__: seen.append(function) or 1.0)
-    machine_limits.measure(choose.make_mesh(None), precision=seen[0])
+    machine_limits.measure(execution_plan.make_mesh(None), precision=seen[0])
     assert seen[0] == "bfloat16" and "reduce_precision" in str(jax.make_jaxpr(seen[1])(jnp.ones((4, 4))))
 
 

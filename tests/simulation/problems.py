@@ -10,7 +10,7 @@ import numpy as np
 
 import fedrax
 from fedrax.models import Logistic
-from fedrax.simulation.process import arithmetic
+from fedrax.simulation.process import numeric_context
 from fedrax.simulation.setup import prepare
 
 FEATURES, CLASSES = 4, 3
@@ -48,7 +48,7 @@ def run(
 
 def travels(algorithm: fedrax.Algorithm, dtype: str = "float32") -> tuple[int, int]:
     """(bytes down, bytes up) of one client a round. They follow from shapes: nothing is compiled."""
-    with arithmetic(dtype):
+    with numeric_context(dtype):
         info = prepare(algorithm, TASK, FEDERATION, fedrax.Settings(cohort_size=3, dtype=dtype)).info
     return info.bytes_down, info.bytes_up
 

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import fedrax
 from fedrax import FedAvg, FedraxError, LocalSGD
 from fedrax.optim import Optax
-from fedrax.simulation.executors.choose import make_mesh
+from fedrax.simulation.executors.execution_plan import make_mesh
 from fedrax.simulation.persistence import checkpoint
 from fedrax.simulation.placement import client_states
 from fedrax.xla.microbatch import CLIENT_AXIS
@@ -166,9 +166,9 @@ except FedraxError as error:
 def test_more_rounds_on_other_devices(devices: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Client state finds its new place where there are other devices or more clients to come."""
     from fedrax.simulation import setup
-    from fedrax.simulation.executors import choose
+    from fedrax.simulation.executors import execution_plan
 
-    whole, make_mesh = run(SCAFFOLD, rounds=8), choose.make_mesh
+    whole, make_mesh = run(SCAFFOLD, rounds=8), execution_plan.make_mesh
     for count, rounds in zip(devices, (3, 8), strict=True):
         monkeypatch.setattr(setup, "make_mesh", lambda _, count=count: make_mesh(count))
         resumed = run(SCAFFOLD, rounds=rounds, directory=tmp_path, resume=True)
@@ -297,7 +297,7 @@ def test_an_array_on_devices_is_read_a_few_rows_at_a_time():
     for dtype in ("float32", "bfloat16"):
         values = np.arange(33).reshape(11, 3)[:10].astype(dtype)
         array = jax.device_put(values, NamedSharding(make_mesh(2), PartitionSpec(CLIENT_AXIS)))
-        pieces = list(client_states.Shards(array).pieces(max_bytes=24))
+        pieces = list(client_states.ShardedRows(array).pieces(max_bytes=24))
         assert {len(piece) for piece in pieces} <= {1, 2, 4} and len(pieces) > 2
         np.testing.assert_array_equal(np.concatenate(pieces), values)
 

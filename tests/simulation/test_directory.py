@@ -24,7 +24,7 @@ from fedrax.models import Logistic, Model
 from fedrax.participation import FixedList
 from fedrax.report.runs import read_run
 from fedrax.simulation import Interrupted, Script
-from fedrax.simulation.persistence.run_directory import owned
+from fedrax.simulation.persistence.run_directory import lock_directory
 from tests.simulation.problems import (
     CLASSES,
     FEATURES,
@@ -83,12 +83,12 @@ def test_where_folders_cannot_be_locked_a_file_is(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(fcntl, "flock", on_nfs)
     with (
-        owned(tmp_path / "run", resume=True),
+        lock_directory(tmp_path / "run", resume=True),
         pytest.raises(FedraxError, match="another run is writing"),
-        owned(tmp_path / "run", resume=True),
+        lock_directory(tmp_path / "run", resume=True),
     ):
         pass
-    with owned(tmp_path / "run", resume=True):
+    with lock_directory(tmp_path / "run", resume=True):
         pass
 
 

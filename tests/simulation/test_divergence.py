@@ -74,7 +74,7 @@ def test_the_state_is_kept_before_the_samples_are_searched(tmp_path: Path, monke
         assert checkpoint.load_meta(tmp_path / "failure")["round"] == 3
         raise MemoryError
 
-    monkeypatch.setattr("fedrax.simulation.run.in_the_data", search)
+    monkeypatch.setattr("fedrax.simulation.run.describe_nonfinite_samples", search)
     with pytest.raises(MemoryError):
         run(
             federation=sick_federation(), script=fedrax.simulation.Script(cohorts=COHORTS), rounds=5, directory=tmp_path
@@ -87,7 +87,7 @@ def test_samples_are_searched_in_pieces():
     offsets = np.array([0, 6_000, 20_000])
     federation = fedrax.Federation.from_arrays(x, np.zeros(len(x), int), offsets=offsets, shuffle=False)
     tracemalloc.start()
-    found = debug.in_the_data(federation, piece_bytes=1 << 16)
+    found = debug.describe_nonfinite_samples(federation, piece_bytes=1 << 16)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert "; 501 of the training samples" in found and found.endswith("the first is sample 1000 of client 1")

@@ -14,7 +14,7 @@ from fedrax import FedraxError
 from fedrax.models import Linear
 from fedrax.simulation import evaluation
 from fedrax.simulation.evaluation import Evaluator, compiled_evaluation
-from fedrax.simulation.executors import choose
+from fedrax.simulation.executors import execution_plan
 from tests.simulation.problems import FEATURES, FEDERATION, TASK, make_federation, run
 
 
@@ -50,7 +50,7 @@ def test_means_over_any_number_of_rows(rows: int, devices: int):
     rng = np.random.default_rng(rows)
     x, y = rng.normal(size=(rows, FEATURES)).astype(np.float32), rng.integers(0, 3, rows).astype(np.int32)
     params = some_params()
-    result = Evaluator(TASK, choose.make_mesh(devices), fedrax.contract.Batch(x, y))(params, "test")
+    result = Evaluator(TASK, execution_plan.make_mesh(devices), fedrax.contract.Batch(x, y))(params, "test")
     losses, hits = by_hand(params, x, y)
     assert result.keys() == {"test_loss", "test_accuracy"}
     np.testing.assert_allclose(result["test_loss"], losses.mean(), rtol=1e-6)
@@ -62,7 +62,7 @@ def test_per_client(offsets: list[int]):
     """Clients without test rows do not count; rows after the last client's are nobody's."""
     x, y = FEDERATION.test
     params = some_params()
-    evaluator = Evaluator(TASK, choose.make_mesh(2), fedrax.contract.Batch(x, y), np.array(offsets))
+    evaluator = Evaluator(TASK, execution_plan.make_mesh(2), fedrax.contract.Batch(x, y), np.array(offsets))
     result = evaluator(params, "test", per_client=True)
     for name, values in zip(("loss", "accuracy"), by_hand(params, x, y), strict=True):
         means = [values[a:b].mean() for a, b in pairwise(offsets) if b > a]

@@ -14,7 +14,7 @@ import pytest
 import fedrax
 from fedrax import host_memory
 from fedrax.simulation import run as running
-from fedrax.simulation.executors import choose
+from fedrax.simulation.executors import execution_plan
 from fedrax.simulation.placement import streaming
 from fedrax.simulation.placement.memory_budget import MemoryBudget
 from fedrax.simulation.process import runtime_errors_explained
@@ -28,7 +28,10 @@ from tests.simulation.problems import FEDERATION, LOCAL, TASK, make_federation, 
 def test_default_placement_of_samples_and_states():
     """On CPU devices well-placed arrays are read in place, however large; what would be copied counts."""
     host_memory = 1 << 34
-    choose = lambda *what, **how: streaming.choose(Settings(**how), *what, MemoryBudget(host_memory, on_cpu=True))  # noqa: E731
+
+    def choose(*what: Any, **how: Any) -> tuple[bool, bool]:
+        return streaming.choose_placement(Settings(**how), *what, MemoryBudget(host_memory, on_cpu=True))
+
     huge = np.broadcast_to(np.zeros(1, np.float32), (host_memory // 8 + 10,))  # strides are zero: takes no memory
     assert choose((huge,), 0) == (True, False)
     assert choose((huge[:-20],), 0) == choose((huge,), 0, samples="resident") == (False, False)
@@ -43,12 +46,17 @@ def test_default_placement_of_samples_and_states():
 def test_what_is_spent_on_one_is_not_there_for_another():
     """Samples take 600 of 1300 bytes, states 300 of the 700 left; clients at work a quarter of all."""
     samples, account = np.zeros((100, 6), np.uint8), MemoryBudget(1300, on_cpu=False)
-    assert streaming.choose(Settings(), (samples,), 300, account) == (False, False)
-    assert [choose.clients_at_once(Settings(), 1, 9, account, size) for size in (36, 37, 48, 326)] == [9, 5, 5, 1]
-    assert choose.clients_at_once(Settings(chunk=4), 2, 9, account, 36) == 4
-    assert streaming.choose(Settings(), (samples,), 400, MemoryBudget(1300, on_cpu=False)) == (False, True)
+    assert streaming.choose_placement(Settings(), (samples,), 300, account) == (False, False)
+    assert [execution_plan.clients_per_vmap(Settings(), 1, 9, account, size) for size in (36, 37, 48, 326)] == [
+        9,
+        5,
+        5,
+        1,
+    ]
+    assert execution_plan.clients_per_vmap(Settings(chunk=4), 2, 9, account, 36) == 4
+    assert streaming.choose_placement(Settings(), (samples,), 400, MemoryBudget(1300, on_cpu=False)) == (False, True)
     streamed = Settings(samples="streamed")
-    assert streaming.choose(streamed, (samples,), 400, MemoryBudget(1300, on_cpu=False)) == (True, False)
+    assert streaming.choose_placement(streamed, (samples,), 400, MemoryBudget(1300, on_cpu=False)) == (True, False)
 
 
 def test_what_a_client_at_work_takes():
@@ -98,7 +106,7 @@ def test_memory_is_what_the_control_group_allows(
         place.write_text(said)
         assert host_memory.host_memory(tmp_path / "cgroup", tmp_path) == expected
     monkeypatch.setattr("fedrax.simulation.placement.memory_budget.host_memory", lambda: limit)
-    assert MemoryBudget.of(choose.make_mesh(2)).whole == limit // 2
+    assert MemoryBudget.of(execution_plan.make_mesh(2)).total == limit // 2
 
 
 @pytest.mark.parametrize(("side_by_side", "less"), [(0, "set a smaller batch"), (2, "set chunk below 2")])

@@ -28,7 +28,7 @@ def planner(devices: int = 2, stateful: bool = False, by_samples: bool = False, 
         weights=changed.weights,
         dtype=changed.dtype,
     )
-    made.go_side_by_side(chunk)
+    made.set_chunk(chunk)
     return made
 
 
@@ -37,10 +37,10 @@ def real(block, r: int) -> dict[int, dict[str, float]]:
     found = {}
     for d in range(block.count.shape[1]):
         for k in range(block.count[r, d]):
-            fields = {f: getattr(block.places, f)[r, d, k] for f in ("offset", "size", "weight")}
-            fields["work"] = 1.0 if block.places.work is None else block.places.work[r, d, k]
-            assert int(block.places.client[r, d, k]) not in found
-            found[int(block.places.client[r, d, k])] = {name: float(value) for name, value in fields.items()}
+            fields = {f: getattr(block.assignments, f)[r, d, k] for f in ("offset", "size", "weight")}
+            fields["work"] = 1.0 if block.assignments.work is None else block.assignments.work[r, d, k]
+            assert int(block.assignments.client[r, d, k]) not in found
+            found[int(block.assignments.client[r, d, k])] = {name: float(value) for name, value in fields.items()}
     return found
 
 
@@ -67,7 +67,7 @@ def test_rounds_do_not_depend_on_devices_state_or_plan(settings: dict):
 def test_every_client_gets_its_own_rows_and_weights_sum_to_one():
     for weights in ("uniform", "samples"):
         block = planner(weights=weights, dtype="float64").block(0, 20, 20)
-        np.testing.assert_allclose(block.places.weight.sum((1, 2)), 1, rtol=1e-14)
+        np.testing.assert_allclose(block.assignments.weight.sum((1, 2)), 1, rtol=1e-14)
         assert (block.cohort_size == 9).all()
         for r in range(20):
             clients = real(block, r)
@@ -81,17 +81,17 @@ def test_every_client_gets_its_own_rows_and_weights_sum_to_one():
 
 def test_places_beyond_a_devices_clients_weigh_nothing():
     block = planner(3, stateful=True, chunk=4).block(0, 20, 20)
-    idle = block.places.client == len(SIZES)
+    idle = block.assignments.client == len(SIZES)
     assert idle.any()
-    assert not block.places.weight[idle].any()
-    assert (idle.sum(2) + block.count == block.places.client.shape[2]).all()
+    assert not block.assignments.weight[idle].any()
+    assert (idle.sum(2) + block.count == block.assignments.client.shape[2]).all()
 
 
 def test_a_block_may_start_anywhere():
     whole, part = planner(stateful=True).block(0, 20, 20), planner(stateful=True).block(12, 5, 8)
     for r in range(5):
         assert real(part, r) == real(whole, 12 + r)
-        np.testing.assert_array_equal(part.places.slot[r], whole.places.slot[12 + r])
+        np.testing.assert_array_equal(part.assignments.slot[r], whole.assignments.slot[12 + r])
     np.testing.assert_array_equal(part.round, np.arange(12, 20))
 
 
@@ -102,8 +102,8 @@ def test_a_client_with_state_has_one_home():
     for r in range(20):
         for d in range(3):
             for k in range(block.count[r, d]):
-                where = (d, int(block.places.slot[r, d, k]))
-                assert homes.setdefault(int(block.places.client[r, d, k]), where) == where
+                where = (d, int(block.assignments.slot[r, d, k]))
+                assert homes.setdefault(int(block.assignments.client[r, d, k]), where) == where
                 assert where[1] < p.capacity
     assert len(set(homes.values())) == len(homes)
     assert homes == p.home
@@ -154,7 +154,7 @@ def test_room_for_a_round_on_a_device_is_as_much_for_every_seed(devices: int):
     for seed, rounds in enumerate((4, 10, 20, 40)):
         sampler = cohort_sampler(Settings(seed=seed, rounds=rounds, cohort_size=120), sizes)
         made = Planner(sampler, offsets, devices=devices, stateful=True, by_samples=True, row_bytes=10**6)
-        room.add(made.most_places)
+        room.add(made.max_stateful_clients)
         needed.add(made.block(0, rounds, rounds).count.max())
     assert len(room) == 1 and max(needed) <= min(room) <= 1.5 * 120 / devices + 10
     assert devices == 1 or len(needed) > 1
@@ -167,7 +167,7 @@ def test_where_sizes_are_beyond_all_measure_a_device_has_room_for_all():
         Settings(rounds=2, cohort_size=20), sizes, Script(cohorts=[np.arange(20), np.arange(20, 40)])
     )
     made = Planner(sampler, sizes.cumsum() - sizes, devices=2, stateful=True, by_samples=True)
-    assert made.block(0, 2, 2).count.max() == 19 and made.most_places == 20
+    assert made.block(0, 2, 2).count.max() == 19 and made.max_stateful_clients == 20
 
 
 def test_of_given_cohorts_the_rows_are_counted():
@@ -190,18 +190,20 @@ def test_work_is_spread_evenly():
     """Without state, no device has more than the even share plus the largest client."""
     p = planner(2, by_samples=True)
     block = p.block(0, 20, 20)
-    loads = np.where(np.arange(block.places.size.shape[2]) < block.count[..., None], block.places.size, 0).sum(2)
+    loads = np.where(
+        np.arange(block.assignments.size.shape[2]) < block.count[..., None], block.assignments.size, 0
+    ).sum(2)
     assert (loads.max(1) <= loads.mean(1) + SIZES.max()).all()
 
 
 def test_devices_are_idle_where_one_has_more_to_do_and_not_where_they_join():
-    assert planner().idle(0) == pytest.approx(1 / 9)  # five clients and four
-    assert planner(cohort_size=8).idle(0) == planner(devices=1).idle(0) == 0
+    assert planner().idle_share(0) == pytest.approx(1 / 9)  # five clients and four
+    assert planner(cohort_size=8).idle_share(0) == planner(devices=1).idle_share(0) == 0
     uneven, sizes = planner(cohort_size=1, by_samples=True), SIZES
-    assert uneven.idle(0) == pytest.approx(1)  # one device waits all the time
+    assert uneven.idle_share(0) == pytest.approx(1)  # one device waits all the time
     block = planner(by_samples=True).block(0, 1, 1)
-    load = np.sort([sum(sizes[c] for c in block.places.client[0, d, : block.count[0, d]]) for d in (0, 1)])
-    assert planner(by_samples=True).idle(0) == pytest.approx((load[1] - load[0]) / load.sum())
+    load = np.sort([sum(sizes[c] for c in block.assignments.client[0, d, : block.count[0, d]]) for d in (0, 1)])
+    assert planner(by_samples=True).idle_share(0) == pytest.approx((load[1] - load[0]) / load.sum())
     together = planner()
     assert together.join(2.0) == 2
     assert together.idle(0) == 0
@@ -213,10 +215,10 @@ def test_clients_side_by_side_are_of_like_size():
         block = planner(devices, by_samples=True, chunk=4).block(0, 20, 20)
         for r in range(20):
             for d in range(devices):
-                sizes = block.places.size[r, d, : block.count[r, d]]
+                sizes = block.assignments.size[r, d, : block.count[r, d]]
                 assert (np.diff(sizes) <= 0).all()
     one_by_one = planner(1, by_samples=True).block(0, 20, 20)
-    assert any((np.diff(one_by_one.places.size[r, 0, : one_by_one.count[r, 0]]) > 0).any() for r in range(20))
+    assert any((np.diff(one_by_one.assignments.size[r, 0, : one_by_one.count[r, 0]]) > 0).any() for r in range(20))
 
 
 @pytest.mark.parametrize("stateful", [False, True])
@@ -224,20 +226,22 @@ def test_clients_side_by_side_are_of_like_size():
 def test_every_client_has_one_place_in_a_round(devices: int, stateful: bool):
     sampler = cohort_sampler(Settings(rounds=30, cohort_size=5, stragglers=0.4), SIZES)
     made = Planner(sampler, OFFSETS, devices=devices, stateful=stateful, by_samples=True)
-    made.go_side_by_side(2)
+    made.set_chunk(2)
     block, homes = made.block(0, 30, 32), {}
     for r in range(30):
         placed = []
         for d in range(devices):
             n = block.count[r, d]
-            clients = block.places.client[r, d, :n]
+            clients = block.assignments.client[r, d, :n]
             placed += clients.tolist()
-            assert (block.places.client[r, d, n:] == len(SIZES)).all() and (block.places.weight[r, d, n:] == 0).all()
-            assert (block.places.size[r, d, :n] == SIZES[clients]).all()
-            for client, slot in zip(clients.tolist(), block.places.slot[r, d, :n].tolist(), strict=True):
+            assert (block.assignments.client[r, d, n:] == len(SIZES)).all() and (
+                block.assignments.weight[r, d, n:] == 0
+            ).all()
+            assert (block.assignments.size[r, d, :n] == SIZES[clients]).all()
+            for client, slot in zip(clients.tolist(), block.assignments.slot[r, d, :n].tolist(), strict=True):
                 assert not stateful or homes.setdefault(client, (d, slot)) == (d, slot)
         assert sorted(placed) == sampler.cohort(r).tolist()
-        assert block.places.weight[r].sum() == pytest.approx(1)
+        assert block.assignments.weight[r].sum() == pytest.approx(1)
     assert len(set(homes.values())) == len(homes)
     owners = made.owners()
     assert sorted(owners[owners >= 0].tolist()) == sorted(homes)

@@ -156,13 +156,13 @@ LAPACK = """
 import json, sys
 import jax, jax.numpy as jnp
 from threadpoolctl import threadpool_info
-from fedrax.simulation.process import arithmetic
+from fedrax.simulation.process import numeric_context
 
 def threads():
     return {pool["filepath"]: pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}
 
 before = threads()
-with arithmetic("float32"):
+with numeric_context("float32"):
     jax.jit(jnp.linalg.svd)(jnp.ones((3, 3)))
     during = threads()
 after = threads()

@@ -12,7 +12,7 @@ import fedrax
 from fedrax.models import MLP
 from fedrax.simulation import NonFiniteError
 from fedrax.simulation import run as running
-from fedrax.simulation.process import arithmetic
+from fedrax.simulation.process import numeric_context
 from fedrax.simulation.setup import prepare
 from tests.simulation.problems import (
     CLASSES,
@@ -105,7 +105,7 @@ def test_other_floats_seeds_and_rounds_do_not_recompile(caplog: pytest.LogCaptur
 
 def test_programs_of_other_static_fields_are_apart():
     """JAX keeps all that it compiles for one function: those of many settings are to be forgotten one by one."""
-    with arithmetic("float32"):
+    with numeric_context("float32"):
         engine = prepare(SCAFFOLD, TASK, FEDERATION, fedrax.Settings(cohort_size=3)).engine
     other, longer = (dataclasses.replace(LOCAL, **change) for change in ({"lr": 0.1}, {"steps": 5}))
     own, same, apart = (engine.block(fedrax.Scaffold(local=local)) for local in (LOCAL, other, longer))
@@ -115,7 +115,9 @@ def test_programs_of_other_static_fields_are_apart():
 def test_one_setup_runs_twice():
     """The arrays it starts from are not given away."""
     setup = prepare(SCAFFOLD, TASK, FEDERATION, fedrax.Settings(cohort_size=3, rounds=3))
-    first, second = (running.Run(setup, running.storage_of(setup), (), True, None).finish(False) for _ in range(2))
+    first, second = (
+        running.Run(setup, running.make_block_loader(setup), (), True, None).finish(False) for _ in range(2)
+    )
     assert_identical(first, second)
 
 

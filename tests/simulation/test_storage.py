@@ -20,7 +20,7 @@ from fedrax.algorithms import PFedMe
 from fedrax.contract.algorithm import Algorithm
 from fedrax.personalization import Ditto
 from fedrax.simulation import evaluation
-from fedrax.simulation.executors import choose
+from fedrax.simulation.executors import execution_plan
 from fedrax.simulation.executors.compiled import Engine
 from fedrax.simulation.placement import planner, row_file, streaming
 from fedrax.simulation.placement.row_file import RowFile
@@ -140,7 +140,7 @@ def test_blocks_get_what_they_need_and_no_more(monkeypatch: pytest.MonkeyPatch):
     seen, whole = [], Engine.run
 
     def spy(self: Engine, algorithm: Any, carry: Any, key: Any, xs: Any, rounds: int) -> Any:
-        samples, at = [np.asarray(shard.data) for shard in self.samples.x.addressable_shards], xs.places
+        samples, at = [np.asarray(shard.data) for shard in self.samples.x.addressable_shards], xs.assignments
         for r in range(rounds):
             for d, count in enumerate(xs.count[r]):
                 for client, offset, size in zip(at.client[r, d], at.offset[r, d], at.size[r, d], strict=True):
@@ -208,7 +208,7 @@ def test_evaluation_piece_by_piece(rows: int, devices: int, monkeypatch: pytest.
         rng.normal(size=(rows, FEATURES)).astype(np.float32), rng.integers(0, 3, rows, np.int32)
     )
     params = jax.tree.map(lambda a: rng.normal(size=a.shape).astype(a.dtype), TASK.init(jax.random.key(0)))
-    mesh = choose.make_mesh(devices)
+    mesh = execution_plan.make_mesh(devices)
     expected = evaluation.Evaluator(TASK, mesh, batch).per_sample(params)
     for most in (1, 300, 1 << 20):
         found = evaluation.StreamedEvaluator(TASK, mesh, batch, piece_bytes=most).per_sample(params)
@@ -231,7 +231,7 @@ def test_rounds_that_fit_by_hand():
 
 
 def test_few_capacities():
-    sizes = [planner.rounded_up(n) for n in range(1, 5000)]
+    sizes = [planner.round_up_size(n) for n in range(1, 5000)]
     assert all(n <= size <= 1.125 * n + 1 for n, size in enumerate(sizes, 1))
     assert len(set(sizes)) < 100
 
@@ -264,11 +264,11 @@ def test_pages_of_a_mapping_are_released(tmp_path: Path):
     np.save(tmp_path / "x.npy", np.zeros((1000, 10)))
     private = np.load(tmp_path / "x.npy", mmap_mode="c")
     private[3] = 1
-    streaming.release(np.asarray(private))
+    streaming.release_pages(np.asarray(private))
     assert private[3, 0] == 1
     shared = np.load(tmp_path / "x.npy", mmap_mode="r+")
     shared[4] = 2
-    streaming.release(np.asarray(shared)[5:])
+    streaming.release_pages(np.asarray(shared)[5:])
     assert shared[4, 0] == 2 and np.load(tmp_path / "x.npy")[4, 0] == 2
 
 

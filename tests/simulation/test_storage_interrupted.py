@@ -256,8 +256,8 @@ def test_several_processes_are_rejected(monkeypatch: pytest.MonkeyPatch):
     account = MemoryBudget(1 << 30, on_cpu=True)
     for away in ({"samples": "streamed"}, {"states": "spilled"}):
         with pytest.raises(FedraxError, match="by a single process only"):
-            streaming.choose(Settings(**away), FEDERATION.train, 8, account)
-    assert streaming.choose(Settings(), FEDERATION.train, 1 << 60, account) == (False, False)
+            streaming.choose_placement(Settings(**away), FEDERATION.train, 8, account)
+    assert streaming.choose_placement(Settings(), FEDERATION.train, 1 << 60, account) == (False, False)
 
 
 def test_a_sweep_takes_turns():

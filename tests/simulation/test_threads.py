@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from fedrax.simulation.process import arithmetic
+from fedrax.simulation.process import numeric_context
 from tests.simulation.problems import assert_identical, run
 
 SINGLE = ("float32", "float64")
@@ -33,7 +33,7 @@ def test_what_overlapping_runs_set_in_the_process_is_put_back(monkeypatch: pytes
     monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
     with threadpool_limits(3, user_api="blas"):
         before = [library["num_threads"] for library in threadpool_info()]
-        first, second = arithmetic("float32"), arithmetic("float32")
+        first, second = numeric_context("float32"), numeric_context("float32")
         with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
             for pool, step in ((one, first.__enter__), (other, second.__enter__)):
                 pool.submit(step).result()

@@ -25,7 +25,7 @@ from fedrax.participation import Asynchronous, Uniform
 from fedrax.prng.keys import INITIALIZATION, purpose_key
 from fedrax.report.runs import finite
 from fedrax.simulation import Settings, simulate
-from fedrax.simulation.process import arithmetic
+from fedrax.simulation.process import numeric_context
 from fedrax.simulation.settings import SettingsOptions
 from fedrax.simulation.validate import changed_settings, check_arguments
 
@@ -212,7 +212,7 @@ def diagnose(
     """
     settings = settings_of_measurement(changed_settings(settings or Settings(rounds=32), options), 10**6)
     check_arguments(FedAvg(), task, federation)
-    with arithmetic(settings.dtype):
+    with numeric_context(settings.dtype):
         return _diagnosed(task, federation, settings, local or LocalSGD(), progress)
 
 

@@ -19,7 +19,7 @@ from fedrax.contract.task import Batch, Task
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.prng.keys import DIAGNOSIS, INITIALIZATION, purpose_key
-from fedrax.simulation.round import Keys, Program, Rounds, client_data, client_task
+from fedrax.simulation.round import ClientKeys, RoundInputs, RoundProgram, client_data, client_inputs
 from fedrax.tree import Tree
 from fedrax.xla import CodeFingerprint, optimize
 
@@ -136,7 +136,7 @@ class ClientProbe:
         self.weights = jnp.asarray(np.ones(federation.num_clients) if weights is None else weights, float)
         without_dropout = dataclasses.replace(task, loss=lambda params, batch, key: self.loss(params, batch))
         self.evaluating, self.training = (
-            Program(of, Layout.of(federation.sizes), federation.num_clients, chunk=0, code=CodeFingerprint(of))
+            RoundProgram(of, Layout.of(federation.sizes), federation.num_clients, chunk=0, code=CodeFingerprint(of))
             for of in (without_dropout, task)
         )
         self.samples = Batch(*map(jnp.asarray, federation.train))
@@ -163,19 +163,21 @@ class ClientProbe:
         found = np.asarray(self._variances(self.samples, params, jnp.asarray(rows), self.federation.sizes))
         return found * self.federation.sizes.astype(float) ** 2 if self.reduction == "sum" else found
 
-    def _each(self, program: Program, samples: Tree, round: Array, measure: Callable, start: Tree, draws: int) -> Tree:
+    def _each(
+        self, program: RoundProgram, samples: Tree, round: Array, measure: Callable, start: Tree, draws: int
+    ) -> Tree:
         """Fold ``measure(total, i, *data)`` over the clients i; ``data`` are ``draws`` copies with independent keys."""
         n = program.num_clients
         numbers = jnp.arange(n, dtype=jnp.int32)
         offsets, sizes = (a.astype(np.int32) for a in (self.federation.offsets[:-1], self.federation.sizes))
         places = ClientAssignment(numbers, numbers, jnp.asarray(offsets), jnp.asarray(sizes), jnp.ones(n))
-        everyone = Rounds(round, jnp.float32(n), jnp.int32(n), places)
+        everyone = RoundInputs(round, jnp.float32(n), jnp.int32(n), places)
         of_draws = jax.random.split(jax.random.fold_in(self.key, round), draws)
-        keys = [Keys(jax.random.split(key, n), self.key) for key in of_draws]
+        keys = [ClientKeys(jax.random.split(key, n), self.key) for key in of_draws]
 
         def body(i: Array, total: Tree) -> Tree:
             return measure(
-                total, i, *(client_data(program, samples, client_task(program, everyone, k, i)) for k in keys)
+                total, i, *(client_data(program, samples, client_inputs(program, everyone, k, i)) for k in keys)
             )
 
         return jax.lax.fori_loop(0, n, body, start)

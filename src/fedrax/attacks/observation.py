@@ -22,7 +22,7 @@ from fedrax.contract.hooks import LossHook
 from fedrax.contract.task import Batch, Task
 from fedrax.errors import FedraxError
 from fedrax.simulation.results.message_recorder import RecordedExchange
-from fedrax.simulation.round import ClientRecord, take_part
+from fedrax.simulation.round import ClientRecord, run_client_phase
 from fedrax.tree import Tree
 
 Predict = Callable[[Any, Batch, int | None], tuple[Tree, ...]]
@@ -134,8 +134,8 @@ class _Program:
             drawn = jax.random.fold_in(key, round)
             facts = {"round": round, "num_clients": self.num_clients, "cohort_size": self.cohort_size, "phase": p}
             client = _client(self.task, data, drawn, classes, **facts)
-            done = take_part(p, algorithm, message, kept, statistics, client)
-            kept, output = done.kept, done.output
+            done = run_client_phase(p, algorithm, message, kept, statistics, client)
+            kept, output = done.record, done.output
             if self.matched[k]:
                 upload = drop_integer_leaves(done.received, output.upload) if self.is_method else done.received
                 read = upload, output.each, output.total

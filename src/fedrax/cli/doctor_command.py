@@ -15,7 +15,7 @@ from fedrax.cli.arguments import parse
 from fedrax.errors import FedraxError
 from fedrax.escaping import printable_line
 from fedrax.report import doctor
-from fedrax.simulation.persistence.run_directory import owned
+from fedrax.simulation.persistence.run_directory import lock_directory
 
 DESCRIPTION = """Check a run directory: `fedrax doctor DIR`.
 
@@ -46,7 +46,7 @@ def main(args: list[str]) -> int:
     if not doctor.is_run_directory(directory):
         below = doctor.runs_below(directory)
         raise FedraxError(f"{directory} is not a run directory{below and f'; {below}'}")
-    with owned(directory, resume=True):
+    with lock_directory(directory, resume=True):
         found = doctor.examine(directory)
         if not options.json:
             show(found)

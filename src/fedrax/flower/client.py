@@ -34,9 +34,9 @@ from fedrax.flower.schema import MessageSchema, message_schemas, needs_initial_p
 from fedrax.flower.serialization import pack, unpack
 from fedrax.prng.keys import INITIALIZATION, RUN, purpose_key
 from fedrax.simulation.evaluation import sample_values
-from fedrax.simulation.process import arithmetic
-from fedrax.simulation.round import ClientRecord, ClientResult, ClientTask, Program, run_client
-from fedrax.simulation.validate import initial_client_state, start_and_statistics
+from fedrax.simulation.process import numeric_context
+from fedrax.simulation.round import ClientInputs, ClientRecord, ClientResult, RoundProgram, run_client
+from fedrax.simulation.validate import initial_client_state, initial_model
 from fedrax.tree import Tree
 from fedrax.version import VERSION
 from fedrax.xla import CodeFingerprint
@@ -110,7 +110,10 @@ class _Client:
         """Run one phase of a round and reply with the upload."""
         use_all_cores()
         instructions = RoundInstructions.of(message.content)
-        with arithmetic(instructions.dtype), open_client_state(self._state_directory(context), context.state) as state:
+        with (
+            numeric_context(instructions.dtype),
+            open_client_state(self._state_directory(context), context.state) as state,
+        ):
             return Message(
                 self._train_phase(instructions, message.content, context, ClientStore(state, message.content)),
                 reply_to=message,
@@ -134,7 +137,7 @@ class _Client:
         message, statistics = jax.tree.map(jnp.asarray, broadcast)
         like = setup.phases[instructions.phase - 1].kept if instructions.phase else setup.initial
         record = store.load(instructions, like, partial(self._initial_record, setup, store))
-        client_task = ClientTask(
+        client_inputs = ClientInputs(
             _assignment(instructions, len(samples.y)),
             jnp.int32(instructions.round),
             jnp.asarray(instructions.cohort_size, float),
@@ -143,9 +146,9 @@ class _Client:
         )
         run = _compiled_phase(setup.program, instructions.phase)
         arrays = jax.tree.map(jnp.asarray, samples)
-        done: ClientResult = run(self.algorithm, message, record, statistics, arrays, client_task)
+        done: ClientResult = run(self.algorithm, message, record, statistics, arrays, client_inputs)
         last = instructions.phase == len(setup.phases) - 1
-        store.save(instructions, done.kept, last=last)
+        store.save(instructions, done.record, last=last)
         sent = pack((done.output._replace(info={}), done.statistics if last else ()))
         info = pack(done.output.info)
         return RecordDict({"sent": sent, "info": info, "client": ConfigRecord({"lost": store.state_lost})})
@@ -180,7 +183,10 @@ class _Client:
         """Reply with sums of the metrics over the client's test samples, of the global and the personalized model."""
         use_all_cores()
         instructions = RoundInstructions.of(message.content)
-        with arithmetic(instructions.dtype), open_client_state(self._state_directory(context), context.state) as state:
+        with (
+            numeric_context(instructions.dtype),
+            open_client_state(self._state_directory(context), context.state) as state,
+        ):
             own, store = load_client_data(self.data, context), ClientStore(state, message.content)
             sums = self._metric_sums(instructions, own, message.content, store) if len(own.test.y) else {}
         rows = ConfigRecord({"test": len(own.test.y)})
@@ -214,7 +220,7 @@ class _Client:
 class _ClientSetup:
     """What a client derives from algorithm, task and the shapes of its data before it trains; trees hold shapes."""
 
-    program: Program
+    program: RoundProgram
     phases: list[MessageSchema]
     params: Tree
     statistics: Tree
@@ -229,14 +235,14 @@ class _ClientSetup:
         cls, algorithm: Algorithm, task: Task, samples: Batch, own: Federation, instructions: RoundInstructions
     ) -> _ClientSetup:
         """Check that task, algorithm and samples fit, and trace the schema of each phase."""
-        start = start_and_statistics(task, purpose_key(0, INITIALIZATION), None, instructions.dtype)
+        start = initial_model(task, purpose_key(0, INITIALIZATION), None, instructions.dtype)
         _, params, statistics, _ = start
         check_task(task, with_statistics(params, statistics), samples, own)
         initial, broken = initial_client_state(algorithm, params, statistics)
         if broken:
             raise broken[0]
         layout = Layout.of(np.array([len(samples.y)]))
-        program = Program(task, layout, instructions.num_clients, chunk=0, code=CodeFingerprint(algorithm, task))
+        program = RoundProgram(task, layout, instructions.num_clients, chunk=0, code=CodeFingerprint(algorithm, task))
         phases = message_schemas(program, algorithm, params, statistics, shapes_of_samples(samples))
         broadcast_statistics = () if algorithm.traits.personal_statistics else statistics
         return cls(program, phases, params, statistics, initial, broadcast_statistics)
@@ -307,7 +313,7 @@ def _assignment(instructions: RoundInstructions, rows: int) -> ClientAssignment:
 
 
 @lru_cache(maxsize=16)
-def _compiled_phase(program: Program, p: int) -> Callable:
+def _compiled_phase(program: RoundProgram, p: int) -> Callable:
     """The compiled client side of phase ``p``."""
     return jax.jit(partial(run_client, program, p))
 

@@ -23,11 +23,11 @@ from fedrax.flower.registry import POLL_SECONDS, ClientRegistry, log
 from fedrax.participation.cohort_sampler import CohortSampler
 from fedrax.privacy.ledger import Ledger
 from fedrax.simulation.executors.debug import NonFiniteError
-from fedrax.simulation.persistence.run_directory import owned
+from fedrax.simulation.persistence.run_directory import lock_directory
 from fedrax.simulation.process import write_environment
 from fedrax.simulation.results.events import Event, EventFile, RunInfo, Sink, events_of, report
 from fedrax.simulation.results.result import Result, Snapshot
-from fedrax.simulation.round import Rounds, run_round
+from fedrax.simulation.round import RoundInputs, run_round
 from fedrax.simulation.run import Callback
 from fedrax.simulation.settings import Settings
 from fedrax.tree import Tree
@@ -69,7 +69,7 @@ class RoundDriver:
         directory = self.info.directory
         if directory is None:
             return self._run_with_sinks(self.server, self.statistics, None)
-        with owned(directory, self.resume):
+        with lock_directory(directory, self.resume):
             server, statistics = self._restore()
             file = EventFile(directory, self.events)
             write_environment(directory)
@@ -198,7 +198,7 @@ class RoundDriver:
         self.delivery.last_aggregated |= dict.fromkeys(executor.replied, r)
         return new_server, new_statistics, record, executor.replied
 
-    def _round_inputs(self, r: int, cohort: np.ndarray) -> Rounds:
+    def _round_inputs(self, r: int, cohort: np.ndarray) -> RoundInputs:
         """Inputs of a round: its number, cohort size, and an assignment with a weight for each client."""
         dtype = np.dtype(self.settings.dtype)
         sizes = self.registry.sizes[cohort]
@@ -206,7 +206,7 @@ class RoundDriver:
         zeros = np.zeros(len(cohort), np.int32)
         cohort_ids = cohort.astype(np.int32)
         places = ClientAssignment(cohort_ids, zeros, zeros, sizes.astype(np.int32), shares.astype(dtype))
-        return Rounds(np.int32(r), dtype.type(len(cohort)), np.int32(len(cohort)), places)
+        return RoundInputs(np.int32(r), dtype.type(len(cohort)), np.int32(len(cohort)), places)
 
     def _within_budget(self, cohort: np.ndarray) -> bool:
         """Whether the privacy budget allows one more round with these clients."""

@@ -21,7 +21,7 @@ from fedrax.flower.registry import ClientRegistry, log
 from fedrax.flower.schema import shapes_of_samples
 from fedrax.flower.serialization import pack
 from fedrax.simulation.evaluation import Evaluator, is_lower_better, over_clients, parameter_metrics, sample_values
-from fedrax.simulation.executors.choose import make_mesh
+from fedrax.simulation.executors.execution_plan import make_mesh
 from fedrax.tree import Tree
 
 Evaluate = Callable[[Tree, Tree, RoundInstructions, np.ndarray], dict[str, float]]

@@ -21,7 +21,7 @@ from fedrax.flower.registry import ClientRegistry, log
 from fedrax.flower.schema import MessageSchema
 from fedrax.flower.serialization import pack, record_bytes, unpack
 from fedrax.simulation.executors.debug import NonFiniteError
-from fedrax.simulation.executors.loop import Compiled
+from fedrax.simulation.executors.loop import CompiledSteps
 from fedrax.simulation.round import (
     SHARED_KEY,
     ClientRecord,
@@ -29,10 +29,10 @@ from fedrax.simulation.round import (
     ClientSums,
     Executor,
     PhaseResult,
-    Program,
-    Rounds,
+    RoundInputs,
+    RoundProgram,
     add_client,
-    no_sums,
+    zero_sums,
 )
 from fedrax.tree import Tree
 
@@ -83,9 +83,9 @@ class DeliveryState:
 class ServerComputation:
     """Compiled functions of the server's side of a round."""
 
-    def __init__(self, program: Program, phases: list[MessageSchema]):
+    def __init__(self, program: RoundProgram, phases: list[MessageSchema]):
         self.program, self.phases = program, phases
-        self.compiled = Compiled(program)
+        self.compiled = CompiledSteps(program)
         self.add = jax.jit(self._add, static_argnums=0)
         self.zeros = jax.jit(self._zeros, static_argnums=0)
         self.is_finite = jax.jit(tree.all_finite)
@@ -106,8 +106,8 @@ class ServerComputation:
         """(zero sums, zero arrays for the stacked uploads)."""
         phase = self.phases[p]
         shape = jax.eval_shape(partial(self._finished, p, algorithm), phase.sent, phase.statistics)
-        stacked = jax.tree.map(lambda a: jnp.zeros((len(places), *a.shape), a.dtype), shape.single)
-        return no_sums(self.program, algorithm, p, ClientRecord((), ()), shape), stacked
+        stacked = jax.tree.map(lambda a: jnp.zeros((len(places), *a.shape), a.dtype), shape.per_client)
+        return zero_sums(self.program, algorithm, p, ClientRecord((), ()), shape), stacked
 
     def _add(
         self, p: int, algorithm: Algorithm, so_far: Any, sent: Any, k: JaxArray, weight: JaxArray, client: JaxArray
@@ -116,7 +116,7 @@ class ServerComputation:
         sums, stacked = so_far
         done = self._finished(p, algorithm, *sent)
         sums = add_client(self.program, sums, done, weight, jnp.bool_(True), client)
-        return sums, tree.set_row(stacked, k, done.single)
+        return sums, tree.set_row(stacked, k, done.per_client)
 
 
 class FlowerExecutor(Executor):
@@ -125,7 +125,7 @@ class FlowerExecutor(Executor):
     Args:
         computation: the server's compiled functions.
         algorithm: the algorithm.
-        here: inputs of the round on one device, with an assignment for each client of the cohort.
+        round_inputs: inputs of the round on one device, with an assignment for each client of the cohort.
         key: random key of the run.
         registry: the clients and their nodes.
         delivery: state of message delivery, updated by the round.
@@ -135,14 +135,14 @@ class FlowerExecutor(Executor):
         self,
         computation: ServerComputation,
         algorithm: Algorithm,
-        here: Rounds,
+        round_inputs: RoundInputs,
         key: JaxArray,
         registry: ClientRegistry,
         delivery: DeliveryState,
     ):
-        super().__init__(computation.program, algorithm, here, key)
+        super().__init__(computation.program, algorithm, round_inputs, key)
         self.computation, self.registry, self.delivery = computation, registry, delivery
-        self.cohort = [int(client) for client in here.places.client]
+        self.cohort = [int(client) for client in round_inputs.assignments.client]
         self.replied = self.cohort
         """Clients that have replied in every phase so far."""
         self.sent: dict[tuple, str] = {}
@@ -156,7 +156,7 @@ class FlowerExecutor(Executor):
 
     def server(self, p: int, server: Any, gathered: PhaseResult) -> tuple[Any, Info]:
         """The server's update after phase ``p``."""
-        return self.computation.compiled.server(p, self.algorithm, server, gathered, self.here, self.round_key)
+        return self.computation.compiled.server(p, self.algorithm, server, gathered, self.round_inputs, self.round_key)
 
     def clients(self, p: int, message: Tree, statistics: Tree) -> PhaseResult:
         """Run phase ``p`` on all clients of the cohort; clients without a valid reply are left out of the cohort."""
@@ -169,14 +169,19 @@ class FlowerExecutor(Executor):
         for k, client in enumerate(self.replied):
             sent, weight = replies[client], weights[k]
             so_far = self.computation.add(p, self.algorithm, so_far, sent, jnp.int32(k), weight, clients[k])
-        self.here = self.here._replace(cohort_size=self.here.cohort_size.dtype.type(len(self.replied)))
+        self.round_inputs = self.round_inputs._replace(
+            cohort_size=self.round_inputs.cohort_size.dtype.type(len(self.replied))
+        )
         sums, stacked = so_far
         return PhaseResult(sums, stacked, clients, weights)
 
     def _cohort_weights(self) -> tuple[JaxArray, JaxArray]:
         """(clients that replied, their weights, which sum to one), padded to the cohort with N and weight zero."""
-        given = dict(zip(self.cohort, self.here.places.weight, strict=True))
-        weights, clients = np.zeros_like(self.here.places.weight), np.full(len(self.cohort), self.program.num_clients)
+        given = dict(zip(self.cohort, self.round_inputs.assignments.weight, strict=True))
+        weights, clients = (
+            np.zeros_like(self.round_inputs.assignments.weight),
+            np.full(len(self.cohort), self.program.num_clients),
+        )
         clients[: len(self.replied)] = self.replied
         weights[: len(self.replied)] = [given[client] for client in self.replied]
         if len(self.replied) < len(self.cohort):
@@ -234,16 +239,16 @@ class FlowerExecutor(Executor):
 
     def _message_content(self, p: int, client: int, new: ArrayRecord, again: dict[str, str]) -> RecordDict:
         """The content of the message to one client."""
-        expected = self.program.expected
+        expected = self.program.expected_cohort_size
         instructions = RoundInstructions(
-            round=int(self.here.round),
+            round=int(self.round_inputs.round),
             phase=p,
             client=client,
             num_clients=self.program.num_clients,
-            cohort_size=float(self.here.cohort_size if expected is None else expected),
+            cohort_size=float(self.round_inputs.cohort_size if expected is None else expected),
             last_aggregated=self.delivery.last_aggregated.get(client, -1),
             shared=self.shared,
-            dtype=str(self.here.places.weight.dtype),
+            dtype=str(self.round_inputs.assignments.weight.dtype),
         )
         content = RecordDict({"down": new, **instructions.record()})
         if again:

@@ -12,7 +12,14 @@ from fedrax import tree
 from fedrax.contract.algorithm import Algorithm, ClientOutput
 from fedrax.contract.assignment import ClientAssignment
 from fedrax.contract.task import Batch
-from fedrax.simulation.round import ClientRecord, PhaseResult, Program, Rounds, SingleClient, run_round
+from fedrax.simulation.round import (
+    ClientRecord,
+    PhaseResult,
+    RoundInputs,
+    RoundProgram,
+    SingleClientExecutor,
+    run_round,
+)
 from fedrax.tree import Tree
 from fedrax.xla import dependent_leaves
 
@@ -30,7 +37,7 @@ class MessageSchema(NamedTuple):
     """The client state after the phase."""
 
 
-class _MessageTracer(SingleClient):
+class _MessageTracer(SingleClientExecutor):
     """Executor of a round of one client that records the broadcast messages."""
 
     def __init__(self, *inputs: Any):
@@ -44,7 +51,7 @@ class _MessageTracer(SingleClient):
 
 
 def message_schemas(
-    program: Program, algorithm: Algorithm, params: Tree, statistics: Tree, samples: Batch
+    program: RoundProgram, algorithm: Algorithm, params: Tree, statistics: Tree, samples: Batch
 ) -> list[MessageSchema]:
     """Trace one round and return the schema of each phase.
 
@@ -58,12 +65,12 @@ def message_schemas(
     place = placeholder_assignment()
 
     def one_round(params: Tree, statistics: Tree, samples: Batch) -> list[MessageSchema]:
-        here = Rounds(jnp.int32(0), jnp.float32(1), jnp.int32(1), jax.tree.map(jnp.asarray, place))
+        round_inputs = RoundInputs(jnp.int32(0), jnp.float32(1), jnp.int32(1), jax.tree.map(jnp.asarray, place))
         kept = ClientRecord.at_first(algorithm, params, statistics)
-        executor = _MessageTracer(program, algorithm, here, jax.random.key(0), kept, samples)
+        executor = _MessageTracer(program, algorithm, round_inputs, jax.random.key(0), kept, samples)
         run_round(executor, algorithm.init(tree.rebuilt(params), program.num_clients), statistics)
         phases = zip(executor.messages, executor.finished, strict=True)
-        return [MessageSchema(message, done.output, done.statistics, done.kept) for message, done in phases]
+        return [MessageSchema(message, done.output, done.statistics, done.record) for message, done in phases]
 
     found = jax.eval_shape(one_round, params, statistics, samples)
     return [one._replace(statistics=one.statistics if p == len(found) - 1 else ()) for p, one in enumerate(found)]

@@ -31,10 +31,10 @@ from fedrax.privacy.ledger import Ledger
 from fedrax.prng.keys import RUN, purpose_key
 from fedrax.simulation.persistence.run_identity import of_method
 from fedrax.simulation.privacy_ledger import ledger_of
-from fedrax.simulation.process import arithmetic
+from fedrax.simulation.process import numeric_context
 from fedrax.simulation.results.events import RunInfo, Sink
 from fedrax.simulation.results.result import Result
-from fedrax.simulation.round import Program
+from fedrax.simulation.round import RoundProgram
 from fedrax.simulation.run import Callback
 from fedrax.simulation.settings import FederationOptions, Settings
 from fedrax.simulation.traffic import trace_round
@@ -164,7 +164,7 @@ def federate(
     use_all_cores()
     registry = ClientRegistry(grid, timeout)
     registry.wait_for_clients(clients, wait)
-    with arithmetic(settings.dtype):
+    with numeric_context(settings.dtype):
         path = None if directory is None else Path(directory)
         driver = _prepare(registry, algorithm, task, settings, params, seed, test, path)
         return replace(driver, sinks=sinks, callbacks=callbacks, resume=resume).run()
@@ -195,10 +195,10 @@ def _prepare(
     samples = shapes_of_samples(registry.samples)
     valid = validate(algorithm, task, settings, registry.sizes, samples, _placeholder_data(samples), params)
     sampler, start, statistics = valid.sampler, valid.params, valid.statistics
-    program = Program(
+    program = RoundProgram(
         task, Layout.of(registry.sizes), registry.num_clients, chunk=0, code=CodeFingerprint(algorithm, task)
     )
-    program = program._replace(expected=float(sampler.largest))
+    program = program._replace(expected_cohort_size=float(sampler.largest))
     traced = trace_round(
         program, algorithm, start, statistics, valid.initial, samples, placeholder_assignment(), valid.broken
     )

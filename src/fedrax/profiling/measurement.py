@@ -17,11 +17,11 @@ from fedrax.errors import FedraxError
 from fedrax.profiling import trace
 from fedrax.profiling.hlo import ProgramText
 from fedrax.profiling.trace import Timeline
-from fedrax.simulation.persistence.resume import fresh
+from fedrax.simulation.persistence.resume import initial_state
 from fedrax.simulation.placement.streaming import RoundBlock
 from fedrax.simulation.results.events import events_of
-from fedrax.simulation.round import Rounds
-from fedrax.simulation.run import storage_of
+from fedrax.simulation.round import RoundInputs
+from fedrax.simulation.run import make_block_loader
 from fedrax.simulation.setup import Setup
 
 _ROUNDS_A_CALL = 64
@@ -100,7 +100,7 @@ class RoundTimer:
 
     def __init__(self, setup: Setup, rounds: int | None = None, keep: Path | None = None):
         self.setup, self.rounds, self.keep = setup, rounds, keep
-        self._run, self._carry, self._storage = setup.engine.run, cast(Any, None), storage_of(setup)
+        self._run, self._carry, self._storage = setup.engine.run, cast(Any, None), make_block_loader(setup)
 
     def measure(self) -> Measurement:
         """Measure everything, in the order of a run."""
@@ -108,8 +108,8 @@ class RoundTimer:
         made = Measurement(min(settings.eval_every, settings.rounds, _ROUNDS_A_CALL, self.rounds or _ROUNDS_A_CALL))
         made.notes += other_work()
         try:
-            self._carry = fresh(self.setup, self._storage)
-            first = self._storage.portion(0, 1)
+            self._carry = initial_state(self.setup, self._storage)
+            first = self._storage.next_block(0, 1)
             if self.setup.plan in ("scan", "vmap"):
                 self._compile(made, first)
             self._call(first)  # warm-up
@@ -136,18 +136,18 @@ class RoundTimer:
         made.compile = time.perf_counter() - began
         made.program = ProgramText(compiled.as_text() or "")
 
-        def run(algorithm: Any, carry: Any, key: Any, xs: Rounds, rounds: int) -> tuple[Any, dict]:
+        def run(algorithm: Any, carry: Any, key: Any, xs: RoundInputs, rounds: int) -> tuple[Any, dict]:
             carry, records, *_ = compiled(algorithm, carry, sim.engine.samples, key, xs, np.int32(rounds))
             return carry, {name: np.asarray(value)[:rounds] for name, value in records.items()}
 
         self._run = run
-        self._carry = self._storage.settle(self._carry, portion)
+        self._carry = self._storage.save_states(self._carry, portion)
 
     def _bring(self, portion: RoundBlock) -> None:
         """Move samples and client states of a block to the devices if they are stored elsewhere."""
         if portion.samples is not None:
             self.setup.engine.samples = portion.samples
-        self._carry = self._storage.bring(self._carry, portion)
+        self._carry = self._storage.load_states(self._carry, portion)
 
     def _call(self, portion: RoundBlock) -> tuple[float, dict]:
         """Run a block; returns (seconds, records)."""
@@ -155,7 +155,7 @@ class RoundTimer:
         self._bring(portion)
         self._carry, records = self._run(sim.algorithm, self._carry, sim.key, portion.xs, portion.rounds)
         jax.block_until_ready(self._carry)
-        self._carry = self._storage.settle(self._carry, portion)
+        self._carry = self._storage.save_states(self._carry, portion)
         seconds = time.perf_counter() - began
         if not np.all(records["sound"]):
             raise FedraxError(f"{sim.info.algorithm} diverges in the rounds to profile: try a smaller learning rate")
@@ -169,7 +169,7 @@ class RoundTimer:
         spent = 0.0
         while len(rows) < wanted if wanted else spent < _SECONDS or (len(rows) < 3 and spent < _AT_MOST):
             began = time.perf_counter()
-            portion = self._storage.portion(len(rows) % places * made.rounds, made.rounds)
+            portion = self._storage.next_block(len(rows) % places * made.rounds, made.rounds)
             planning = time.perf_counter() - began
             seconds, records = self._call(portion)
             called = time.perf_counter()
@@ -211,12 +211,12 @@ class RoundTimer:
     def _traced(self, made: Measurement, program: ProgramText, most: float, keep: Path | None) -> TracedRounds:
         """Trace as many rounds as take ``most`` seconds, or part of one round's clients."""
         seconds = made.call / made.rounds
-        portion, share, idle = self._storage.portion(0, max(1, min(made.rounds, int(most / seconds)))), 1.0, None
+        portion, share, idle = self._storage.next_block(0, max(1, min(made.rounds, int(most / seconds)))), 1.0, None
         if seconds > most:
             kept = np.ceil(portion.xs.count * most / seconds).astype(np.int32)
             share = float(kept.sum() / portion.xs.count.sum())
             portion = portion._replace(xs=portion.xs._replace(count=kept))
-            idle = self.setup.planner.idle(0)
+            idle = self.setup.planner.idle_share(0)
         # the minimum: other programs only add time
         untraced = min(self._call(portion)[0] for _ in range(3))
         (seconds, _), timelines = trace.record(lambda: self._call(portion), program, keep)

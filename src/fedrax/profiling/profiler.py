@@ -18,7 +18,7 @@ from fedrax.profiling.advice import HeavyOperation, advise, heaviest
 from fedrax.profiling.attribution import NAMES, REST, SUMS, WAIT, OperationTime, attribute
 from fedrax.profiling.machine_limits import MachineLimits
 from fedrax.profiling.measurement import Measurement, RoundTimer
-from fedrax.simulation.process import arithmetic
+from fedrax.simulation.process import numeric_context
 from fedrax.simulation.settings import Settings
 from fedrax.simulation.setup import Setup, prepare
 
@@ -146,7 +146,7 @@ def profile(
     if rounds is not None and not 1 <= rounds < 2**31:
         raise FedraxError(f"the rounds to time must be 1 or more and fit into 32 bits, not {rounds}")
     use_all_cores()
-    with arithmetic(settings.dtype):
+    with numeric_context(settings.dtype):
         setup = prepare(algorithm, task, federation, settings)
         measured = RoundTimer(setup, rounds, None if keep_trace is None else Path(keep_trace)).measure()
         return assemble(setup, measured, machine_limits.measure(setup.engine.mesh, settings.dtype, settings.precision))

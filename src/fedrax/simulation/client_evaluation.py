@@ -34,12 +34,12 @@ from fedrax.simulation.evaluation import (
     sample_values,
     whole_set_values,
 )
-from fedrax.simulation.executors.choose import make_mesh
 from fedrax.simulation.executors.compiled import Engine
-from fedrax.simulation.placement.client_states import rows_of
-from fedrax.simulation.placement.streaming import release
+from fedrax.simulation.executors.execution_plan import make_mesh
+from fedrax.simulation.placement.client_states import read_rows
+from fedrax.simulation.placement.streaming import release_pages
 from fedrax.simulation.results.result import PersonalMetrics, Result
-from fedrax.simulation.round import ClientRecord, Program, Rounds, client_data, client_keys, client_task
+from fedrax.simulation.round import ClientRecord, RoundInputs, RoundProgram, client_data, client_inputs, client_keys
 from fedrax.simulation.settings import Settings
 from fedrax.tree import Tree
 from fedrax.xla import CLIENT_AXIS
@@ -68,7 +68,7 @@ class PersonalEvaluator:
     task: Task
     federation: Federation
     settings: Settings
-    program: Program
+    program: RoundProgram
     engine: Engine
     initial: ClientRecord
     kinds: tuple[str, ...]
@@ -81,7 +81,7 @@ class PersonalEvaluator:
         task: Task,
         federation: Federation,
         settings: Settings,
-        program: Program,
+        program: RoundProgram,
         engine: Engine,
         start: Tree,
         initial: ClientRecord,
@@ -96,7 +96,7 @@ class PersonalEvaluator:
                 "metrics of clients' own models are those of a run of a single process: leave finetune out, and methods"
                 " that have such models"
             )
-        if "finetuned" in kinds and program.own_samples:
+        if "finetuned" in kinds and program.sharded_samples:
             raise FedraxError("fine-tuning needs the training samples on the devices: leave samples or finetune out")
         if not kinds:
             return None
@@ -114,7 +114,7 @@ class PersonalEvaluator:
         """Evaluate all clients' models; ``initial`` is the state of clients that have not participated."""
         sums: list[dict] = []
         for clients in self._groups:
-            kept = rows_of(store, homes, initial, clients)
+            kept = read_rows(store, homes, initial, clients)
             sizes = np.diff(self._offsets)[clients]
             mine = (kept.state, kept.statistics)
             starts, samples = self._placed(clients)
@@ -152,7 +152,7 @@ class PersonalEvaluator:
     @property
     def _streamed(self) -> bool:
         """Whether the samples to evaluate on are streamed from the host."""
-        return self.program.own_samples and self.federation.test_offsets is None
+        return self.program.sharded_samples and self.federation.test_offsets is None
 
     @cached_property
     def _samples(self) -> Batch:
@@ -174,7 +174,7 @@ class PersonalEvaluator:
             rows = np.zeros((len(mine), room, *array.shape[1:]), array.dtype)
             for own, start, end in zip(rows, first, last, strict=True):
                 own[: end - start] = array[start:end]
-            release(array)
+            release_pages(array)
             return rows.reshape(-1, *array.shape[1:])
 
         samples = jax.tree.map(gather, Batch(*self.federation.train))
@@ -256,10 +256,10 @@ class PersonalEvaluator:
         zero, one = jnp.int32(0), jnp.ones(1)
         size = (offsets[client + 1] - offsets[client])[None]
         place = ClientAssignment(client[None], zero[None], offsets[client][None], size, one)
-        here = Rounds(zero, one[0], jnp.int32(1), place)
+        here = RoundInputs(zero, one[0], jnp.int32(1), place)
         carried = TrainState(statistics)
         keys = client_keys(purpose_key(self.settings.seed, FINETUNING), place.client)
-        data = client_data(self.program, train, client_task(self.program, here, keys, 0)).with_carried(carried)
+        data = client_data(self.program, train, client_inputs(self.program, here, keys, 0)).with_carried(carried)
         tuned = local.run(data.resampled(), params).params
         return with_statistics(tuned, carried.statistics)
 

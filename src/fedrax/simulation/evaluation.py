@@ -15,13 +15,13 @@ from jax.sharding import PartitionSpec as P
 
 from fedrax.contract.task import OfOutputs
 from fedrax.errors import FedraxError
-from fedrax.simulation.placement.streaming import release
+from fedrax.simulation.placement.streaming import release_pages
 from fedrax.tree import Tree
 from fedrax.xla import CLIENT_AXIS, CodeFingerprint, optimize, optimize_forward
 
 _ROWS_ON_CPU, _ROWS = 16, 100
 """Samples of a chunk. Activations of 16 images mostly fit a core's cache; accelerators need larger chunks."""
-_PIECE_BYTES = 16 << 20
+_STREAMED_BYTES = 16 << 20
 """Bytes of streamed samples that are sent to the devices at a time."""
 OUTPUTS = "outputs of the model"
 """Key of the model's outputs beside the metrics' names."""
@@ -29,15 +29,15 @@ OUTPUTS = "outputs of the model"
 
 def sample_values(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
     """Loss and every metric of each sample."""
-    return {name: values for name, values in evaluated(task, params, samples).items() if name != OUTPUTS}
+    return {name: values for name, values in evaluate_samples(task, params, samples).items() if name != OUTPUTS}
 
 
-def evaluated(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
+def evaluate_samples(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
     """Loss and metrics of each sample, and the model's outputs where ``whole_set`` metrics need them."""
-    return optimize(optimize_forward(partial(_found, task)))(params, samples)
+    return optimize(optimize_forward(partial(_evaluate, task)))(params, samples)
 
 
-def _found(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
+def _evaluate(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
     outputs = cache(lambda: task.outputs(params, samples.x))  # computed once for all metrics that use them
 
     def value(metric: Any) -> Array:
@@ -61,7 +61,7 @@ class TracedEvaluation(NamedTuple):
 def trace_evaluation(task: Any, params: Tree, variables: Tree, samples: Any) -> TracedEvaluation:
     """Trace the evaluation of ``variables`` (see ``with_statistics``) on a chunk of samples of these shapes."""
     few = jax.tree.map(lambda a: jax.ShapeDtypeStruct((min(len(a), _ROWS_ON_CPU), *a.shape[1:]), a.dtype), samples)
-    made = [jax.make_jaxpr(partial(_found, task))(variables, few)]
+    made = [jax.make_jaxpr(partial(_evaluate, task))(variables, few)]
     if task.measures is not None:
         made.append(jax.make_jaxpr(task.measures)(params))
     names = (
@@ -102,7 +102,7 @@ def compiled_evaluation(task: Any, mesh: Mesh, rows: int, code: CodeFingerprint)
     def on_device(params: Tree, samples: Any, starts: Array) -> dict[str, Array]:
         def one(start: Array) -> dict[str, Array]:
             part = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, chunk), samples)
-            return evaluated(task, params, part)
+            return evaluate_samples(task, params, part)
 
         # gathered, so that every process of several has all values
         return jax.lax.all_gather(jax.lax.map(one, starts), CLIENT_AXIS, tiled=True)
@@ -113,11 +113,11 @@ def compiled_evaluation(task: Any, mesh: Mesh, rows: int, code: CodeFingerprint)
 
 
 @lru_cache(maxsize=16)
-def compiled_piece(task: Any, mesh: Mesh, code: CodeFingerprint) -> Callable:
+def compiled_chunks(task: Any, mesh: Mesh, code: CodeFingerprint) -> Callable:
     """Function (params, samples [chunks, rows, ...]) -> values by name [chunks, rows]."""
 
     def on_device(params: Tree, chunks: Any) -> dict[str, Array]:
-        return jax.lax.map(lambda part: evaluated(task, params, part), chunks)
+        return jax.lax.map(lambda part: evaluate_samples(task, params, part), chunks)
 
     return jax.jit(
         jax.shard_map(on_device, mesh=mesh, in_specs=(P(), P(CLIENT_AXIS)), out_specs=P(CLIENT_AXIS), check_vma=False),
@@ -187,7 +187,7 @@ def whole_set_values(task: Any, outputs: np.ndarray, y: np.ndarray) -> dict[str,
     return {name: None if value is None else float(value) for name, value in values.items()}
 
 
-def remedy(task: Any, key: str) -> str:
+def non_finite_remedy(task: Any, key: str) -> str:
     """The remedy where the metric ``key`` of an event is not finite and the losses are."""
     if any(key.endswith(f"_{name}") for name in task.whole_set):
         return ", though the loss is: of a whole set a metric is None where it is not defined"
@@ -243,7 +243,7 @@ class StreamedEvaluator(Evaluator):
         self.rows, self.samples = len(jax.tree.leaves(samples)[0]), samples
         self._chunk, self._starts = chunk_starts(self.rows, mesh.devices.size)
         self._run, self._sharding = (
-            compiled_piece(task, mesh, CodeFingerprint(task)),
+            compiled_chunks(task, mesh, CodeFingerprint(task)),
             NamedSharding(mesh, P(CLIENT_AXIS)),
         )
         row_bytes = sum(a.nbytes for a in jax.tree.leaves(samples)) / self.rows
@@ -268,7 +268,7 @@ class StreamedEvaluator(Evaluator):
     def _take(self, starts: np.ndarray) -> Any:
         def take(array: np.ndarray) -> np.ndarray:
             piece = np.stack([array[start : start + self._chunk] for start in starts])
-            release(array)
+            release_pages(array)
             return piece
 
         return jax.tree.map(take, self.samples)

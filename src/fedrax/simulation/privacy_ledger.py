@@ -14,7 +14,7 @@ from fedrax.privacy.accounting import Accountant
 from fedrax.privacy.ledger import Ledger
 from fedrax.privacy.releases import Release
 from fedrax.simulation.results.events import Event
-from fedrax.simulation.round import Rounds
+from fedrax.simulation.round import RoundInputs
 from fedrax.simulation.settings import Settings
 
 
@@ -116,10 +116,10 @@ def last_round(ledger: Ledger | None, settings: Settings, sampler: CohortSampler
     return rounds if ledger is None else ledger.last_round(settings.epsilon_budget, rounds, sampler.cohort)
 
 
-def enter(ledger: Ledger | None, xs: Rounds, events: list[Event], clients: int) -> None:
+def record_spending(ledger: Ledger | None, xs: RoundInputs, events: list[Event], clients: int) -> None:
     """Record the rounds of ``events``, the first ones of a block, in the ledger, and their cost in the events."""
     if ledger is not None:
-        for places, event in zip(xs.places.client, events, strict=False):
+        for places, event in zip(xs.assignments.client, events, strict=False):
             here = np.asarray(places).ravel()
             event |= ledger.spend(here[here < clients])
 

@@ -40,7 +40,7 @@ class Interrupted(KeyboardInterrupt):
         """The signal."""
 
 
-class Stop:
+class StopFlag:
     """A flag that a signal sets."""
 
     signal: int | None = None
@@ -50,13 +50,13 @@ class Stop:
         return self.signal is not None
 
 
-_under_way: list[Stop] = []
+_active_flags: list[StopFlag] = []
 """The flags of the runs of this process."""
 
 
 def stop_runs(number: int) -> None:
     """Stop the runs of this process as the signal ``number`` would: each ends its block of rounds with a checkpoint."""
-    for flag in _under_way:
+    for flag in _active_flags:
         flag.signal = number
 
 
@@ -65,14 +65,14 @@ _SIGNALS: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
-def interrupt_flag() -> Iterator[Stop]:
+def interrupt_flag() -> Iterator[StopFlag]:
     """What the first signal to stop sets; a second one of its kind has its usual effect at once.
 
     A signal that the process ignores stays ignored: Ctrl-C in the background of a shell script, a hang-up under nohup.
     A run outside the main thread hears none; who waits for it there does.
     """
     signals_end_waits()
-    flag, before = Stop(), {number: signal.getsignal(number) for number in _SIGNALS}
+    flag, before = StopFlag(), {number: signal.getsignal(number) for number in _SIGNALS}
     heard = {number: old for number, old in before.items() if old is not None and old is not signal.SIG_IGN}
     if threading.current_thread() is not threading.main_thread():
         heard = {}
@@ -83,11 +83,11 @@ def interrupt_flag() -> Iterator[Stop]:
 
     for number in heard:
         signal.signal(number, handler)
-    _under_way.append(flag)
+    _active_flags.append(flag)
     try:
         yield flag
     finally:
-        _under_way.remove(flag)
+        _active_flags.remove(flag)
         for number, old in heard.items():
             signal.signal(number, old)
 
@@ -97,14 +97,14 @@ def signals_end_waits() -> None:
     signal.siginterrupt(signal.SIGINT, True)
 
 
-def any_answer(answer: bool) -> bool:
+def answer_of_any_process(answer: bool) -> bool:
     """Whether the answer of any process is yes, where several run together."""
     if jax.process_count() == 1:
         return answer
     return bool(np.any(multihost_utils.process_allgather(np.int32(answer))))
 
 
-def first_answer(answer: bool) -> bool:
+def answer_of_first_process(answer: bool) -> bool:
     """The answer of the first process, where several run together and each has its own."""
     if jax.process_count() == 1:
         return answer
@@ -137,7 +137,7 @@ def runtime_errors_explained(alone: bool, directory: Path | None, side_by_side: 
 
 
 @contextmanager
-def arithmetic(dtype: str) -> Iterator[None]:
+def numeric_context(dtype: str) -> Iterator[None]:
     """Numbers of ``dtype`` and products in full precision, singular values and the like on the calling thread alone.
 
     A seed gives the same draws, whichever generator a program or its environment has chosen for its own keys. With
@@ -159,7 +159,7 @@ def arithmetic(dtype: str) -> Iterator[None]:
         yield
 
 
-class _Shared:
+class _SharedContext:
     """A context of the process: the first run to come enters what ``make`` gives, and the last to go leaves it."""
 
     def __init__(self, make: Callable[[], AbstractContextManager]):
@@ -201,7 +201,7 @@ def _one_lapack_thread() -> Iterator[None]:
             os.environ[_THREADS] = before
 
 
-_lapack = _Shared(_one_lapack_thread)
+_lapack = _SharedContext(_one_lapack_thread)
 
 
 def write_environment(directory: Path) -> None:

@@ -28,7 +28,7 @@ SERVER_KEY, SHARED_KEY = 0xFFFFFFFF, 0xFFFFFFFE
 """Of the keys of a round, by client's number, the server's, and the one that all clients know."""
 
 
-class Program(NamedTuple):
+class RoundProgram(NamedTuple):
     """What is fixed when a round is compiled, besides the algorithm's static fields."""
 
     task: Any
@@ -39,11 +39,11 @@ class Program(NamedTuple):
     unroll: bool = False
     precision: OperandFormat = "highest"
     """Operands of the gradients' matrix products."""
-    own_samples: bool = False
+    sharded_samples: bool = False
     """Each device holds samples of its own clients only, instead of all."""
-    expected: float | None = None
-    """Clients of a round in the mean, where each joins by chance."""
-    joining: int = 0
+    expected_cohort_size: float | None = None
+    """Expected cohort size under Poisson sampling; None where the cohort size is given by the round."""
+    data_parallel_devices: int = 0
     """Devices that work together on some clients; 0: each client is one device's."""
     client_info: bool = False
     """Whether a round also returns the info of each client by itself, for adaptive participation policies."""
@@ -51,10 +51,10 @@ class Program(NamedTuple):
     """Of the user's own functions: edited ones make another program."""
 
 
-class Rounds(NamedTuple):
+class RoundInputs(NamedTuple):
     """Who takes part: up to B consecutive rounds, or with axes taken away one round, of all devices or of one.
 
-    ``places`` lie over (round, device, place on the device), ``count`` over (round, device).
+    ``assignments`` lie over (round, device, place on the device), ``count`` over (round, device).
     """
 
     round: Any
@@ -63,7 +63,7 @@ class Rounds(NamedTuple):
     """S."""
     count: Any
     """int32; places in use on each device."""
-    places: ClientAssignment
+    assignments: ClientAssignment
     recorded: Any = None
     """int32 [K]; clients whose messages are noted, the same on all devices; None: nobody's."""
 
@@ -86,7 +86,7 @@ class ClientRecord(NamedTuple):
         return cls(state, init_local_state(algorithm, params), at_home)
 
 
-class Keys(NamedTuple):
+class ClientKeys(NamedTuple):
     """Random keys of a round's clients."""
 
     own: Array
@@ -95,7 +95,7 @@ class Keys(NamedTuple):
     """The one that all of them know."""
 
 
-class ClientTask(NamedTuple):
+class ClientInputs(NamedTuple):
     """One client's part of a round, apart from its samples and what it keeps."""
 
     place: ClientAssignment
@@ -112,9 +112,9 @@ class ClientResult(NamedTuple):
     """As the client returned it, its state taken out."""
     received: Tree
     """The upload as the server sums it."""
-    single: Tree
+    per_client: Tree
     """What reaches the server one per client: ``each``, and the received upload where the phase stacks uploads."""
-    kept: ClientRecord
+    record: ClientRecord
     statistics: Tree
     """The model's running statistics; none where they stay at home."""
 
@@ -126,7 +126,7 @@ class ClientSums(NamedTuple):
     total: Tree
     info: Info
     statistics: Tree
-    bad: Array
+    diverged: Array
     """The first client whose loss was not finite, num_clients if none."""
 
 
@@ -134,7 +134,7 @@ class PhaseResult(NamedTuple):
     """What a phase brought from all clients of the cohort."""
 
     sums: ClientSums
-    single: Tree
+    per_client: Tree
     clients: Array
     weights: Array
 
@@ -142,10 +142,10 @@ class PhaseResult(NamedTuple):
 class Executor(ABC):
     """Runs the phases of one round of ``algorithm``; subclasses say where the clients are."""
 
-    def __init__(self, program: Program, algorithm: Algorithm, here: Rounds, key: Array):
+    def __init__(self, program: RoundProgram, algorithm: Algorithm, round_inputs: RoundInputs, key: Array):
         """here: the round, of one device where there are several. key: of the run."""
-        self.program, self.algorithm, self.here = program, algorithm, here
-        self.round_key = jax.random.fold_in(key, jnp.asarray(here.round))
+        self.program, self.algorithm, self.round_inputs = program, algorithm, round_inputs
+        self.round_key = jax.random.fold_in(key, jnp.asarray(round_inputs.round))
         self.recorded_phases: list[Any] = []
         """Of each phase so far what was noted of its messages, where clients are recorded."""
 
@@ -159,8 +159,10 @@ class Executor(ABC):
 
     def server(self, p: int, server: Any, gathered: PhaseResult) -> tuple[Any, Info]:
         """The server's part of phase ``p``."""
-        step = untraced(serve) if holds_vectors(server) else serve  # a trace forgets what was accumulated in them
-        return step(self.program, p, self.algorithm, server, gathered, self.here, self.round_key)
+        step = (
+            untraced(run_server) if holds_vectors(server) else run_server
+        )  # a trace forgets what was accumulated in them
+        return step(self.program, p, self.algorithm, server, gathered, self.round_inputs, self.round_key)
 
 
 def run_round(executor: Executor, server: Any, statistics: Tree) -> tuple[Any, Tree, Info, Array]:
@@ -174,11 +176,11 @@ def run_round(executor: Executor, server: Any, statistics: Tree) -> tuple[Any, T
     for p in range(len(executor.algorithm.phases)):
         gathered = executor.clients(p, executor.broadcast(p, server), statistics)
         server, info = executor.server(p, server, gathered)
-        bad = jnp.minimum(bad, gathered.sums.bad)
+        bad = jnp.minimum(bad, gathered.sums.diverged)
         gradients = record.get("gradients", 0.0) + gathered.sums.info.get("gradients", 0.0)
         record = {**record, **gathered.sums.info, **info, "gradients": jnp.asarray(gradients, jnp.float32)}
         if p == len(executor.algorithm.phases) - 1 and gathered.sums.statistics:
-            anyone = executor.here.cohort_size > 0
+            anyone = executor.round_inputs.cohort_size > 0
             statistics = jax.tree.map(partial(_renewed, anyone), gathered.sums.statistics, statistics)
     return server, statistics, record, bad
 
@@ -193,23 +195,31 @@ def _renewed(anyone: Any, mean: Array, before: Array) -> Array:
 
 
 @trace_once(2, rules=SEQUENTIAL_RULES)
-def serve(
-    program: Program, p: int, algorithm: Algorithm, server: Any, gathered: PhaseResult, here: Rounds, round_key: Array
+def run_server(
+    program: RoundProgram,
+    p: int,
+    algorithm: Algorithm,
+    server: Any,
+    gathered: PhaseResult,
+    round_inputs: RoundInputs,
+    round_key: Array,
 ) -> tuple[Any, Info]:
     """The server's step at the end of phase ``p``."""
-    each, uploads = gathered.single
+    each, uploads = gathered.per_client
     cohort = Cohort(
         mean=gathered.sums.upload,
         each=each,
         total=gathered.sums.total,
         clients=gathered.clients,
         weights=gathered.weights,
-        size=jnp.asarray(here.cohort_size, float),
+        size=jnp.asarray(round_inputs.cohort_size, float),
         num_clients=program.num_clients,
-        round=jnp.asarray(here.round),
+        round=jnp.asarray(round_inputs.round),
         keys=NamedKeys(jax.random.fold_in(jax.random.fold_in(round_key, jnp.uint32(SERVER_KEY)), p)),
         uploads=jax.tree.map(lambda u: u.astype(summed_dtype(u.dtype)), uploads),
-        expected=jnp.asarray(here.cohort_size if program.expected is None else program.expected, float),
+        expected=jnp.asarray(
+            round_inputs.cohort_size if program.expected_cohort_size is None else program.expected_cohort_size, float
+        ),
     )
     return checked_server(algorithm, algorithm.phases[p].server(server, cohort))
 
@@ -217,21 +227,21 @@ def serve(
 # -- one client ----------------------------------------------------------------------------------------------------
 
 
-def client_keys(round_key: Array, clients: Array) -> Keys:
+def client_keys(round_key: Array, clients: Array) -> ClientKeys:
     """The keys of a round's clients."""
     own = jax.vmap(lambda client: jax.random.fold_in(round_key, client))(clients)
-    return Keys(own, jax.random.fold_in(round_key, jnp.uint32(SHARED_KEY)))
+    return ClientKeys(own, jax.random.fold_in(round_key, jnp.uint32(SHARED_KEY)))
 
 
-def client_task(program: Program, here: Rounds, keys: Keys, k: Any) -> ClientTask:
+def client_inputs(program: RoundProgram, round_inputs: RoundInputs, keys: ClientKeys, k: Any) -> ClientInputs:
     """The turn of the client in place ``k``, which is told how many are expected: it cannot know who else came."""
-    place = jax.tree.map(lambda a: a[k], here.places)
-    asked = here.cohort_size if program.expected is None else program.expected
+    place = jax.tree.map(lambda a: a[k], round_inputs.assignments)
+    asked = round_inputs.cohort_size if program.expected_cohort_size is None else program.expected_cohort_size
     size = jnp.asarray(asked, float)  # of the run's type: a product with a step size is not rounded to less
-    return ClientTask(place, jnp.asarray(here.round), size, keys.own[k], keys.shared)
+    return ClientInputs(place, jnp.asarray(round_inputs.round), size, keys.own[k], keys.shared)
 
 
-def client_data(program: Program, samples: Tree, turn: ClientTask, phase: int = 0) -> ClientData:
+def client_data(program: RoundProgram, samples: Tree, turn: ClientInputs, phase: int = 0) -> ClientData:
     """The client whose turn it is as algorithms see it."""
     return ClientData(
         program.task,
@@ -249,69 +259,83 @@ def client_data(program: Program, samples: Tree, turn: ClientTask, phase: int = 
     )
 
 
-@trace_once(2, lambda program, p: [(CLIENT_AXIS, program.joining)] if program.joining else [], SEQUENTIAL_RULES)
+@trace_once(
+    2,
+    lambda program, p: [(CLIENT_AXIS, program.data_parallel_devices)] if program.data_parallel_devices else [],
+    SEQUENTIAL_RULES,
+)
 def run_client(
-    program: Program,
+    program: RoundProgram,
     p: int,
     algorithm: Algorithm,
     message: Tree,
-    kept: ClientRecord,
+    record: ClientRecord,
     statistics: Tree,
     samples: Tree,
-    turn: ClientTask,
+    turn: ClientInputs,
 ) -> ClientResult:
     """Phase ``p`` of the client whose turn it is, and its upload's reception by the server."""
-    return take_part(p, algorithm, message, kept, statistics, client_data(program, samples, turn, p))
+    return run_client_phase(p, algorithm, message, record, statistics, client_data(program, samples, turn, p))
 
 
-def take_part(
-    p: int, algorithm: Algorithm, message: Tree, kept: ClientRecord, statistics: Tree, data: ClientData
+def run_client_phase(
+    p: int, algorithm: Algorithm, message: Tree, record: ClientRecord, statistics: Tree, data: ClientData
 ) -> ClientResult:
     """As :func:`run_client`, of a client whose data are at hand."""
     at_home = algorithm.traits.personal_statistics
-    carried = TrainState(kept.statistics if at_home else statistics, kept.optimizer)
+    carried = TrainState(record.statistics if at_home else statistics, record.optimizer)
     phase, message = algorithm.phases[p], tree.rebuilt(message)  # which others are sent after this one
-    output = checked_output(algorithm, phase.client(message, kept.state, data.with_carried(carried)))
+    output = checked_output(algorithm, phase.client(message, record.state, data.with_carried(carried)))
     received = checked_received(algorithm, phase.receive(output.upload))
     moved = carried.statistics
     after = ClientRecord(output.state, carried.optimizer, moved if at_home else ())
-    single = (output.each, received if phase.stacked else ())
-    return ClientResult(output._replace(state=()), received, single, after, () if at_home else moved)
+    per_client = (output.each, received if phase.stacked else ())
+    return ClientResult(output._replace(state=()), received, per_client, after, () if at_home else moved)
 
 
-class SingleClient(Executor):
+class SingleClientExecutor(Executor):
     """A round of one client, for the shapes of what travels and for who watches it."""
 
     def __init__(
-        self, program: Program, algorithm: Algorithm, here: Rounds, key: Array, kept: ClientRecord, samples: Tree
+        self,
+        program: RoundProgram,
+        algorithm: Algorithm,
+        round_inputs: RoundInputs,
+        key: Array,
+        record: ClientRecord,
+        samples: Tree,
     ):
-        super().__init__(program, algorithm, here, key)
-        self.kept, self.samples = kept, samples
-        self.initial: ClientRecord | None = kept
+        super().__init__(program, algorithm, round_inputs, key)
+        self.record, self.samples = record, samples
+        self.initial: ClientRecord | None = record
         """None where it is not known, and the client's own is taken."""
         self.finished: list[ClientResult] = []
         """The client at the end of each phase so far."""
 
     def clients(self, p: int, message: Tree, statistics: Tree) -> PhaseResult:
         """The one client."""
-        places = self.here.places
-        turn = client_task(self.program, self.here, client_keys(self.round_key, places.client), 0)
-        done = run_client(self.program, p, self.algorithm, message, self.kept, statistics, self.samples, turn)
-        sums = no_sums(self.program, self.algorithm, p, self.initial or done.kept, done)
-        sums = add_client(self.program, sums, done, places.weight[0], jnp.bool_(True), places.client[0])
-        self.kept = done.kept
+        assignments = self.round_inputs.assignments
+        turn = client_inputs(self.program, self.round_inputs, client_keys(self.round_key, assignments.client), 0)
+        done = run_client(self.program, p, self.algorithm, message, self.record, statistics, self.samples, turn)
+        sums = zero_sums(self.program, self.algorithm, p, self.initial or done.record, done)
+        sums = add_client(self.program, sums, done, assignments.weight[0], jnp.bool_(True), assignments.client[0])
+        self.record = done.record
         self.finished.append(done)
-        return PhaseResult(sums, jax.tree.map(lambda a: a[None], done.single), places.client, places.weight)
+        return PhaseResult(
+            sums, jax.tree.map(lambda a: a[None], done.per_client), assignments.client, assignments.weight
+        )
 
 
 # -- sums ----------------------------------------------------------------------------------------------------------
 
 
-def no_sums(program: Program, algorithm: Algorithm, p: int, kept: ClientRecord, shape: ClientResult) -> ClientSums:
-    """Sums over no client yet; ``shape`` of what one client of phase ``p`` brings, ``kept`` of what it starts from."""
+def zero_sums(
+    program: RoundProgram, algorithm: Algorithm, p: int, record: ClientRecord, shape: ClientResult
+) -> ClientSums:
+    """Zero sums for phase ``p``, in the shapes of a client's result ``shape`` and of its initial ``record``."""
     last = p == len(algorithm.phases) - 1
     if last:
-        checked_state(algorithm, kept.state, shape.kept.state)
+        checked_state(algorithm, record.state, shape.record.state)
     zeros = lambda of: lambda a: jnp.zeros(a.shape, of(a.dtype))  # noqa: E731
     return ClientSums(
         jax.tree.map(zeros(summed_dtype), shape.received),
@@ -337,7 +361,7 @@ def _total_dtype(dtype: Any) -> Any:
 
 
 def add_client(
-    program: Program, sums: ClientSums, done: ClientResult, weight: Array, real: Array, clients: Array
+    program: RoundProgram, sums: ClientSums, done: ClientResult, weight: Array, real: Array, clients: Array
 ) -> ClientSums:
     """The sums with one client, or with several side by side (a leading axis everywhere).
 
@@ -357,20 +381,20 @@ def add_client(
         share = real if name == "gradients" else weight
         return sums.info[name] + jnp.sum(share * value).astype(sums.info[name].dtype)
 
-    output, bad = done.output, sums.bad
+    output, diverged = done.output, sums.diverged
     if "loss" in output.info:
-        diverged = jnp.where(jnp.isfinite(output.info["loss"]), program.num_clients, clients)
-        bad = jnp.minimum(bad, jnp.min(diverged))
+        candidates = jnp.where(jnp.isfinite(output.info["loss"]), program.num_clients, clients)
+        diverged = jnp.minimum(diverged, jnp.min(candidates))
     return ClientSums(
         jax.tree.map(mean, sums.upload, done.received),
         jax.tree.map(total, sums.total, output.total),
         {name: info(name, value) for name, value in output.info.items()},
         jax.tree.map(mean, sums.statistics, done.statistics) if sums.statistics else (),
-        bad,
+        diverged,
     )
 
 
-def join_sums(a: ClientSums, b: ClientSums) -> ClientSums:
+def merge_sums(a: ClientSums, b: ClientSums) -> ClientSums:
     """The sums over two groups of clients."""
-    added = tree.add(a._replace(bad=()), b._replace(bad=()))  # type: ignore[arg-type]
-    return added._replace(bad=jnp.minimum(a.bad, b.bad))
+    added = tree.add(a._replace(diverged=()), b._replace(diverged=()))  # type: ignore[arg-type]
+    return added._replace(diverged=jnp.minimum(a.diverged, b.diverged))

@@ -21,22 +21,22 @@ from fedrax.data import Federation
 from fedrax.devices import use_all_cores
 from fedrax.errors import FedraxError
 from fedrax.privacy.ledger import Ledger
-from fedrax.simulation.evaluation import remedy
-from fedrax.simulation.executors.compiled import CLIENT_INFO, RECORDED_PHASES, Carry
-from fedrax.simulation.executors.debug import NonFiniteError, culprit, in_the_data
+from fedrax.simulation.evaluation import non_finite_remedy
+from fedrax.simulation.executors.compiled import CLIENT_INFO, RECORDED_PHASES, RoundState
+from fedrax.simulation.executors.debug import NonFiniteError, describe_nonfinite_samples, diagnose_divergence
 from fedrax.simulation.persistence import checkpoint
 from fedrax.simulation.persistence.client_summary import write_client_summary
-from fedrax.simulation.persistence.resume import RunStart, begin, check_can_continue, check_kept, save
-from fedrax.simulation.persistence.run_directory import CHECKPOINT, FAILURE, RunDirectory, owned
+from fedrax.simulation.persistence.resume import RunStart, check_can_continue, check_kept, save, start_run
+from fedrax.simulation.persistence.run_directory import CHECKPOINT, FAILURE, RunDirectory, lock_directory
 from fedrax.simulation.placement.streaming import BlockLoader, RoundBlock, SampleStreamer, StateSpill
-from fedrax.simulation.privacy_ledger import check_not_spent, enter, last_round, ledger_of
+from fedrax.simulation.privacy_ledger import check_not_spent, last_round, ledger_of, record_spending
 from fedrax.simulation.process import (
     Interrupted,
-    Stop,
-    any_answer,
-    arithmetic,
-    first_answer,
+    StopFlag,
+    answer_of_any_process,
+    answer_of_first_process,
     interrupt_flag,
+    numeric_context,
     runtime_errors_explained,
     write_environment,
 )
@@ -46,8 +46,8 @@ from fedrax.simulation.results.progress import with_progress
 from fedrax.simulation.results.result import NO_CLIENTS, PersonalMetrics, Result, Snapshot
 from fedrax.simulation.settings import Script, Settings, SettingsOptions
 from fedrax.simulation.setup import Setup, prepare
-from fedrax.simulation.timer import clock
-from fedrax.simulation.validate import changed_settings, check_arguments, check_lists, check_resume, rounds_kept
+from fedrax.simulation.timer import compute_clock
+from fedrax.simulation.validate import changed_settings, check_arguments, check_lists, check_resume, trajectory_rounds
 from fedrax.tree import Tree
 
 Callback = Callable[[Snapshot], Any]
@@ -123,7 +123,7 @@ def simulate(
     check_arguments(algorithm, task, federation)
     check_lists(sinks=sinks, callbacks=callbacks)
     use_all_cores()
-    with arithmetic(settings.dtype):
+    with numeric_context(settings.dtype):
         path = None if directory is None else Path(directory)
         if resume:
             check_resume(path, trajectory, record)
@@ -132,11 +132,11 @@ def simulate(
         if record is not None:
             _check_record(record, setup)
         ledger = ledger_of(algorithm, settings, setup.planner.sampler)
-        with nullcontext() if setup.directory is None else owned(setup.directory, resume) as place:
-            kept = rounds_kept(trajectory, settings.rounds)
-            return Run(setup, storage_of(setup), sinks, keep_clients, place, kept, record, ledger, callbacks).finish(
-                resume
-            )
+        with nullcontext() if setup.directory is None else lock_directory(setup.directory, resume) as place:
+            kept = trajectory_rounds(trajectory, settings.rounds)
+            return Run(
+                setup, make_block_loader(setup), sinks, keep_clients, place, kept, record, ledger, callbacks
+            ).finish(resume)
 
 
 def check_possible(
@@ -144,7 +144,7 @@ def check_possible(
 ) -> None:
     """Raise what ``simulate`` would raise, also if ``directory`` holds another run; no round is run."""
     use_all_cores()
-    with arithmetic(settings.dtype):
+    with numeric_context(settings.dtype):
         setup = prepare(algorithm, task, federation, settings, directory=None if directory is None else Path(directory))
         if directory is not None:
             check_kept(setup)
@@ -160,7 +160,7 @@ def _check_record(record: Any, setup: Setup) -> None:
     record.check(setup.info.num_clients, setup.info.rounds, setup.info.bytes_down + setup.info.bytes_up)
 
 
-def storage_of(setup: Setup) -> BlockLoader:
+def make_block_loader(setup: Setup) -> BlockLoader:
     """Plans the blocks of rounds of a run and loads their samples and client states."""
     settings = setup.settings
     every = (settings.eval_every, settings.checkpoint_every or LONGEST_BLOCK)
@@ -231,8 +231,8 @@ class Run:
     def _begin(self, resume: bool) -> RunStart:
         """The run at its start, or where the directory's checkpoint has left it."""
         setup, settings = self.setup, self.setup.settings
-        self.asks = any_answer(bool(self.callbacks))
-        begun = begin(setup, self.storage, self.ledger, resume)
+        self.asks = answer_of_any_process(bool(self.callbacks))
+        begun = start_run(setup, self.storage, self.ledger, resume)
         self.events, self.has_clients, done = begun.events, begun.has_clients, len(begun.events)
         self.last = last_round(self.ledger, settings, setup.planner.sampler)
         reached = self._reached(begun.events)
@@ -246,17 +246,17 @@ class Run:
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
-    def _rounds(self, carry: Carry, interrupted: Stop) -> tuple[Carry, str]:
+    def _rounds(self, carry: RoundState, interrupted: StopFlag) -> tuple[RoundState, str]:
         total, events = self.last, self.events
         # Several processes must agree on blocks, and so may not look at the clock.
         pace = LONGEST_BLOCK if not self.setup.alone else 1
         due = time.monotonic() + _CHECKPOINT_SECONDS
         stopped = "target" if self._reached(events) else "rounds"
         while len(events) < total and stopped == "rounds":
-            began = clock()
+            began = compute_clock()
             carry, rounds, stopped = self._block(carry, pace, began)
             if self.setup.alone:
-                pace = max(1, min(LONGEST_BLOCK, int(_BLOCK_SECONDS * rounds / max(clock() - began, 1e-6))))
+                pace = max(1, min(LONGEST_BLOCK, int(_BLOCK_SECONDS * rounds / max(compute_clock() - began, 1e-6))))
             over = stopped != "rounds" or len(events) == total
             if over or interrupted.is_set() or self._checkpoint_due(due):
                 due = self._checkpoint(carry, over)
@@ -266,47 +266,47 @@ class Run:
             stopped = "budget"
         return carry, stopped
 
-    def _block(self, carry: Carry, pace: int, began: float) -> tuple[Carry, int, str]:
+    def _block(self, carry: RoundState, pace: int, began: float) -> tuple[RoundState, int, str]:
         """A block of rounds, evaluated where it is due, and reported: (carry, rounds, why the run would stop)."""
         setup, events = self.setup, self.events
-        portion = self.storage.portion(len(events), min(pace, self._until_stop(len(events))))
+        portion = self.storage.next_block(len(events), min(pace, self._until_stop(len(events))))
         portion, recorded = self._to_record(portion, len(events) + 1)
         rounds, after = portion.rounds, len(events) + portion.rounds
         sampler = setup.planner.sampler
         if after < self.last and not sampler.adaptive:
-            self.storage.make_ahead(after, min(pace, self._until_stop(after)))
+            self.storage.prefetch(after, min(pace, self._until_stop(after)))
         carry, records = run_block_of_rounds(setup, self.storage, carry, portion)
         client_info = records.pop(CLIENT_INFO, ())
         if not records["sound"].all():
             self._fail(carry, portion, records)
         for phases in records.pop(RECORDED_PHASES, ()):
             self.exchanges += exchanges(recorded, len(events) + 1, phases)
-        carry = self.storage.settle(carry, portion)
+        carry = self.storage.save_states(carry, portion)
         if sampler.adaptive:
-            clients = np.asarray(portion.xs.places.client[0]).ravel()
+            clients = np.asarray(portion.xs.assignments.client[0]).ravel()
             sampler.observe(len(events), clients[clients < setup.info.num_clients], client_info[0])
-        new = events_of(setup.info, records, portion.xs.count, events, clock() - began)
-        enter(self.ledger, portion.xs, new, setup.info.num_clients)
+        new = events_of(setup.info, records, portion.xs.count, events, compute_clock() - began)
+        record_spending(self.ledger, portion.xs, new, setup.info.num_clients)
         due, lost = after % setup.settings.eval_every == 0 or after == self.last, None
         if due:
             metrics, lost = self._evaluate(carry)
             new[-1] |= metrics
-            new[-1]["seconds"] = round_seconds(events, clock() - began)
+            new[-1]["seconds"] = round_seconds(events, compute_clock() - began)
         if after in self.kept:
             self.trajectory.append(jax.tree.map(np.asarray, setup.algorithm.params(carry.server)))
         report(new, events, self.log, self.sinks)
         if lost is not None:
             where = f"{setup.info.algorithm}, round {len(events)}"
-            self._stop(f"{where}: {lost} is not finite{remedy(setup.task, lost)}", carry, "the state")
+            self._stop(f"{where}: {lost} is not finite{non_finite_remedy(setup.task, lost)}", carry, "the state")
         called = self._called(carry, new[-1]) if due and self.asks else "rounds"
         return carry, rounds, "target" if self._reached(new) else called
 
-    def _called(self, carry: Carry, event: Event) -> str:
+    def _called(self, carry: RoundState, event: Event) -> str:
         """Why the run would stop, if a callback says so after an evaluation."""
         params, statistics = jax.tree.map(np.asarray, (self.setup.algorithm.params(carry.server), carry.statistics))
         answers = [callback(Snapshot(event, params, statistics)) for callback in self.callbacks]
         stops = any(answer is not None and bool(answer) for answer in answers)
-        return "callback" if first_answer(stops) else "rounds"
+        return "callback" if answer_of_first_process(stops) else "rounds"
 
     def _until_stop(self, done: int) -> int:
         """Rounds until the host has something to do: evaluate, write a checkpoint, keep parameters or messages, end."""
@@ -330,7 +330,7 @@ class Run:
         every = self.setup.settings.checkpoint_every
         return time.monotonic() > due if every is None else len(self.events) % every == 0
 
-    def _checkpoint(self, carry: Carry, over: bool) -> float:
+    def _checkpoint(self, carry: RoundState, over: bool) -> float:
         """Write a checkpoint; the time when the next one is due."""
         if self.place is not None:
             self.place.check_present()
@@ -344,7 +344,7 @@ class Run:
         took = time.monotonic() - began  # large states are written more rarely, for 5 % of the time at most
         return time.monotonic() + max(_CHECKPOINT_SECONDS, 20 * took)
 
-    def _save(self, name: str, carry: Carry, clients: bool, **more: str) -> None:
+    def _save(self, name: str, carry: RoundState, clients: bool, **more: str) -> None:
         """Write the state, and by which events it is known."""
         if self.log is not None:
             done = len(self.events)
@@ -355,7 +355,7 @@ class Run:
         target = self.setup.settings.target
         return target is not None and any(event.get("test_accuracy", -1.0) >= target for event in events)
 
-    def _evaluate(self, carry: Carry) -> tuple[dict[str, float], str | None]:
+    def _evaluate(self, carry: RoundState) -> tuple[dict[str, float], str | None]:
         """The metrics that are finite, and the name of one that is not: of a loss where there is one."""
         setup, carry = self.setup, carry._replace(store=self.storage.store(carry))
         metrics, self.personal_metrics = setup.evaluate(setup.algorithm, carry, setup.initial, setup.evaluators)
@@ -363,7 +363,7 @@ class Run:
         lost = [name for name in metrics if name not in finite]
         return finite, min(lost, key=lambda name: not name.endswith("_loss"), default=None)
 
-    def _result(self, carry: Carry, stopped: str) -> Result:
+    def _result(self, carry: RoundState, stopped: str) -> Result:
         setup, server = self.setup, self.setup.engine.whole_server(carry)
         store, homes = self.storage.store(carry), setup.planner.rows()
         clients = {
@@ -392,35 +392,37 @@ class Run:
 
     # -- failure -----------------------------------------------------------------------------------------------
 
-    def _fail(self, carry: Carry, portion: RoundBlock, records: dict) -> NoReturn:
+    def _fail(self, carry: RoundState, portion: RoundBlock, records: dict) -> NoReturn:
         """Say which client and tensor of the unsound round went wrong, keep its starting state, and stop."""
         setup, r = self.setup, int(np.argmin(records["sound"]))
         if r:
             sound = {name: values[:r] for name, values in records.items()}
             new = events_of(setup.info, sound, portion.xs.count, self.events, 0.0)
-            enter(self.ledger, portion.xs, new, setup.info.num_clients)
+            record_spending(self.ledger, portion.xs, new, setup.info.num_clients)
             report(new, self.events, self.log, self.sinks)
         if setup.alone:
-            message = culprit(setup.engine, setup.algorithm, carry, setup.key, portion.xs, r)
+            message = diagnose_divergence(setup.engine, setup.algorithm, carry, setup.key, portion.xs, r)
         else:
             message = f"{setup.info.algorithm}, round {len(self.events) + 1}: a number is not finite"
-        self._stop(message, self.storage.settle(carry, portion), "the server's state it starts from")
+        self._stop(message, self.storage.save_states(carry, portion), "the server's state it starts from")
 
-    def _stop(self, message: str, carry: Carry, what: str) -> NoReturn:
+    def _stop(self, message: str, carry: RoundState, what: str) -> NoReturn:
         """Keep the state and raise NonFiniteError."""
         directory = self.setup.directory
         self._save(FAILURE, carry, self.keep_clients, error=message)
-        message += in_the_data(self.setup.federation)
+        message += describe_nonfinite_samples(self.setup.federation)
         message += f"; {what} is in {directory / FAILURE}" if directory else ""
         error = NonFiniteError(message)
         error.result = dataclasses.replace(self._result(carry, "diverged"), **NO_CLIENTS)
         raise error
 
 
-def run_block_of_rounds(setup: Setup, storage: BlockLoader, carry: Carry, portion: RoundBlock) -> tuple[Carry, dict]:
-    """Run a block of rounds: (carry, records [rounds] by name); ``storage.settle`` comes after it."""
+def run_block_of_rounds(
+    setup: Setup, storage: BlockLoader, carry: RoundState, portion: RoundBlock
+) -> tuple[RoundState, dict]:
+    """Run a block of rounds: (carry, records [rounds] by name); ``storage.save_states`` comes after it."""
     if portion.samples is not None:
         setup.engine.samples = portion.samples
-    carry = storage.bring(carry, portion)
+    carry = storage.load_states(carry, portion)
     with explained(setup.algorithm):
         return setup.engine.run(setup.algorithm, carry, setup.key, portion.xs, portion.rounds)

@@ -25,16 +25,16 @@ from fedrax.data import Federation
 from fedrax.prng.keys import RUN, purpose_key
 from fedrax.simulation.client_evaluation import EvaluationMetrics, PersonalEvaluator
 from fedrax.simulation.evaluation import Evaluator, StreamedEvaluator, parameter_metrics, trace_evaluation
-from fedrax.simulation.executors.choose import choose_plan, clients_at_once, describe, make_mesh
-from fedrax.simulation.executors.compiled import Carry, Engine
+from fedrax.simulation.executors.compiled import Engine, RoundState
 from fedrax.simulation.executors.debug import DebugEngine
+from fedrax.simulation.executors.execution_plan import clients_per_vmap, describe_plan, make_mesh, resolve_plan
 from fedrax.simulation.executors.loop import LoopEngine
 from fedrax.simulation.persistence.run_identity import identify
 from fedrax.simulation.placement.memory_budget import MemoryBudget
-from fedrax.simulation.placement.planner import Planner, rows_on_a_device
-from fedrax.simulation.placement.streaming import choose
+from fedrax.simulation.placement.planner import Planner, rows_per_device
+from fedrax.simulation.placement.streaming import choose_placement
 from fedrax.simulation.results.events import RunInfo
-from fedrax.simulation.round import ClientRecord, Program
+from fedrax.simulation.round import ClientRecord, RoundProgram
 from fedrax.simulation.settings import Script, Settings
 from fedrax.simulation.traffic import TracedRound, trace_round
 from fedrax.simulation.validate import ValidatedRun, check_processes, check_target, validate
@@ -54,7 +54,7 @@ class Setup:
     settings: Settings
     directory: Path | None
     """Where this process keeps the run; None where it keeps nothing, as all but the first of several."""
-    kept_in: Path | None
+    run_directory: Path | None
     """Where the run is kept, by whomever."""
     key: Array
     params: Tree
@@ -88,7 +88,7 @@ class Setup:
         return jax.process_count() == 1
 
     def evaluate(
-        self, algorithm: Algorithm, carry: Carry, initial: ClientRecord, evaluators: Mapping[str, Evaluator]
+        self, algorithm: Algorithm, carry: RoundState, initial: ClientRecord, evaluators: Mapping[str, Evaluator]
     ) -> EvaluationMetrics:
         """The metrics of a state: of the parameters, on each data set, and of personal models.
 
@@ -127,33 +127,33 @@ def prepare(
     check_target(settings, task, federation)
     sampler, start, statistics = run.sampler, run.params, run.statistics
     mesh = make_mesh(1 if settings.plan == "debug" else settings.devices)
-    plan, account = choose_plan(settings, mesh), MemoryBudget.of(mesh)
-    streamed, spilled = _room(run, federation, settings, mesh, account)
+    plan, budget = resolve_plan(settings, mesh), MemoryBudget.of(mesh)
+    streamed, spilled = _room(run, federation, settings, mesh, budget)
     planner = _planner(run, federation, settings, mesh.devices.size)
     check_processes(planner.stateful, sampler.adaptive, directory)
-    program = Program(
+    program = RoundProgram(
         task,
         Layout.of(federation.sizes),
         federation.num_clients,
         chunk=0,
         precision=settings.precision,
-        own_samples=streamed,
-        expected=sampler.expected,
+        sharded_samples=streamed,
+        expected_cohort_size=sampler.expected,
         client_info=sampler.adaptive,
         code=CodeFingerprint(algorithm, task),
     )
-    place = jax.tree.map(lambda a: a[0, 0, :1], planner.block(0, 1, 1).places)
+    place = jax.tree.map(lambda a: a[0, 0, :1], planner.block(0, 1, 1).assignments)
     traced = trace_round(program, algorithm, start, statistics, run.initial, samples, place, run.broken)
-    account.check_server(algorithm, start, federation.num_clients, mesh.devices.size)
-    program = _side_by_side(program, settings, planner, account, traced) if plan == "vmap" else program
+    budget.check_server(algorithm, start, federation.num_clients, mesh.devices.size)
+    program = _side_by_side(program, settings, planner, budget, traced) if plan == "vmap" else program
     start, statistics = run.draw_start()  # until here shapes were enough
     initial = run_cached(partial(ClientRecord.at_first, algorithm), start, statistics)
-    kept_in, directory = directory, directory if jax.process_index() == 0 else None  # the first process writes
+    run_directory, directory = directory, directory if jax.process_index() == 0 else None  # the first process writes
     joining = _joining(planner, batch_splits(traced.program), initial) if plan == "scan" and not streamed else 0
     engine = ENGINES[plan](program._replace(joining=joining), mesh, None if streamed else samples)
-    words = describe(mesh, plan, program.chunk, traced.program, streamed, spilled, joining > 0) + run.cast_note
+    words = describe_plan(mesh, plan, program.chunk, traced.program, streamed, spilled, joining > 0) + run.cast_note
     identity = None
-    if kept_in:
+    if run_directory:
         evaluation = trace_evaluation(task, start, with_statistics(start, statistics), samples)
         trace = sampler.trace_data
         identity = identify(algorithm, settings, federation, script, trace, traced.program, evaluation, start)
@@ -163,7 +163,7 @@ def prepare(
         federation=federation,
         settings=settings,
         directory=directory,
-        kept_in=kept_in,
+        run_directory=run_directory,
         key=purpose_key(settings.seed, RUN),
         params=start,
         statistics=statistics,
@@ -196,11 +196,11 @@ def prepare(
 
 
 def _side_by_side(
-    program: Program, settings: Settings, planner: Planner, account: MemoryBudget, traced: TracedRound
-) -> Program:
+    program: RoundProgram, settings: Settings, planner: Planner, budget: MemoryBudget, traced: TracedRound
+) -> RoundProgram:
     """The program with as many clients side by side as there is room for, of which the planner is told."""
-    chunk = clients_at_once(settings, planner.devices, planner.sampler.largest, account, traced.peak_bytes)
-    planner.go_side_by_side(chunk)
+    chunk = clients_per_vmap(settings, planner.devices, planner.sampler.largest, budget, traced.peak_bytes)
+    planner.set_chunk(chunk)
     return program._replace(chunk=chunk)
 
 
@@ -211,14 +211,14 @@ def _anywhere(leaf: Any) -> Any:
 
 
 def _room(
-    run: ValidatedRun, federation: Federation, settings: Settings, mesh: Mesh, account: MemoryBudget
+    run: ValidatedRun, federation: Federation, settings: Settings, mesh: Mesh, budget: MemoryBudget
 ) -> tuple[bool, bool]:
     """(whether samples are streamed, whether client states are spilled to disk)."""
     row_bytes = tree.num_bytes(run.initial)
-    account.spend(account.copied(federation.test))
+    budget.reserve(budget.device_bytes(federation.test))
     uneven = run.by_samples or settings.stragglers > 0
-    store_bytes = row_bytes * rows_on_a_device(run.sampler, mesh.devices.size, row_bytes, uneven)
-    return choose(settings, Batch(*federation.train), store_bytes, account)
+    store_bytes = row_bytes * rows_per_device(run.sampler, mesh.devices.size, row_bytes, uneven)
+    return choose_placement(settings, Batch(*federation.train), store_bytes, budget)
 
 
 def _planner(run: ValidatedRun, federation: Federation, settings: Settings, devices: int) -> Planner:

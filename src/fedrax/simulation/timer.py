@@ -56,6 +56,6 @@ def _listening() -> Compilations:
     return made
 
 
-def clock() -> float:
+def compute_clock() -> float:
     """Seconds that go on only while nothing is compiled."""
     return _listening().elsewhere()

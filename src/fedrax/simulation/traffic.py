@@ -14,12 +14,20 @@ from fedrax.contract.algorithm import Algorithm, Info
 from fedrax.contract.checks import checked_init, checked_message, checked_round
 from fedrax.contract.client_data import ClientAssignment
 from fedrax.errors import FedraxError, warn
-from fedrax.simulation.round import ClientRecord, ClientSums, PhaseResult, Program, Rounds, SingleClient, run_round
+from fedrax.simulation.round import (
+    ClientRecord,
+    ClientSums,
+    PhaseResult,
+    RoundInputs,
+    RoundProgram,
+    SingleClientExecutor,
+    run_round,
+)
 from fedrax.tree import Tree
 from fedrax.xla import dependent_leaves, output_sources, peak_bytes, phase_scope, read_scope
 
 
-class ShapeTracer(SingleClient):
+class ShapeTracer(SingleClientExecutor):
     """A round of one client, for the shapes of what travels.
 
     What breaks the contract's rules goes into ``broken``, and the round goes on with something in its place, so that
@@ -29,7 +37,7 @@ class ShapeTracer(SingleClient):
     def __init__(self, *inputs: Any, broken: list[FedraxError]):
         super().__init__(*inputs)
         self.broken = broken
-        self.initial = None if broken else self.kept  # of a broken init_client it is not known
+        self.initial = None if broken else self.record  # of a broken init_client it is not known
         self.received: list[Tree] = []
         self.sent: list[Tree] = []
 
@@ -51,7 +59,7 @@ class ShapeTracer(SingleClient):
         with collecting_errors(self.algorithm, self.broken), phase_scope(p):
             return self._client(p, message, statistics)
         none = ClientSums(tree.zeros_like(self.params), (), {}, (), jnp.int32(self.program.num_clients))
-        return PhaseResult(none, ((), ()), self.here.places.client, self.here.places.weight)
+        return PhaseResult(none, ((), ()), self.round_inputs.assignments.client, self.round_inputs.assignments.weight)
 
     def _client(self, p: int, message: Tree, statistics: Tree) -> PhaseResult:
         gathered = super().clients(p, message, statistics)
@@ -84,11 +92,11 @@ class TracedRound(NamedTuple):
 
 
 def trace_round(
-    program: Program,
+    program: RoundProgram,
     algorithm: Algorithm,
     params: Tree,
     statistics: Tree,
-    kept: ClientRecord,
+    record: ClientRecord,
     samples: Tree,
     place: ClientAssignment,
     broken: list[FedraxError],
@@ -100,17 +108,17 @@ def trace_round(
     """
 
     def one_round(
-        params: Tree, statistics: Tree, kept: ClientRecord, samples: Tree, place: ClientAssignment = place
+        params: Tree, statistics: Tree, record: ClientRecord, samples: Tree, place: ClientAssignment = place
     ) -> tuple[Tree, Tree, Tree]:
-        here = Rounds(jnp.int32(0), jnp.float32(1), jnp.int32(1), jax.tree.map(jnp.asarray, place))
-        executor = ShapeTracer(program, algorithm, here, jax.random.key(0), kept, samples, broken=broken)
+        round_inputs = RoundInputs(jnp.int32(0), jnp.float32(1), jnp.int32(1), jax.tree.map(jnp.asarray, place))
+        executor = ShapeTracer(program, algorithm, round_inputs, jax.random.key(0), record, samples, broken=broken)
         server = checked_init(algorithm, params, algorithm.init(tree.rebuilt(params), program.num_clients))
         after = run_round(executor, server, statistics)[0]
         with collecting_errors(algorithm, broken):
             checked_round(algorithm, server, after)
         return executor.received, executor.sent, after
 
-    shapes = jax.eval_shape(lambda *trees: trees, params, statistics, kept, samples)
+    shapes = jax.eval_shape(lambda *trees: trees, params, statistics, record, samples)
     try:
         with explained(algorithm):
             made, (received, sent, _) = jax.make_jaxpr(one_round, return_shape=True)(*shapes)

@@ -90,14 +90,14 @@ def validate(
     if algorithm.local_steps is not None:
         algorithm.local_steps.check_sizes(sizes)
     key = purpose_key(settings.seed, INITIALIZATION)
-    draw_start, start, statistics, cast_note = start_and_statistics(task, key, params, settings.dtype)
+    draw_start, start, statistics, cast_note = initial_model(task, key, params, settings.dtype)
     variables = with_statistics(start, statistics)
     check_task(task, variables, samples, federation)
     initial, broken = initial_client_state(algorithm, start, statistics)
     sampler = cohort_sampler(settings, sizes, script)
     _check_traits(algorithm, settings, sampler, task, statistics)
     algorithm.traits.check_parts(task, variables, samples.x)
-    given = given_work(script, sampler, algorithm.local_steps) | sampler.delays
+    given = scripted_work(script, sampler, algorithm.local_steps) | sampler.delays
     longest = int(given["delay"].max()) if "delay" in given else 0
     if sampler.arrivals is not None and algorithm.traits.max_staleness:
         longest = sampler.arrivals.longest_delay_in_run
@@ -175,7 +175,7 @@ def _check_delays(algorithm: Algorithm, longest: int) -> None:
     )
 
 
-def start_and_statistics(
+def initial_model(
     task: Task, key: Array, given: Tree | None, dtype: str
 ) -> tuple[Callable[[], tuple[Tree, Tree]], Tree, Tree, str]:
     """(function that computes the start, shapes of parameters and of statistics, note on changed types)."""
@@ -247,7 +247,7 @@ def check_lists(**given: Any) -> None:
             raise FedraxError(f"{name} must be a list, not {type(value).__name__}: put brackets around it")
 
 
-def rounds_kept(trajectory: bool | Collection[int], rounds: int) -> Collection[int]:
+def trajectory_rounds(trajectory: bool | Collection[int], rounds: int) -> Collection[int]:
     """The rounds after which ``trajectory`` asks for the parameters."""
     if isinstance(trajectory, bool):
         return range(1, rounds + 1) if trajectory else ()
@@ -266,7 +266,7 @@ GIVEN = ("steps", "blocks", "batches", "delay", "fresh")
 """The fields of a Script that hold something for each client of each round: [R, S, ...]."""
 
 
-def given_work(script: Script | None, sampler: CohortSampler, local: LocalSGD | None) -> dict[str, np.ndarray]:
+def scripted_work(script: Script | None, sampler: CohortSampler, local: LocalSGD | None) -> dict[str, np.ndarray]:
     """The work of clients that a script gives, by name; raises FedraxError where it does not fit the run."""
     given = {name: getattr(script, name, None) for name in GIVEN}
     arrays = {name: np.asarray(value) for name, value in given.items() if value is not None}

@@ -29,21 +29,21 @@ from fedrax.contract.task import Task
 from fedrax.data import Federation
 from fedrax.devices import use_all_cores
 from fedrax.errors import FedraxError, unknown
-from fedrax.simulation.executors.choose import make_mesh
-from fedrax.simulation.executors.compiled import Carry, Engine, compiler_options, run_block
+from fedrax.simulation.executors.compiled import Engine, RoundState, compiler_options, run_block
 from fedrax.simulation.executors.debug import NonFiniteError
+from fedrax.simulation.executors.execution_plan import make_mesh
 from fedrax.simulation.persistence.run_identity import form_of, settings_in
 from fedrax.simulation.placement.memory_budget import MemoryBudget
-from fedrax.simulation.privacy_ledger import enter, ledger_of
-from fedrax.simulation.process import arithmetic
+from fedrax.simulation.privacy_ledger import ledger_of, record_spending
+from fedrax.simulation.process import numeric_context
 from fedrax.simulation.results.events import Event, Sink, events_of
 from fedrax.simulation.results.progress import ProgressLine, ProgressSink, compose_line, progress_is_visible
 from fedrax.simulation.results.result import NO_CLIENTS, PersonalMetrics, Result
-from fedrax.simulation.round import ClientRecord, Rounds
+from fedrax.simulation.round import ClientRecord, RoundInputs
 from fedrax.simulation.run import LONGEST_BLOCK, simulate
 from fedrax.simulation.settings import Settings, SettingsOptions
 from fedrax.simulation.setup import ENGINES, Setup, make_evaluators, prepare
-from fedrax.simulation.timer import clock
+from fedrax.simulation.timer import compute_clock
 from fedrax.simulation.validate import changed_settings, check_arguments, check_lists
 from fedrax.tree import Tree
 from fedrax.xla import CLIENT_AXIS, vmap
@@ -108,7 +108,7 @@ def sweep(
     use_all_cores()
     if not algorithms or not len(seeds):
         raise FedraxError("a sweep needs at least one algorithm and one seed")
-    with arithmetic(settings.dtype):
+    with numeric_context(settings.dtype):
         make_mesh(settings.devices)  # that there are so many
         one = [dataclasses.replace(settings, seed=seed, devices=1) for seed in seeds]
         setups = [prepare(algorithms[0], task, federation, each) for each in one]
@@ -175,7 +175,7 @@ def _fits_memory(setup: Setup, count: int, seeds: int, devices: int | None) -> b
     """Whether the devices have memory for ``count`` vectorized algorithms and the states of all their seeds."""
     mesh = _mesh(devices, count)
     account, lanes = MemoryBudget.of(mesh), -(-count // mesh.devices.size)
-    account.spend(account.copied((*setup.federation.train, *setup.federation.test)))
+    account.reserve(account.device_bytes((*setup.federation.train, *setup.federation.test)))
     server = jax.eval_shape(lambda: setup.algorithm.init(setup.params, setup.info.num_clients))
     states = tree.num_bytes(server) + setup.planner.capacity * tree.num_bytes(setup.initial)
     clients = max(setup.engine.program.chunk, 1)
@@ -194,7 +194,7 @@ def should_vectorize(
     use_all_cores()
     if len(algorithms) < 2:
         return False
-    with arithmetic(settings.dtype):
+    with numeric_context(settings.dtype):
         setup = prepare(algorithms[0], task, federation, dataclasses.replace(settings, devices=1))
         return _is_faster(algorithms, setup, seeds, settings.devices)
 
@@ -202,7 +202,7 @@ def should_vectorize(
 def program_keys(algorithm: Algorithm, task: Task, federation: Federation, settings: Settings) -> tuple[str, str]:
     """(cache key of a run's program: everything static; digests of the program, evaluation and initial parameters)."""
     use_all_cores()
-    with arithmetic(settings.dtype):
+    with numeric_context(settings.dtype):
         known = prepare(algorithm, task, federation, settings, directory=Path()).identity or {}
     computed = " ".join(known[part] for part in ("program", "evaluation", "starting parameters"))
     return f"{form_of(algorithm)} {settings_in(known)}", computed
@@ -244,7 +244,7 @@ class _VectorizedRuns:
         grid = vmap(partial(run_block, program, None), in_axes=(0, 0, None, None, None, None, 0))
 
         def on_device(
-            algorithms: Algorithm, carry: Carry, samples: Tree, keys: Array, xs: Any, rounds: Array, alive: Array
+            algorithms: Algorithm, carry: RoundState, samples: Tree, keys: Array, xs: Any, rounds: Array, alive: Array
         ) -> tuple:
             def one_seed(c: tuple) -> tuple:
                 return grid(algorithms, c[0], samples, c[1], c[2], rounds, c[3])
@@ -264,14 +264,14 @@ class _VectorizedRuns:
         where = f"{devices} device{'s' * (devices > 1)}"
         self.plan = f"vectorized: {self.count} x {len(setups)} runs in one program on {where}"
 
-    def _initial(self) -> tuple[Carry, ClientRecord]:
+    def _initial(self) -> tuple[RoundState, ClientRecord]:
         """(state before the first round, initial client state) of all lanes."""
         rows = max(setup.planner.capacity for setup in self.setups)
 
-        def start(algorithm: Algorithm, params: Tree, statistics: Tree) -> tuple[Carry, ClientRecord]:
+        def start(algorithm: Algorithm, params: Tree, statistics: Tree) -> tuple[RoundState, ClientRecord]:
             initial = ClientRecord.at_first(algorithm, params, statistics)
             store = jax.tree.map(lambda a: jnp.broadcast_to(a, (rows, *jnp.shape(a))), initial)
-            return Carry(algorithm.init(params, self.setups[0].info.num_clients), statistics, store), initial
+            return RoundState(algorithm.init(params, self.setups[0].info.num_clients), statistics, store), initial
 
         of_seeds = jax.tree.map(lambda *x: jnp.stack(x), *[(setup.params, setup.statistics) for setup in self.setups])
         over_algorithms = jax.vmap(start, (0, None, None))
@@ -291,7 +291,7 @@ class _VectorizedRuns:
         while done < total:
             if line is not None:
                 line.show(compose_line(name, done, total, ["compiling"] if done == 0 else [], line.width, line.letters))
-            began = clock()
+            began = compute_clock()
             rounds = min(every - done % every, total - done, LONGEST_BLOCK)
             blocks = [setup.planner.block(done, rounds, LONGEST_BLOCK) for setup in self.setups]
             xs = jax.tree.map(lambda *x: np.stack(x), *blocks)
@@ -299,7 +299,7 @@ class _VectorizedRuns:
             done += rounds
             records = {name: np.asarray(value) for name, value in records.items()}
             host = jax.tree.map(np.asarray, carry) if done % every == 0 or done == total else None
-            seconds = clock() - began
+            seconds = compute_clock() - began
             for z, g in np.ndindex(len(self.setups), self.count):
                 lane = {name: value[z, g, :rounds] for name, value in records.items()}
                 self._extend(events[g][z], z, g, lane, blocks[z], seconds, host)
@@ -308,7 +308,14 @@ class _VectorizedRuns:
         return [[self._result(events[g][z], final, z, g) for z in range(len(self.setups))] for g in range(self.count)]
 
     def _extend(
-        self, events: list[Event], z: int, g: int, records: dict, xs: Rounds, seconds: float, carry: Carry | None
+        self,
+        events: list[Event],
+        z: int,
+        g: int,
+        records: dict,
+        xs: RoundInputs,
+        seconds: float,
+        carry: RoundState | None,
     ) -> None:
         """Append the events of a block of one lane, and evaluate it if ``carry`` (of all lanes) is given."""
         if events and events[-1].get("diverged"):
@@ -317,7 +324,7 @@ class _VectorizedRuns:
         kept = len(sound) if sound.all() else int(np.argmin(sound))
         cut = {name: value[:kept] for name, value in records.items()}
         new, diverged = events_of(self.setups[z].info, cut, xs.count, events, seconds), kept < len(sound)
-        enter(self.ledgers[g][z], xs, new, self.setups[z].info.num_clients)
+        record_spending(self.ledgers[g][z], xs, new, self.setups[z].info.num_clients)
         if carry is not None and not diverged:
             lane, initial = jax.tree.map(lambda a: a[z, g], (carry, self.initial))
             metrics, self.personal_metrics[z, g] = self.setups[z].evaluate(
@@ -329,7 +336,7 @@ class _VectorizedRuns:
         if diverged:
             events.append({"round": len(events) + 1, "diverged": True})
 
-    def _result(self, events: list[Event], carry: Carry, z: int, g: int) -> Result:
+    def _result(self, events: list[Event], carry: RoundState, z: int, g: int) -> Result:
         """The result of a lane."""
         diverged, ledger, setup = bool(events[-1].get("diverged")), self.ledgers[g][z], self.setups[z]
         lane = jax.tree.map(lambda a: a[z, g], carry)

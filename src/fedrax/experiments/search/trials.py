@@ -36,7 +36,7 @@ from fedrax.files import join_without_links, read_json, write_text
 from fedrax.simulation import Result, use_all_cores
 from fedrax.simulation.evaluation import is_lower_better
 from fedrax.simulation.persistence import checkpoint
-from fedrax.simulation.persistence.run_directory import CHECKPOINT, FAILURE, owned
+from fedrax.simulation.persistence.run_directory import CHECKPOINT, FAILURE, lock_directory
 from fedrax.simulation.persistence.run_identity import difference, of_data
 from fedrax.simulation.process import write_environment
 from fedrax.simulation.results.events import EventFile
@@ -99,7 +99,7 @@ def _vectorizable(jobs: Sequence[RunJob], seeds: Sequence[int]) -> list[list[lis
 def _save(job: RunJob, out: Path, result: Result) -> None:
     """Save a run of a vectorized sweep as a run directory; events.jsonl, which makes it finished, is written last."""
     directory = job.directory_in(out)
-    with owned(directory, resume=True):
+    with lock_directory(directory, resume=True):
         if not unfinished([job], out):
             return  # another process has saved it
         write_environment(directory)

@@ -17,7 +17,15 @@ from fedrax.contract.assignment import ClientAssignment, Layout
 from fedrax.contract.task import Batch, Task
 from fedrax.errors import FedraxError
 from fedrax.prng.keys import AUDIT, purpose_key
-from fedrax.simulation.round import ClientRecord, PhaseResult, Program, Rounds, SingleClient, run_round, serve
+from fedrax.simulation.round import (
+    ClientRecord,
+    PhaseResult,
+    RoundInputs,
+    RoundProgram,
+    SingleClientExecutor,
+    run_round,
+    run_server,
+)
 from fedrax.tree import Tree
 from fedrax.xla import CodeFingerprint, OperandFormat
 
@@ -117,7 +125,7 @@ class _StaticOptions(NamedTuple):
     precision: OperandFormat
 
 
-class _AuditedRound(SingleClient):
+class _AuditedRound(SingleClientExecutor):
     """A round whose cohort is the audited client or, if it is not ``there``, empty."""
 
     def __init__(self, *inputs: Any, there: Array | None):
@@ -141,9 +149,9 @@ class _AuditedRound(SingleClient):
 
     def server(self, p: int, server: Any, gathered: PhaseResult) -> tuple[Any, Info]:
         """The server step for a cohort of one client or none."""
-        size = self.here.cohort_size if self.there is None else self.there.astype(jnp.float32)
-        here = self.here._replace(cohort_size=size)
-        return serve(self.program, p, self.algorithm, server, gathered, here, self.round_key)
+        size = self.round_inputs.cohort_size if self.there is None else self.there.astype(jnp.float32)
+        round_inputs = self.round_inputs._replace(cohort_size=size)
+        return run_server(self.program, p, self.algorithm, server, gathered, round_inputs, self.round_key)
 
 
 @lru_cache(maxsize=8)
@@ -156,7 +164,9 @@ def _program(options: _StaticOptions, code: CodeFingerprint) -> Callable[..., Ar
         observed: list[Tree] = []
         rows, always = len(clients[0].y), options.drawn == "always"
         layout = Layout(rows, rows - 1, 1) if options.subset else Layout(rows, rows, rows)
-        program = Program(options.task, layout, 1, 0, precision=options.precision, expected=1.0, code=code)
+        program = RoundProgram(
+            options.task, layout, 1, 0, precision=options.precision, expected_cohort_size=1.0, code=code
+        )
         zero = jnp.zeros(1, jnp.int32)
         places = ClientAssignment(zero, zero, zero, size[None], jnp.ones(1))
         server, kept = algorithm.init(params, 1), (ClientRecord.at_first(algorithm, params, ()),) * 2
@@ -164,12 +174,12 @@ def _program(options: _StaticOptions, code: CodeFingerprint) -> Callable[..., Ar
             there = jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, r), _DRAW)) < rate
             choose = partial(jax.tree.map, lambda a, b: a if always else jnp.where(there, a, b))  # noqa: B023
             participant = (choose(*kept), choose(*clients)) if options.drawn == "fixed" else (kept[0], clients[0])
-            here = Rounds(jnp.int32(r), jnp.float32(1), jnp.int32(1), places)
+            round_inputs = RoundInputs(jnp.int32(r), jnp.float32(1), jnp.int32(1), places)
             executor = _AuditedRound(
-                program, algorithm, here, key, *participant, there=there if options.drawn == "poisson" else None
+                program, algorithm, round_inputs, key, *participant, there=there if options.drawn == "poisson" else None
             )
             server, _, record, _ = run_round(executor, server, ())
-            kept = choose(executor.kept, kept[0]), choose(kept[1], executor.kept)
+            kept = choose(executor.record, kept[0]), choose(kept[1], executor.record)
             if options.seen == "server":
                 observed += [(done.output.upload, done.output.each, done.output.total) for done in executor.finished]
             else:

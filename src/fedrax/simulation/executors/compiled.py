@@ -30,8 +30,8 @@ from fedrax.simulation.results.message_recorder import RecordedPhase, broadcast_
 from fedrax.simulation.round import (
     Executor,
     PhaseResult,
-    Program,
-    Rounds,
+    RoundInputs,
+    RoundProgram,
     client_keys,
     run_round,
 )
@@ -44,7 +44,7 @@ CLIENT_INFO = "client info"
 """In a round's record the info of each client by name, [S] each, where the program asks for it."""
 
 
-class Carry(NamedTuple):
+class RoundState(NamedTuple):
     """What goes from round to round."""
 
     server: Any
@@ -54,7 +54,7 @@ class Carry(NamedTuple):
     """A :class:`ClientRecord` a row."""
 
 
-class OnDevice(Executor):
+class MeshExecutor(Executor):
     """One round on one device of the mesh; collectives over ``axis`` join the devices.
 
     Along ``vectors_axis``, the same or None, they share the ServerVectors of the server's state.
@@ -62,24 +62,24 @@ class OnDevice(Executor):
 
     def __init__(
         self,
-        program: Program,
+        program: RoundProgram,
         algorithm: Algorithm,
-        here: Rounds,
+        round_inputs: RoundInputs,
         key: Array,
         store: Tree,
         samples: Tree,
         axis: str | None,
         vectors_axis: str | None,
     ):
-        super().__init__(program, algorithm, here, key)
+        super().__init__(program, algorithm, round_inputs, key)
         self.store, self.samples, self.vectors_axis = store, samples, vectors_axis
-        self.kept: Tree = ()
+        self.client_records: Tree = ()
         self.client_info: dict[str, Array] = {}
         self.join: Callable = partial(jax.lax.psum, axis_name=axis) if axis else lambda x: x
         self.least: Callable = partial(jax.lax.pmin, axis_name=axis) if axis else lambda x: x
         self.gather: Callable = partial(jax.lax.all_gather, axis_name=axis, tiled=True) if axis else lambda x: x
-        clients = here.places.client
-        self.keys = client_keys(self.round_key, self.gather(clients) if program.joining else clients)
+        clients = round_inputs.assignments.client
+        self.keys = client_keys(self.round_key, self.gather(clients) if program.data_parallel_devices else clients)
 
     def broadcast(self, p: int, server: Any) -> Tree:
         """As every executor, from a server state of which devices may hold shares."""
@@ -87,21 +87,21 @@ class OnDevice(Executor):
 
     def clients(self, p: int, message: Tree, statistics: Tree) -> PhaseResult:
         """This device's clients, then the sums over all devices."""
-        places = self.here.places
-        kind = DataParallelRunner if self.program.joining else PhaseRunner
-        runner = kind(self.program, self.algorithm, p, message, statistics, self.samples, self.here, self.keys)
+        places = self.round_inputs.assignments
+        kind = DataParallelRunner if self.program.data_parallel_devices else PhaseRunner
+        runner = kind(self.program, self.algorithm, p, message, statistics, self.samples, self.round_inputs, self.keys)
         with phase_scope(p):
-            sums, single, self.kept, self.store, notes, info = runner.run(self.kept, self.store)
+            sums, per_client, self.client_records, self.store, notes, info = runner.run(self.client_records, self.store)
         self.client_info |= dict(info)
-        if self.here.recorded is not None:
+        if self.round_inputs.recorded is not None:
             self.recorded_phases.append(
                 RecordedPhase(message, broadcast_statistics(self.algorithm, p, statistics), notes)
             )
         share = partial(exchanged, axis=self.vectors_axis) if self.vectors_axis else partial(jax.tree.map, self.gather)
         with scope(AGGREGATE):
-            sums = self.join(sums._replace(bad=()))._replace(bad=self.least(sums.bad))
-            single, clients, weights = map_vectors(share, (single, places.client, places.weight), self.gather)
-        return PhaseResult(sums, single, clients, weights)
+            sums = self.join(sums._replace(diverged=()))._replace(diverged=self.least(sums.diverged))
+            per_client, clients, weights = map_vectors(share, (per_client, places.client, places.weight), self.gather)
+        return PhaseResult(sums, per_client, clients, weights)
 
     def server(self, p: int, server: Any, gathered: PhaseResult) -> tuple[Any, Info]:
         """As every executor, on every device alike."""
@@ -110,22 +110,22 @@ class OnDevice(Executor):
             return on_axis(server, None), info
 
 
-def one_round(
-    program: Program,
+def run_device_round(
+    program: RoundProgram,
     algorithm: Algorithm,
-    carry: Carry,
+    carry: RoundState,
     samples: Tree,
     key: Array,
-    here: Rounds,
+    round_inputs: RoundInputs,
     axis: str | None,
     vectors_axis: str | None,
-    alive: Array,
-) -> tuple[Carry, dict[str, Any]]:
+    running: Array,
+) -> tuple[RoundState, dict[str, Any]]:
     """One round on one device of the mesh: (carry, record). An unsound one leaves the server as it was.
 
     alive: whether all rounds before were sound; this one is not otherwise.
     """
-    executor = OnDevice(program, algorithm, here, key, carry.store, samples, axis, vectors_axis)
+    executor = MeshExecutor(program, algorithm, round_inputs, key, carry.store, samples, axis, vectors_axis)
     old = watched(carry.server), carry.statistics
     server, statistics, record, bad = run_round(executor, *old)
 
@@ -133,7 +133,7 @@ def one_round(
         finite = tree.all_finite(made)
         if vectors_axis and holds_vectors(server):
             finite = executor.least(finite)
-        return alive & finite & (bad == program.num_clients)
+        return running & finite & (bad == program.num_clients)
 
     # A round that ends in a non-finite number is not applied: its server state is kept for the diagnosis.
     (server, statistics), sound = settled(old, (server, statistics), is_sound)
@@ -142,70 +142,72 @@ def one_round(
         made[RECORDED_PHASES] = tuple(executor.recorded_phases)
     if program.client_info:
         made[CLIENT_INFO] = executor.client_info
-    return Carry(server, statistics, executor.store), made
+    return RoundState(server, statistics, executor.store), made
 
 
 def run_block(
-    program: Program,
+    program: RoundProgram,
     axis: str | None,
     algorithm: Algorithm,
-    carry: Carry,
+    carry: RoundState,
     samples: Tree,
     key: Array,
-    xs: Rounds,
+    xs: RoundInputs,
     rounds: Array,
-    alive: Array | None = None,
+    running: Array | None = None,
     vectors_axis: str | None = None,
-) -> tuple[Carry, dict[str, Array]]:
+) -> tuple[RoundState, dict[str, Array]]:
     """Up to len(xs.round) rounds, stopping after an unsound one: (carry, records [B] by name).
 
     alive: for runs side by side, which go on with each other, whether this one was sound so far.
     """
     xs = jax.tree.map(jnp.asarray, xs)
-    xs = xs._replace(count=xs.count[:, 0], places=jax.tree.map(lambda a: a[:, 0], xs.places))
+    xs = xs._replace(count=xs.count[:, 0], places=jax.tree.map(lambda a: a[:, 0], xs.assignments))
     at = lambda r: jax.tree.map(lambda a: a[r], xs)  # noqa: E731
-    one = partial(one_round, program, algorithm, samples=samples, key=key, axis=axis, vectors_axis=vectors_axis)
+    one = partial(run_device_round, program, algorithm, samples=samples, key=key, axis=axis, vectors_axis=vectors_axis)
     step = jax.jit(one, inline=INLINE)  # traced once, for the records' shapes and for the loop
-    _, shapes = jax.eval_shape(lambda c: step(c, here=at(0), alive=jnp.bool_(True)), carry)
+    _, shapes = jax.eval_shape(lambda c: step(c, round_inputs=at(0), running=jnp.bool_(True)), carry)
     records = jax.tree.map(lambda s: jnp.zeros((xs.round.shape[0], *s.shape), s.dtype), shapes)
 
     def unfinished(loop: tuple) -> Array:
         r, sound, _, _ = loop
-        return (r < rounds) & sound if alive is None else r < rounds
+        return (r < rounds) & sound if running is None else r < rounds
 
     def body(loop: tuple) -> tuple:
         r, sound, carry, records = loop
-        carry, record = step(carry, here=at(r), alive=sound)
+        carry, record = step(carry, round_inputs=at(r), running=sound)
         return r + 1, record["sound"], carry, tree.set_row(records, r, record)
 
-    start = (jnp.int32(0), jnp.bool_(True) if alive is None else alive, carry, records)
+    start = (jnp.int32(0), jnp.bool_(True) if running is None else running, carry, records)
     _, _, carry, records = jax.lax.while_loop(unfinished, body, start)
     return carry, records
 
 
 @lru_cache(CACHE_SIZE)
-def compiled_block(program: Program, mesh: Mesh, form: Any) -> Callable:
+def compiled_block(program: RoundProgram, mesh: Mesh, form: Any) -> Callable:
     """``run_block`` on a mesh; runs of one task and federation shape share it, whatever their seeds and floats.
 
     ``form`` is the algorithm's structure, with its static fields: JAX would keep what it compiles for each of them as
     long as the function, and a study of many settings in one process would hold all of their programs.
     """
     by_device: Any = P(None, CLIENT_AXIS)
-    specs = Rounds(P(), P(), by_device, by_device, P())
+    specs = RoundInputs(P(), P(), by_device, by_device, P())
 
-    def run(*inputs: Any) -> tuple[Carry, dict[str, Array], Any, Any]:
+    def run(*inputs: Any) -> tuple[RoundState, dict[str, Array], Any, Any]:
         carry, records = run_block(
             program, CLIENT_AXIS, *inputs, vectors_axis=CLIENT_AXIS if share_vectors(mesh) else None
         )
         return carry, records, records.pop(RECORDED_PHASES, ()), records.pop(CLIENT_INFO, {})
 
-    def block_on_mesh(algorithm: Algorithm, carry: Carry, *inputs: Any) -> tuple[Carry, dict[str, Array], Any, Any]:
-        carries = Carry(server_specs(carry.server, mesh), P(), P(CLIENT_AXIS))
+    def block_on_mesh(
+        algorithm: Algorithm, carry: RoundState, *inputs: Any
+    ) -> tuple[RoundState, dict[str, Array], Any, Any]:
+        carries = RoundState(server_specs(carry.server, mesh), P(), P(CLIENT_AXIS))
         recorded = inputs[2].recorded is not None
         sharded = jax.shard_map(
             run,
             mesh=mesh,
-            in_specs=(P(), carries, P(CLIENT_AXIS) if program.own_samples else P(), P(), specs, P()),
+            in_specs=(P(), carries, P(CLIENT_AXIS) if program.sharded_samples else P(), P(), specs, P()),
             out_specs=(
                 carries,
                 P(),
@@ -232,13 +234,13 @@ def server_specs(server: Any, mesh: Mesh) -> Any:
     return map_vectors(lambda _: P(None, CLIENT_AXIS) if share_vectors(mesh) else P(), server, lambda _: P())
 
 
-_LIBRARY = "xla_cpu_experimental_ynn_fusion_type"
+_YNN_FUSION = "xla_cpu_experimental_ynn_fusion_type"
 _NO_CONVOLUTIONS = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"
 """What XLA's library is given."""
 
 
 @cache
-def _known(name: str, value: str) -> bool:
+def _is_supported(name: str, value: str) -> bool:
     """Whether this version of XLA takes an option that it calls experimental."""
     try:
         jax.jit(lambda: jnp.int32(0), compiler_options={name: value}).lower().compile()
@@ -263,15 +265,15 @@ def compiler_options(mesh: Mesh) -> dict[str, bool | int | str]:
         "xla_cpu_copy_insertion_use_region_analysis": True,
         "xla_cpu_prefer_vector_width": 512,
     }
-    if jax.__version_info__ >= (0, 11) and _known(_LIBRARY, _NO_CONVOLUTIONS):
-        options[_LIBRARY] = _NO_CONVOLUTIONS
+    if jax.__version_info__ >= (0, 11) and _is_supported(_YNN_FUSION, _NO_CONVOLUTIONS):
+        options[_YNN_FUSION] = _NO_CONVOLUTIONS
     if len(jax.devices()) > 1:
         options["xla_disable_hlo_passes"] = "cpu-parallel-task-assigner"
     return options
 
 
 @cache
-def repeated(sharding: NamedSharding) -> Callable:
+def repeat_rows(sharding: NamedSharding) -> Callable:
     """A tree so many times, in rows that lie on devices in the given way; compiled once for all runs."""
 
     def repeat(rows: int, values: Tree) -> Tree:
@@ -280,10 +282,10 @@ def repeated(sharding: NamedSharding) -> Callable:
     return jax.jit(repeat, static_argnums=0, out_shardings=sharding)
 
 
-_copied = jax.jit(lambda values: jax.tree.map(jnp.copy, values))
+_copy = jax.jit(lambda values: jax.tree.map(jnp.copy, values))
 
 
-def stacked(records: list[dict]) -> dict[str, Any]:
+def stack_records(records: list[dict]) -> dict[str, Any]:
     """The records of single rounds as :meth:`Engine.run` gives them, by the names that the first one has."""
     found = {name: [record[name] for record in records if name in record] for name in records[0]}
     lists = (RECORDED_PHASES, CLIENT_INFO)
@@ -296,7 +298,7 @@ class Engine:
     ``samples`` are put on every device. Without them (None) the attribute is set before each block instead.
     """
 
-    def __init__(self, program: Program, mesh: Mesh, samples: Tree | None):
+    def __init__(self, program: RoundProgram, mesh: Mesh, samples: Tree | None):
         self.program, self.mesh = program, mesh
         self.devices = mesh.devices.size
         self.samples = None if samples is None else jax.device_put(samples, NamedSharding(mesh, P()))
@@ -306,27 +308,29 @@ class Engine:
         """The compiled program of a block of rounds of this algorithm."""
         return compiled_block(self.program, self.mesh, jax.tree.structure(algorithm))
 
-    def put(self, server: Any, statistics: Tree, store: Tree) -> Carry:
+    def put(self, server: Any, statistics: Tree, store: Tree) -> RoundState:
         """Server, statistics and store on the mesh; the arrays are given away to the next block."""
         if share_vectors(self.mesh):
             server = padded(server, self.devices)
         places = jax.tree.map(partial(NamedSharding, self.mesh), server_specs(server, self.mesh))
         # The copy parts them from the caller's arrays and from each other: device_put shares the first device's.
-        return Carry(
-            jax.device_put(_copied(server), places, may_alias=False),
-            jax.device_put(_copied(statistics), NamedSharding(self.mesh, P()), may_alias=False),
+        return RoundState(
+            jax.device_put(_copy(server), places, may_alias=False),
+            jax.device_put(_copy(statistics), NamedSharding(self.mesh, P()), may_alias=False),
             jax.device_put(store, self.store_sharding, may_alias=False),
         )
 
-    def whole_server(self, carry: Carry) -> Any:
+    def whole_server(self, carry: RoundState) -> Any:
         """The server's state with vectors that the devices share fetched to the host."""
         return fetched(carry.server) if share_vectors(self.mesh) else carry.server
 
     def new_store(self, client: Tree, capacity: int) -> Tree:
         """A store of ``capacity`` rows a device, each ``client``, what one keeps that has not taken part."""
-        return repeated(self.store_sharding)(capacity * self.devices, client)
+        return repeat_rows(self.store_sharding)(capacity * self.devices, client)
 
-    def run(self, algorithm: Algorithm, carry: Carry, key: Array, xs: Rounds, rounds: int) -> tuple[Carry, dict]:
+    def run(
+        self, algorithm: Algorithm, carry: RoundState, key: Array, xs: RoundInputs, rounds: int
+    ) -> tuple[RoundState, dict]:
         """Run up to ``rounds`` rounds; ``carry`` is given away. Records come back as NumPy arrays [rounds].
 
         Where clients are recorded, ``RECORDED_PHASES`` holds a list [rounds] of what was noted in each phase.
@@ -336,7 +340,7 @@ class Engine:
             carry, records, recorded, info = run(algorithm, carry, self.samples, key, xs, np.int32(rounds))
         found: dict[str, Any] = {name: np.asarray(value)[:rounds] for name, value in records.items()}
         if info:
-            real = [np.asarray(xs.places.client[r]).ravel() < self.program.num_clients for r in range(rounds)]
+            real = [np.asarray(xs.assignments.client[r]).ravel() < self.program.num_clients for r in range(rounds)]
             found[CLIENT_INFO] = [{name: np.asarray(a[r])[real[r]] for name, a in info.items()} for r in range(rounds)]
         if recorded:
             found[RECORDED_PHASES] = [

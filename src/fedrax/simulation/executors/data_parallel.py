@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fedrax import tree
-from fedrax.simulation.executors.phase import PhaseRunner, Progress
-from fedrax.simulation.round import client_task, run_client
+from fedrax.simulation.executors.phase import PhaseRunner, PhaseState
+from fedrax.simulation.round import client_inputs, run_client
 from fedrax.tree import Tree
 from fedrax.xla import AGGREGATE, CLIENT_AXIS, STATES, scope
 
@@ -62,19 +62,28 @@ class DataParallelRunner(PhaseRunner):
 
     def __init__(self, *inputs: Any):
         super().__init__(*inputs)
-        program, algorithm, p, message, statistics, samples, here, keys = inputs
-        self.me, self.room = lax.axis_index(CLIENT_AXIS), here.places.client.shape[0]
-        places, counts = jax.tree.map(partial(lax.all_gather, axis_name=CLIENT_AXIS), (here.places, here.count))
+        program, algorithm, p, message, statistics, samples, round_inputs, keys = inputs
+        self.me, self.room = lax.axis_index(CLIENT_AXIS), round_inputs.assignments.client.shape[0]
+        places, counts = jax.tree.map(
+            partial(lax.all_gather, axis_name=CLIENT_AXIS), (round_inputs.assignments, round_inputs.count)
+        )
         shared = places.joined & (jnp.arange(self.room) < counts[:, None])
         self.together = shared.sum(dtype=jnp.int32)
-        self.alone = here.count - shared[self.me].sum(dtype=jnp.int32)
+        self.alone = round_inputs.count - shared[self.me].sum(dtype=jnp.int32)
         self.order = jnp.flatnonzero(shared, size=shared.size, fill_value=0).astype(jnp.int32)
-        everyone = here._replace(places=jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), places))
-        self.one = lambda kept, k: run_client(
-            program, p, algorithm, message, kept, statistics, samples, client_task(program, everyone, keys, k)
+        everyone = round_inputs._replace(assignments=jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), places))
+        self.one = lambda client_records, k: run_client(
+            program,
+            p,
+            algorithm,
+            message,
+            client_records,
+            statistics,
+            samples,
+            client_inputs(program, everyone, keys, k),
         )
 
-    def step(self, i: Array, before: Tree, progress: Progress) -> Progress:
+    def step(self, i: Array, before: Tree, progress: PhaseState) -> PhaseState:
         """Client i of this device, or after its own ones the next shared client; one device keeps its result."""
         joined = i >= self.alone
         k = jnp.where(joined, self.order[i - self.alone], self.me * self.room + i)
@@ -84,17 +93,19 @@ class DataParallelRunner(PhaseRunner):
         where_mine = lambda new, old: jax.tree.map(lambda a, b: jnp.where(mine, a.astype(b.dtype), b), new, old)  # noqa: E731
         put = lambda table, row, value: tree.set_row(table, row, where_mine(value, tree.row(table, row)))  # noqa: E731
         with scope(STATES):
-            source, row = (progress.store, self.here.places.slot[at]) if self.first else (before, at)
+            source, row = (progress.store, self.round_inputs.assignments.slot[at]) if self.first else (before, at)
             begins = lax.cond(joined, lambda t: _of_device(owner, t), lambda t: t, tree.row(source, row))
         after = self.after(progress, at, self.one(begins, k), jnp.bool_(True), put, put)
         with scope(AGGREGATE):
             sums, notes = where_mine((after.sums, after.notes), (progress.sums, progress.notes))
         return after._replace(sums=sums, notes=notes)
 
-    def run(self, kept: Tree, store: Tree) -> Progress:
+    def run(self, client_records: Tree, store: Tree) -> PhaseState:
         """This device's own clients, then the shared ones."""
         trips = self.alone + self.together
-        return lax.fori_loop(jnp.int32(0), trips, lambda i, p: self.step(i, kept, p), self.start(kept, store))
+        return lax.fori_loop(
+            jnp.int32(0), trips, lambda i, p: self.step(i, client_records, p), self.start(client_records, store)
+        )
 
 
 def _of_device(owner: Array, values: Tree) -> Tree:

@@ -14,13 +14,21 @@ from fedrax import tree
 from fedrax.contract.algorithm import Algorithm, Info
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
-from fedrax.simulation.executors.compiled import CLIENT_INFO, RECORDED_PHASES, Carry, Engine, stacked
-from fedrax.simulation.executors.phase import PhaseRunner, Progress
-from fedrax.simulation.placement.planner import share_of, whole_round
-from fedrax.simulation.placement.streaming import release
+from fedrax.simulation.executors.compiled import CLIENT_INFO, RECORDED_PHASES, Engine, RoundState, stack_records
+from fedrax.simulation.executors.phase import PhaseRunner, PhaseState
+from fedrax.simulation.placement.planner import device_round, merge_devices
+from fedrax.simulation.placement.streaming import release_pages
 from fedrax.simulation.results.message_recorder import RecordedPhase, broadcast_statistics, phases_to_host
 from fedrax.simulation.results.result import Result
-from fedrax.simulation.round import ClientResult, Executor, PhaseResult, Program, Rounds, client_keys, run_round
+from fedrax.simulation.round import (
+    ClientResult,
+    Executor,
+    PhaseResult,
+    RoundInputs,
+    RoundProgram,
+    client_keys,
+    run_round,
+)
 from fedrax.tree import Tree
 
 _PIECE_BYTES = 16 << 20
@@ -49,59 +57,78 @@ class DebugEngine(Engine):
     def _compile(self) -> Any:
         return None
 
-    def run(self, algorithm: Algorithm, carry: Carry, key: Array, xs: Rounds, rounds: int) -> tuple[Carry, dict]:
+    def run(
+        self, algorithm: Algorithm, carry: RoundState, key: Array, xs: RoundInputs, rounds: int
+    ) -> tuple[RoundState, dict]:
         """As :meth:`Engine.run`: an unsound round is not applied."""
         records: list[dict] = []
         for r in range(rounds):
             try:
-                carry, record = self.round(algorithm, carry, key, share_of(xs, r, 0))
+                carry, record = self.round(algorithm, carry, key, device_round(xs, r, 0))
             except NonFiniteError:
                 records.append({"sound": False, "bad": self.program.num_clients})
                 break
             records.append(record)
-        return carry, stacked(records)
+        return carry, stack_records(records)
 
-    def round(self, algorithm: Algorithm, carry: Carry, key: Array, here: Rounds) -> tuple[Carry, dict]:
+    def round(
+        self, algorithm: Algorithm, carry: RoundState, key: Array, round_inputs: RoundInputs
+    ) -> tuple[RoundState, dict]:
         """One round on one device. NonFiniteError names what went wrong."""
         with jax.disable_jit():
-            executor = StepByStep(self.program, algorithm, here, key, carry.store, jax.tree.map(_first, self.samples))
+            executor = DebugExecutor(
+                self.program, algorithm, round_inputs, key, carry.store, jax.tree.map(_first, self.samples)
+            )
             server, statistics, record, _ = run_round(executor, carry.server, carry.statistics)
         record = {**record, "sound": True, "bad": self.program.num_clients}
         if executor.recorded_phases:
             record[RECORDED_PHASES] = phases_to_host(executor.recorded_phases, 1)
         if self.program.client_info:
             record[CLIENT_INFO] = executor.client_info
-        return Carry(server, statistics, executor.store), record
+        return RoundState(server, statistics, executor.store), record
 
 
-class StepByStep(Executor):
+class DebugExecutor(Executor):
     """One round in plain Python."""
 
-    def __init__(self, program: Program, algorithm: Algorithm, here: Rounds, key: Array, store: Tree, samples: Tree):
-        here = jax.tree.map(jnp.asarray, here)
-        super().__init__(program, algorithm, here, key)
+    def __init__(
+        self,
+        program: RoundProgram,
+        algorithm: Algorithm,
+        round_inputs: RoundInputs,
+        key: Array,
+        store: Tree,
+        samples: Tree,
+    ):
+        round_inputs = jax.tree.map(jnp.asarray, round_inputs)
+        super().__init__(program, algorithm, round_inputs, key)
         self.store, self.samples = jax.tree.map(jnp.asarray, store), samples
-        self.kept: Tree = ()
+        self.client_records: Tree = ()
         self.client_info: dict[str, np.ndarray] = {}
-        self.where = f"{type(algorithm).__name__}, round {int(here.round) + 1}"  # as events count them
-        self.keys = client_keys(self.round_key, here.places.client)
+        self.where = f"{type(algorithm).__name__}, round {int(round_inputs.round) + 1}"  # as events count them
+        self.keys = client_keys(self.round_key, round_inputs.assignments.client)
 
     def clients(self, p: int, message: Tree, statistics: Tree) -> PhaseResult:
         """One client after another."""
-        inputs = (message, statistics, self.samples, self.here, self.keys)
-        runner, count = CheckedRunner(self.where, self.program, self.algorithm, p, *inputs), int(self.here.count)
+        inputs = (message, statistics, self.samples, self.round_inputs, self.keys)
+        runner, count = (
+            CheckedRunner(self.where, self.program, self.algorithm, p, *inputs),
+            int(self.round_inputs.count),
+        )
         with jax.disable_jit(False):
-            progress = runner.start(self.kept, self.store)
+            progress = runner.start(self.client_records, self.store)
         for k in range(count):
-            progress = runner.step(jnp.int32(k), self.kept, progress)
-        self.kept, self.store = progress.kept, progress.store
+            progress = runner.step(jnp.int32(k), self.client_records, progress)
+        self.client_records, self.store = progress.client_records, progress.store
         self.client_info |= {name: np.asarray(values)[:count] for name, values in dict(progress.client_info).items()}
-        if self.here.recorded is not None:
+        if self.round_inputs.recorded is not None:
             down = broadcast_statistics(self.algorithm, p, statistics)
             self.recorded_phases.append(RecordedPhase(message, down, progress.notes))
-        places = self.here.places
-        single, clients, weights = jax.tree.map(lambda a: a[:count], (progress.single, places.client, places.weight))
-        return PhaseResult(progress.sums, single, clients, weights)
+        assignments = self.round_inputs.assignments
+        per_client, clients, weights = jax.tree.map(
+            lambda a: a[:count], (progress.per_client, assignments.client, assignments.weight)
+        )
+        return PhaseResult(progress.sums, per_client, clients, weights)
 
     def server(self, p: int, server: Any, gathered: PhaseResult) -> tuple[Any, Info]:
         """As every executor; the new state must be finite."""
@@ -118,11 +145,11 @@ class CheckedRunner(PhaseRunner):
         self.where = where
         self.get_state, self.put_state = tree.row, tree.set_row  # each use of a table in the store would copy all of it
 
-    def after(self, progress: Progress, at: Array, done: ClientResult, *how: Any) -> Progress:
+    def after(self, progress: PhaseState, at: Array, done: ClientResult, *how: Any) -> PhaseState:
         """As of every phase, of what is finite."""
-        sent, who = done.output, f"{self.where}, client {int(self.here.places.client[at])}"
-        named = {"upload": sent.upload, "state": done.kept.state, "info": sent.info, "each": sent.each}
-        require_finite(named | {"total": sent.total, "statistics": (done.statistics, done.kept.statistics)}, who)
+        sent, who = done.output, f"{self.where}, client {int(self.round_inputs.assignments.client[at])}"
+        named = {"upload": sent.upload, "state": done.record.state, "info": sent.info, "each": sent.each}
+        require_finite(named | {"total": sent.total, "statistics": (done.statistics, done.record.statistics)}, who)
         return super().after(progress, at, done, *how)
 
 
@@ -133,28 +160,34 @@ def require_finite(values: Tree, where: str) -> None:
             raise NonFiniteError(f"{where}: {name} is not finite")
 
 
-def culprit(engine: Engine, algorithm: Algorithm, carry: Carry, key: Array, xs: Rounds, r: int) -> str:
+def diagnose_divergence(
+    engine: Engine, algorithm: Algorithm, carry: RoundState, key: Array, xs: RoundInputs, r: int
+) -> str:
     """Repeat round ``r`` of a block client by client from its starting state; its first non-finite tensor, in words."""
-    program = engine.program._replace(chunk=0, own_samples=False, joining=0)
+    program = engine.program._replace(chunk=0, sharded_samples=False, data_parallel_devices=0)
     debug = DebugEngine(program, Mesh(engine.mesh.devices.flat[:1], engine.mesh.axis_names), engine.samples)
     a_device = lambda rows: next((len(a) // engine.devices for a in jax.tree.leaves(rows)), 0)  # noqa: E731
-    here = whole_round(xs, r, a_device(carry.store), a_device(engine.samples) if engine.program.own_samples else 0)
-    at_the_server = f"{type(algorithm).__name__}, round {int(here.round) + 1}: the server state is not finite"
-    slots = here.places.slot
+    round_inputs = merge_devices(
+        xs, r, a_device(carry.store), a_device(engine.samples) if engine.program.sharded_samples else 0
+    )
+    at_the_server = f"{type(algorithm).__name__}, round {int(round_inputs.round) + 1}: the server state is not finite"
+    slots = round_inputs.assignments.slot
     if not len(slots):  # of a Poisson cohort: nobody else can be to blame
         return at_the_server
     store = jax.tree.map(lambda a: np.asarray(a[slots]), carry.store)
     on_host = lambda values: jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), values)  # noqa: E731
-    here = here._replace(places=here.places._replace(slot=np.arange(len(slots), dtype=np.int32)))
-    start = Carry(on_host(engine.whole_server(carry)), on_host(carry.statistics), store)
+    round_inputs = round_inputs._replace(
+        assignments=round_inputs.assignments._replace(slot=np.arange(len(slots), dtype=np.int32))
+    )
+    start = RoundState(on_host(engine.whole_server(carry)), on_host(carry.statistics), store)
     try:
-        debug.round(algorithm, start, key, here)
+        debug.round(algorithm, start, key, round_inputs)
     except NonFiniteError as error:
         return str(error)
     return at_the_server
 
 
-def in_the_data(federation: Federation, piece_bytes: int = _PIECE_BYTES) -> str:
+def describe_nonfinite_samples(federation: Federation, piece_bytes: int = _PIECE_BYTES) -> str:
     """A clause on training samples that are not finite, of which nothing finite can be made; empty without any."""
     bad = np.zeros(len(federation.train.y), bool)
     for part in federation.train:
@@ -164,7 +197,7 @@ def in_the_data(federation: Federation, piece_bytes: int = _PIECE_BYTES) -> str:
         for first in range(0, len(part), step):
             piece = part[first : first + step]
             bad[first : first + step] |= ~np.isfinite(piece).reshape(len(piece), -1).all(1)
-            release(part)
+            release_pages(part)
     if not bad.any():
         return ""
     row = int(bad.argmax())

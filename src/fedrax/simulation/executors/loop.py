@@ -16,22 +16,33 @@ from jax.sharding import Mesh
 
 from fedrax import tree
 from fedrax.contract.algorithm import Algorithm, Info
-from fedrax.simulation.executors.compiled import CLIENT_INFO, RECORDED_PHASES, Carry, Engine, stacked
-from fedrax.simulation.executors.phase import PhaseRunner, Progress
-from fedrax.simulation.placement.planner import share_of
+from fedrax.simulation.executors.compiled import CLIENT_INFO, RECORDED_PHASES, Engine, RoundState, stack_records
+from fedrax.simulation.executors.phase import PhaseRunner, PhaseState
+from fedrax.simulation.placement.planner import device_round
 from fedrax.simulation.results.message_recorder import RecordedPhase, broadcast_statistics, phases_to_host
-from fedrax.simulation.round import Executor, PhaseResult, Program, Rounds, client_keys, join_sums, run_round, serve
+from fedrax.simulation.round import (
+    Executor,
+    PhaseResult,
+    RoundInputs,
+    RoundProgram,
+    client_keys,
+    merge_sums,
+    run_round,
+    run_server,
+)
 from fedrax.tree import Tree
 
 
 class LoopEngine(Engine):
     """Clients are dispatched from Python, in turn over the devices, which work in parallel."""
 
-    def __init__(self, program: Program, mesh: Mesh, samples: Tree | None):
+    def __init__(self, program: RoundProgram, mesh: Mesh, samples: Tree | None):
         super().__init__(program._replace(unroll=True), mesh, samples)
-        self.compiled = Compiled(self.program)
+        self.compiled = CompiledSteps(self.program)
 
-    def run(self, algorithm: Algorithm, carry: Carry, key: Array, xs: Rounds, rounds: int) -> tuple[Carry, dict]:
+    def run(
+        self, algorithm: Algorithm, carry: RoundState, key: Array, xs: RoundInputs, rounds: int
+    ) -> tuple[RoundState, dict]:
         """As :meth:`Engine.run`."""
         records: list[dict] = []
         for r in range(rounds):
@@ -39,10 +50,12 @@ class LoopEngine(Engine):
             records.append(record)
             if not record["sound"]:
                 break
-        return carry, stacked(records)
+        return carry, stack_records(records)
 
-    def _round(self, algorithm: Algorithm, carry: Carry, key: Array, xs: Rounds, r: int) -> tuple[Carry, dict]:
-        executor = Dispatched(self, algorithm, carry, key, xs, r)
+    def _round(
+        self, algorithm: Algorithm, carry: RoundState, key: Array, xs: RoundInputs, r: int
+    ) -> tuple[RoundState, dict]:
+        executor = LoopExecutor(self, algorithm, carry, key, xs, r)
         server, statistics, record, bad = run_round(executor, self.whole_server(carry), carry.statistics)
         # apart, because statistics that no client uploads (FedBN) are on all devices and the server's state is on one
         finite = bool(self.compiled.finite(server)) and bool(self.compiled.finite(statistics))
@@ -61,25 +74,27 @@ class LoopEngine(Engine):
         return jax.make_array_from_single_device_arrays(shape, self.store_sharding, list(shards))
 
 
-class Compiled:
+class CompiledSteps:
     """The pieces of a round, each a compiled program of its own."""
 
-    def __init__(self, program: Program):
+    def __init__(self, program: RoundProgram):
         def runner(p: int, algorithm: Algorithm, *inputs: Any) -> PhaseRunner:
             return PhaseRunner(program, algorithm, p, *inputs)
 
-        def start(p: int, algorithm: Algorithm, inputs: tuple, kept: Tree, store: Tree) -> Progress:
-            return runner(p, algorithm, *inputs).start(kept, store)._replace(store=())
+        def start(p: int, algorithm: Algorithm, inputs: tuple, client_records: Tree, store: Tree) -> PhaseState:
+            return runner(p, algorithm, *inputs).start(client_records, store)._replace(store=())
 
-        def step(p: int, algorithm: Algorithm, progress: Progress, inputs: tuple, kept: Tree, i: Array) -> Progress:
-            return runner(p, algorithm, *inputs).step(i, kept, progress)
+        def step(
+            p: int, algorithm: Algorithm, progress: PhaseState, inputs: tuple, client_records: Tree, i: Array
+        ) -> PhaseState:
+            return runner(p, algorithm, *inputs).step(i, client_records, progress)
 
         def gather(parts: list, clients: Array, weights: Array) -> PhaseResult:
-            single = jax.tree.map(lambda *e: jnp.concatenate(e), *[single for _, single in parts])
-            return PhaseResult(reduce(join_sums, [sums for sums, _ in parts]), single, clients, weights)
+            per_client = jax.tree.map(lambda *e: jnp.concatenate(e), *[per_client for _, per_client in parts])
+            return PhaseResult(reduce(merge_sums, [sums for sums, _ in parts]), per_client, clients, weights)
 
         def server(p: int, algorithm: Algorithm, *inputs: Any) -> tuple[Any, Info]:
-            return serve(program, p, algorithm, *inputs)
+            return run_server(program, p, algorithm, *inputs)
 
         def broadcast(p: int, algorithm: Algorithm, server: Any) -> Tree:
             return algorithm.phases[p].broadcast(server)
@@ -93,20 +108,26 @@ class Compiled:
         self.finite = jax.jit(tree.all_finite)
 
 
-class Dispatched(Executor):
+class LoopExecutor(Executor):
     """One round whose clients are compiled calls on the devices of a mesh."""
 
-    def __init__(self, engine: LoopEngine, algorithm: Algorithm, carry: Carry, key: Array, xs: Rounds, r: int):
+    def __init__(
+        self, engine: LoopEngine, algorithm: Algorithm, carry: RoundState, key: Array, xs: RoundInputs, r: int
+    ):
         self.devices, self.compiled = list(engine.mesh.devices.flat), engine.compiled
-        whole = Rounds(xs.round[r], xs.cohort_size[r], xs.count[r], jax.tree.map(lambda a: a[r], xs.places))
+        whole = RoundInputs(xs.round[r], xs.cohort_size[r], xs.count[r], jax.tree.map(lambda a: a[r], xs.assignments))
         super().__init__(engine.program, algorithm, whole, key)
-        self.shares = [share_of(xs, r, d) for d in range(len(self.devices))]
-        self.here_of = [jax.device_put(mine, device) for mine, device in zip(self.shares, self.devices, strict=True)]
+        self.shares = [device_round(xs, r, d) for d in range(len(self.devices))]
+        self.inputs_by_device = [
+            jax.device_put(mine, device) for mine, device in zip(self.shares, self.devices, strict=True)
+        ]
         keys = [jax.device_put(self.round_key, device) for device in self.devices]
-        self.keys = [self.compiled.keys(k, x.places.client) for k, x in zip(keys, self.here_of, strict=True)]
+        self.keys = [
+            self.compiled.keys(k, x.assignments.client) for k, x in zip(keys, self.inputs_by_device, strict=True)
+        ]
         self.samples = [_shard(engine.samples, d) for d in range(len(self.devices))]
         self.stores = [_shard(carry.store, d) for d in range(len(self.devices))]
-        self.kept: list[Tree] = [()] * len(self.devices)
+        self.client_records: list[Tree] = [()] * len(self.devices)
         self.client_info: dict[str, np.ndarray] = {}
 
     def broadcast(self, p: int, server: Any) -> Tree:
@@ -116,19 +137,23 @@ class Dispatched(Executor):
     def clients(self, p: int, message: Tree, statistics: Tree) -> PhaseResult:
         """All clients, a call each; what they bring is put together in the server's call."""
         inputs = [
-            (*jax.device_put((message, statistics), device), samples, here, keys)
-            for device, samples, here, keys in zip(self.devices, self.samples, self.here_of, self.keys, strict=True)
+            (*jax.device_put((message, statistics), device), samples, round_inputs, keys)
+            for device, samples, round_inputs, keys in zip(
+                self.devices, self.samples, self.inputs_by_device, self.keys, strict=True
+            )
         ]
         progress = [
-            self.compiled.start(p, self.algorithm, mine, kept, store)._replace(store=store)
-            for mine, kept, store in zip(inputs, self.kept, self.stores, strict=True)
+            self.compiled.start(p, self.algorithm, mine, client_records, store)._replace(store=store)
+            for mine, client_records, store in zip(inputs, self.client_records, self.stores, strict=True)
         ]
         for i in range(int(max(share.count for share in self.shares))):
             for d, device in enumerate(self.devices):
                 if i < self.shares[d].count:
                     place = jax.device_put(np.int32(i), device)
-                    progress[d] = self.compiled.step(p, self.algorithm, progress[d], inputs[d], self.kept[d], place)
-        self.stores, self.kept = [q.store for q in progress], [q.kept for q in progress]
+                    progress[d] = self.compiled.step(
+                        p, self.algorithm, progress[d], inputs[d], self.client_records[d], place
+                    )
+        self.stores, self.client_records = [q.store for q in progress], [q.client_records for q in progress]
         counted = [(q.client_info, int(share.count)) for q, share in zip(progress, self.shares, strict=True)]
         for name in progress[0].client_info:
             self.client_info[name] = np.concatenate([np.asarray(info[name])[:count] for info, count in counted])
@@ -136,14 +161,14 @@ class Dispatched(Executor):
             notes = jax.tree.map(lambda *a: np.concatenate([np.asarray(x) for x in a]), *[q.notes for q in progress])
             down = broadcast_statistics(self.algorithm, p, statistics)
             self.recorded_phases += phases_to_host([RecordedPhase(message, down, notes)], len(self.devices))
-        parts = jax.device_put([(q.sums, q.single) for q in progress], self.devices[0])
-        places = self.here.places
-        return self.compiled.gather(parts, places.client.reshape(-1), places.weight.reshape(-1))
+        parts = jax.device_put([(q.sums, q.per_client) for q in progress], self.devices[0])
+        assignments = self.round_inputs.assignments
+        return self.compiled.gather(parts, assignments.client.reshape(-1), assignments.weight.reshape(-1))
 
     def server(self, p: int, server: Any, gathered: PhaseResult) -> tuple[Any, Info]:
         """As every executor, compiled."""
         server = jax.device_put(server, self.devices[0])
-        return self.compiled.server(p, self.algorithm, server, gathered, self.here, self.round_key)
+        return self.compiled.server(p, self.algorithm, server, gathered, self.round_inputs, self.round_key)
 
 
 def _shard(values: Tree, d: int) -> Tree:

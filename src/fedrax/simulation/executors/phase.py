@@ -14,26 +14,26 @@ from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.table import set_state, state_in
 from fedrax.simulation.results.message_recorder import empty_upload_buffer, record_uploads, recorded_upload
 from fedrax.simulation.round import (
+    ClientKeys,
     ClientResult,
     ClientSums,
-    Keys,
-    Program,
-    Rounds,
+    RoundInputs,
+    RoundProgram,
     add_client,
-    client_task,
-    no_sums,
+    client_inputs,
     run_client,
+    zero_sums,
 )
 from fedrax.tree import Tree
 from fedrax.xla import AGGREGATE, STATES, scope, vmap
 
 
-class Progress(NamedTuple):
+class PhaseState(NamedTuple):
     """Where a device stands in a phase: sums, what goes up singly and what is kept by place, the store, and notes."""
 
     sums: ClientSums
-    single: Tree
-    kept: Tree
+    per_client: Tree
+    client_records: Tree
     store: Tree
     notes: Any = ()
     """Of what recorded clients sent."""
@@ -46,48 +46,59 @@ class PhaseRunner:
 
     def __init__(
         self,
-        program: Program,
+        program: RoundProgram,
         algorithm: Algorithm,
         p: int,
         message: Tree,
         statistics: Tree,
         samples: Tree,
-        here: Rounds,
-        keys: Keys,
+        round_inputs: RoundInputs,
+        keys: ClientKeys,
     ):
-        self.program, self.algorithm, self.p, self.here = program, algorithm, p, here
+        self.program, self.algorithm, self.p, self.round_inputs = program, algorithm, p, round_inputs
         self.first, self.last = p == 0, p == len(algorithm.phases) - 1
         # A state that goes back to the store before the next client's turn can leave its tables there.
         in_place = self.first and self.last and not program.chunk
         self.get_state, self.put_state = (state_in, set_state) if in_place else (tree.row, tree.set_row)
-        self.one: Callable[[Tree, Array], ClientResult] = lambda kept, k: run_client(
-            program, p, algorithm, message, kept, statistics, samples, client_task(program, here, keys, k)
+        self.one: Callable[[Tree, Array], ClientResult] = lambda client_records, k: run_client(
+            program,
+            p,
+            algorithm,
+            message,
+            client_records,
+            statistics,
+            samples,
+            client_inputs(program, round_inputs, keys, k),
         )
         """(what is kept, k) -> the client in place k at the end of the phase."""
 
-    def start(self, kept: Tree, store: Tree) -> Progress:
+    def start(self, client_records: Tree, store: Tree) -> PhaseState:
         """Before the first client: zero sums and room for what is kept one per place."""
-        n = self.here.places.client.shape[0]
-        begins = jax.eval_shape(self.get_state, store if self.first else kept, jnp.int32(0))
-        shape = jax.eval_shape(self.one, begins, self.here.count)  # of the type of run's index: one trace for both
+        n = self.round_inputs.assignments.client.shape[0]
+        begins = jax.eval_shape(self.get_state, store if self.first else client_records, jnp.int32(0))
+        shape = jax.eval_shape(
+            self.one, begins, self.round_inputs.count
+        )  # of the type of run's index: one trace for both
         by_place = lambda t: jax.tree.map(lambda a: jnp.zeros((n, *a.shape), a.dtype), t)  # noqa: E731
         initial = jax.eval_shape(self.get_state, store, jnp.int32(0))
-        sums = no_sums(self.program, self.algorithm, self.p, initial, shape)
-        notes = empty_upload_buffer(self.here.recorded, recorded_upload(shape, self.last))
+        sums = zero_sums(self.program, self.algorithm, self.p, initial, shape)
+        notes = empty_upload_buffer(self.round_inputs.recorded, recorded_upload(shape, self.last))
         info = by_place(shape.output.info) if self.program.client_info else ()
-        return Progress(sums, by_place(shape.single), () if self.last else by_place(shape.kept), store, notes, info)
+        return PhaseState(
+            sums, by_place(shape.per_client), () if self.last else by_place(shape.client_records), store, notes, info
+        )
 
-    def step(self, i: Array, before: Tree, progress: Progress) -> Progress:
+    def step(self, i: Array, before: Tree, progress: PhaseState) -> PhaseState:
         """Client i (or chunk i of clients) of this device; a chunk beyond the last client repeats that one.
 
         What a client keeps comes from the store in the first phase and from ``before`` (by place) in later ones; it
-        goes to the store in the last phase and to ``Progress.kept`` before.
+        goes to the store in the last phase and to ``PhaseState.client_records`` before.
         """
         chunk = self.program.chunk
         place: Any = i * chunk + jnp.arange(chunk, dtype=jnp.int32) if chunk else i
-        real = place < self.here.count
-        at = jnp.minimum(place, self.here.count - 1) if chunk else place
-        source, rows = (progress.store, self.here.places.slot[at]) if self.first else (before, at)
+        real = place < self.round_inputs.count
+        at = jnp.minimum(place, self.round_inputs.count - 1) if chunk else place
+        source, rows = (progress.store, self.round_inputs.assignments.slot[at]) if self.first else (before, at)
         if chunk:
             done: ClientResult = vmap(self.one)(_get_rows(source, rows), at)
             return self.after(progress, at, done, real, _put_rows, _put_rows)
@@ -96,34 +107,36 @@ class PhaseRunner:
         return self.after(progress, at, self.one(begins, at), real, tree.set_row, self.put_state)
 
     def after(
-        self, progress: Progress, at: Array, done: ClientResult, real: Any, put: Callable, put_state: Callable
-    ) -> Progress:
+        self, progress: PhaseState, at: Array, done: ClientResult, real: Any, put: Callable, put_state: Callable
+    ) -> PhaseState:
         """What the client in place ``at`` leaves at the end of its turn, or several side by side: rows, sums and notes.
 
         real: as of :func:`add_client`. put, put_state: (table, rows, values) -> the table with them in these rows.
         """
-        sums, single, kept, store, notes, client_info = progress
-        client, slot = self.here.places.client[at], self.here.places.slot[at]
+        sums, per_client, client_records, store, notes, client_info = progress
+        client, slot = self.round_inputs.assignments.client[at], self.round_inputs.assignments.slot[at]
         with scope(STATES):
-            single = put(single, at, done.single)
+            per_client = put(per_client, at, done.per_client)
             if self.last:
-                store = put_state(store, slot, done.kept)
+                store = put_state(store, slot, done.record)
             else:
-                kept = put(kept, at, done.kept)
+                client_records = put(client_records, at, done.record)
         with scope(AGGREGATE):
-            weight = self.here.places.weight[at]
+            weight = self.round_inputs.assignments.weight[at]
             weight = jnp.where(real, weight, 0) if self.program.chunk else weight
             sums = add_client(self.program, sums, done, weight, real, client)
-        notes = record_uploads(notes, self.here.recorded, client, recorded_upload(done, self.last))
+        notes = record_uploads(notes, self.round_inputs.recorded, client, recorded_upload(done, self.last))
         if self.program.client_info:
             client_info = put(client_info, at, done.output.info)
-        return Progress(sums, single, kept, store, notes, client_info)
+        return PhaseState(sums, per_client, client_records, store, notes, client_info)
 
-    def run(self, kept: Tree, store: Tree) -> Progress:
+    def run(self, client_records: Tree, store: Tree) -> PhaseState:
         """All clients of this device."""
-        chunk, count = self.program.chunk, self.here.count
+        chunk, count = self.program.chunk, self.round_inputs.count
         trips = (count + chunk - 1) // chunk if chunk else count
-        return jax.lax.fori_loop(jnp.int32(0), trips, lambda i, p: self.step(i, kept, p), self.start(kept, store))
+        return jax.lax.fori_loop(
+            jnp.int32(0), trips, lambda i, p: self.step(i, client_records, p), self.start(client_records, store)
+        )
 
 
 @scope(STATES)

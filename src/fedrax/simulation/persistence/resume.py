@@ -14,11 +14,11 @@ from fedrax import tree
 from fedrax.contract.checks import require_finite_start
 from fedrax.errors import FedraxError
 from fedrax.privacy.ledger import Ledger
-from fedrax.simulation.executors.compiled import Carry
+from fedrax.simulation.executors.compiled import RoundState
 from fedrax.simulation.persistence import checkpoint
 from fedrax.simulation.persistence.run_directory import CHECKPOINT, FAILURE
 from fedrax.simulation.persistence.run_identity import difference
-from fedrax.simulation.placement.client_states import Shards, moves, rehoused
+from fedrax.simulation.placement.client_states import ShardedRows, restore_rows, row_moves
 from fedrax.simulation.placement.streaming import BlockLoader
 from fedrax.simulation.results.events import Event, digest_of, read_events
 from fedrax.simulation.setup import Setup
@@ -29,7 +29,7 @@ from fedrax.xla import run_cached
 class RunStart(NamedTuple):
     """The state a run starts from: fresh, or restored from a checkpoint."""
 
-    carry: Carry
+    carry: RoundState
     """Server state, running statistics and client states on the devices."""
     events: list[Event]
     """The events of the rounds already done."""
@@ -56,18 +56,18 @@ class RunState(NamedTuple):
     """State of an adaptive participation policy."""
 
 
-def begin(setup: Setup, storage: BlockLoader, ledger: Ledger | None, resume: bool) -> RunStart:
+def start_run(setup: Setup, storage: BlockLoader, ledger: Ledger | None, resume: bool) -> RunStart:
     """The state before the first round or, with ``resume``, at the last checkpoint of the directory if there is one.
 
     The ``ledger`` is restored with it.
     """
-    if not resume or setup.kept_in is None:
-        return RunStart(fresh(setup, storage), [])
+    if not resume or setup.run_directory is None:
+        return RunStart(initial_state(setup, storage), [])
     begun = _restored(setup, storage, ledger)
     done = np.int32(len(begun.events))
     if not setup.alone and len(np.unique(multihost_utils.process_allgather(done))) > 1:
         raise FedraxError(
-            f"the processes of this run find different checkpoints in {setup.kept_in}: resume from a directory on a"
+            f"the processes of this run find different checkpoints in {setup.run_directory}: resume from a directory on a"
             " file system that all of them share"
         )
     return begun
@@ -77,12 +77,12 @@ def check_can_continue(setup: Setup, begun: RunStart) -> None:
     """Raise FedraxError where more rounds are asked of a run that was saved without its client states."""
     if not begun.has_clients:
         raise FedraxError(
-            f"the finished run in {setup.kept_in} was saved without client states and cannot be continued: run it again"
+            f"the finished run in {setup.run_directory} was saved without client states and cannot be continued: run it again"
             " in another directory with keep_clients=True"
         )
 
 
-def fresh(setup: Setup, storage: BlockLoader) -> Carry:
+def initial_state(setup: Setup, storage: BlockLoader) -> RoundState:
     """The state before the first round."""
     server = run_cached(lambda params: setup.algorithm.init(params, setup.info.num_clients), setup.params)
     require_finite_start(setup.algorithm, server)
@@ -95,14 +95,14 @@ def fresh(setup: Setup, storage: BlockLoader) -> Carry:
 
 def _restored(setup: Setup, storage: BlockLoader, ledger: Ledger | None) -> RunStart:
     """The state at the last checkpoint, or a fresh one; adds the remedy to the error of a damaged checkpoint."""
-    assert setup.kept_in is not None
-    where = setup.kept_in / CHECKPOINT
+    assert setup.run_directory is not None
+    where = setup.run_directory / CHECKPOINT
     if not checkpoint.exists(where):
-        return RunStart(fresh(setup, storage), [])
+        return RunStart(initial_state(setup, storage), [])
     try:
         return _at_checkpoint(setup, storage, where, ledger)
     except checkpoint.DamagedCheckpointError as error:
-        raise FedraxError(f"{error}; {_damage_remedy(setup.kept_in)}") from error
+        raise FedraxError(f"{error}; {_damage_remedy(setup.run_directory)}") from error
 
 
 def _damage_remedy(directory: Path) -> str:
@@ -116,22 +116,22 @@ def _damage_remedy(directory: Path) -> str:
 
 def _at_checkpoint(setup: Setup, storage: BlockLoader, where: Path, ledger: Ledger | None) -> RunStart:
     """Load a checkpoint and check that it belongs to this run and to the events beside it."""
-    assert setup.kept_in is not None
+    assert setup.run_directory is not None
     if not (where / checkpoint.FILE).is_file():
         raise checkpoint.DamagedCheckpointError(f"the checkpoint {where / checkpoint.FILE} is missing or no file")
     meta = _checked_meta(setup, where)
     done, rounds = round_of(meta, where), setup.settings.rounds
     if done > rounds:
-        raise FedraxError(f"{setup.kept_in} is at round {done}, beyond the {rounds} asked for")
+        raise FedraxError(f"{setup.run_directory} is at round {done}, beyond the {rounds} asked for")
     like = jax.eval_shape(lambda: _like(setup, meta["rows"], ledger))
     saved = checkpoint.load(where, like, in_pieces="store" if setup.stateful else None)[0]
-    events = read_events(setup.kept_in)
+    events = read_events(setup.run_directory)
     if len(events) < done:
-        raise FedraxError(f"{setup.kept_in} has {len(events)} events, fewer than its checkpoint's {done}")
+        raise FedraxError(f"{setup.run_directory} has {len(events)} events, fewer than its checkpoint's {done}")
     if digest_of(events[:done]) != meta.get("events"):
         raise FedraxError(
-            f"the events of {setup.kept_in} were changed after its checkpoint was written: see fedrax doctor"
-            f" {setup.kept_in}"
+            f"the events of {setup.run_directory} were changed after its checkpoint was written: see fedrax doctor"
+            f" {setup.run_directory}"
         )
     if ledger is not None:
         ledger.restore(saved.ledger, done)
@@ -148,12 +148,12 @@ def check_kept(setup: Setup) -> None:
 
     The identity is that of its checkpoint, or of the state that a failed run left.
     """
-    assert setup.kept_in is not None
-    there = [name for name in (CHECKPOINT, FAILURE) if checkpoint.exists(setup.kept_in / name)]
+    assert setup.run_directory is not None
+    there = [name for name in (CHECKPOINT, FAILURE) if checkpoint.exists(setup.run_directory / name)]
     if not there:
-        raise FedraxError(f"{setup.kept_in} has no checkpoint, which would tell which experiment it belongs to")
+        raise FedraxError(f"{setup.run_directory} has no checkpoint, which would tell which experiment it belongs to")
     for name in there:
-        _checked_meta(setup, setup.kept_in / name)
+        _checked_meta(setup, setup.run_directory / name)
 
 
 def _checked_meta(setup: Setup, where: Path) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def _checked_meta(setup: Setup, where: Path) -> dict[str, Any]:
     meta = checkpoint.load_meta(where)
     assert setup.identity is not None
     if (differs := difference(meta.get("identity"), setup.identity)) is not None:
-        raise FedraxError(f"the checkpoint in {setup.kept_in} belongs to another experiment: {differs}")
+        raise FedraxError(f"the checkpoint in {setup.run_directory} belongs to another experiment: {differs}")
     return meta
 
 
@@ -192,8 +192,8 @@ def _stored(setup: Setup, storage: BlockLoader, saved: RunState) -> Tree:
     """Client states from a checkpoint where this run keeps them: on the devices, or spilled to disk."""
     owners = setup.planner.owners()
     if storage.spill is None:
-        return rehoused(saved.store, saved.owners, owners, setup.initial, setup.engine.mesh)
-    storage.spill.fill(saved.store, *moves(saved.owners, owners))
+        return restore_rows(saved.store, saved.owners, owners, setup.initial, setup.engine.mesh)
+    storage.spill.fill(saved.store, *row_moves(saved.owners, owners))
     return ()
 
 
@@ -201,7 +201,7 @@ def save(
     setup: Setup,
     storage: BlockLoader,
     name: str,
-    carry: Carry,
+    carry: RoundState,
     done: int,
     clients: bool = True,
     ledger: Ledger | None = None,
@@ -222,7 +222,7 @@ def save(
     if setup.directory is None:
         return
     owners, store = setup.planner.owners(), storage.store(carry)
-    store = jax.tree.map(lambda a: Shards(a) if isinstance(a, jax.Array) else a, store)
+    store = jax.tree.map(lambda a: ShardedRows(a) if isinstance(a, jax.Array) else a, store)
     if not clients:
         owners, store = owners[:0], jax.tree.map(lambda a: np.zeros((0, *a.shape[1:]), a.dtype), store)
     meta = {"round": done, "rows": len(owners), "identity": setup.identity, "algorithm": setup.info.algorithm}

@@ -16,7 +16,7 @@ CHECKPOINT, FAILURE, LOCK = "checkpoint", "failure", ".lock"
 
 
 class RunDirectory:
-    """A directory that is locked for one run. Made by :func:`owned`."""
+    """A directory that is locked for one run. Made by :func:`lock_directory`."""
 
     def __init__(self, path: Path, descriptor: int):
         self.path, self._descriptor = path, descriptor
@@ -32,7 +32,7 @@ class RunDirectory:
 
 
 @contextmanager
-def owned(path: Path, resume: bool) -> Iterator[RunDirectory]:
+def lock_directory(path: Path, resume: bool) -> Iterator[RunDirectory]:
     """Lock a run directory until the context ends or the process dies; it is created where it is missing.
 
     Args:

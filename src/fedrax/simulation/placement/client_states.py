@@ -22,7 +22,7 @@ from fedrax.xla import CLIENT_AXIS
 _PIECE_BYTES = 8 << 20
 
 
-class Shards:
+class ShardedRows:
     """An array of rows that lies on devices, read a few rows at a time: whole on the host it would take as much again.
 
     It is :class:`fedrax.simulation.persistence.checkpoint.ChunkedArray`.
@@ -40,17 +40,17 @@ class Shards:
             yield from (rows[first : first + step] for first in range(0, len(rows), step))
 
 
-def rehoused(saved: Tree, saved_owners: np.ndarray, owners: np.ndarray, initial: ClientRecord, mesh: Mesh) -> Tree:
+def restore_rows(saved: Tree, saved_owners: np.ndarray, owners: np.ndarray, initial: ClientRecord, mesh: Mesh) -> Tree:
     """Saved rows (leaves in pieces) where this run keeps them: more rounds or other devices give clients other rows.
 
     Each device's rows leave the host's memory before those of the next one are copied to their device.
     """
-    (old, new), devices = moves(saved_owners, owners), list(mesh.devices.flat)
+    (old, new), devices = row_moves(saved_owners, owners), list(mesh.devices.flat)
     each = len(owners) // len(devices)
 
     def move(first: Any, leaf: Any) -> jax.Array:
         tables, parts = [np.repeat(np.asarray(first)[None], each, 0) for _ in devices], []
-        for rows, values in moved(leaf, old, new):
+        for rows, values in moved_rows(leaf, old, new):
             for d, table in enumerate(tables):
                 here = rows // each == d
                 table[rows[here] - d * each] = values[here]
@@ -62,7 +62,7 @@ def rehoused(saved: Tree, saved_owners: np.ndarray, owners: np.ndarray, initial:
     return jax.tree.map(move, initial, saved)
 
 
-def moved(leaf: Any, old: np.ndarray, new: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def moved_rows(leaf: Any, old: np.ndarray, new: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Rows ``old`` (rising) of a leaf in pieces become rows ``new``: (those rows, their values), a few at a time."""
     first = 0
     for piece in leaf.pieces():
@@ -71,7 +71,7 @@ def moved(leaf: Any, old: np.ndarray, new: np.ndarray) -> Iterator[tuple[np.ndar
         first += len(piece)
 
 
-def moves(saved_owners: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def row_moves(saved_owners: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(old rows, rising, their new rows) of the clients that both name."""
     row_of = {client: row for row, client in enumerate(owners.tolist()) if client >= 0}
     pairs = [(row, row_of[client]) for row, client in enumerate(saved_owners.tolist()) if client in row_of]
@@ -79,7 +79,7 @@ def moves(saved_owners: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray, np.
     return old, new
 
 
-def rows_of(store: Tree, homes: dict[int, int], initial: ClientRecord, clients: np.ndarray) -> ClientRecord:
+def read_rows(store: Tree, homes: dict[int, int], initial: ClientRecord, clients: np.ndarray) -> ClientRecord:
     """What ``clients`` [n] keep, on the host: leaves [n, ...]; the initial where one never took part."""
     there = np.array([client in homes for client in clients.tolist()], bool)
     rows = np.array([homes[client] for client in clients[there].tolist()], int)

@@ -17,7 +17,7 @@ from fedrax.errors import FedraxError
 from fedrax.host_memory import host_memory
 from fedrax.tree import Tree
 
-_UNSAID = 16 << 30
+_DEFAULT_BYTES = 16 << 30
 """Bytes assumed for a device that does not report its memory."""
 
 
@@ -25,10 +25,10 @@ _UNSAID = 16 << 30
 class MemoryBudget:
     """Memory budget of a device: each reservation may take at most half of what is free."""
 
-    whole: int
+    total: int
     """Bytes."""
     on_cpu: bool
-    promised: int = 0
+    reserved: int = 0
 
     @classmethod
     def of(cls, mesh: Mesh) -> MemoryBudget:
@@ -38,7 +38,7 @@ class MemoryBudget:
         if on_cpu:  # they share the memory
             memory = host_memory() // len(mesh.local_devices)
         else:
-            memory = (device.memory_stats() or {}).get("bytes_limit", _UNSAID)
+            memory = (device.memory_stats() or {}).get("bytes_limit", _DEFAULT_BYTES)
         if jax.process_count() > 1:
             unit = 1 << 20  # or 32 bits would not do
             memory = int(np.min(multihost_utils.process_allgather(np.int32(min(memory // unit, 1 << 30))))) * unit
@@ -46,43 +46,43 @@ class MemoryBudget:
 
     def has_room(self, size: float) -> bool:
         """Whether so many bytes can be reserved."""
-        return size <= max(0, self.whole - self.promised) / 2
+        return size <= max(0, self.total - self.reserved) / 2
 
-    def spend(self, size: int) -> None:
+    def reserve(self, size: int) -> None:
         """Reserve so many bytes."""
-        self.promised += size
+        self.reserved += size
 
     def check_server(self, algorithm: Algorithm, params: Tree, num_clients: int, devices: int) -> None:
         """Refuse a server whose state all ``devices`` together have no room for, before any of it is made."""
         state = jax.eval_shape(lambda x: algorithm.init(x, num_clients), params)
-        needed, there = tree.num_bytes(state), devices * self.whole
+        needed, there = tree.num_bytes(state), devices * self.total
         if needed > there:
             raise FedraxError(
                 f"{type(algorithm).__name__}'s server would keep {needed / 1e9:.3g} GB for {num_clients:,} clients,"
                 f" more than the {there / 1e9:.3g} GB of memory: let it remember less, or take a method that does"
             )
 
-    def copied(self, samples: Tree) -> int:
+    def device_bytes(self, samples: Tree) -> int:
         """Bytes that arrays of the host take on the device.
 
         CPU devices read well-placed arrays where they are, from memory or, mapped, through the page cache. Others are
         copied.
         """
         return sum(
-            0 if self.on_cpu and _taken_over(a) else a.size * _dtype(a).itemsize for a in jax.tree.leaves(samples)
+            0 if self.on_cpu and _is_zero_copy(a) else a.size * _dtype(a).itemsize for a in jax.tree.leaves(samples)
         )
 
-    def side_by_side(self, size: int) -> int:
+    def clients_that_fit(self, size: int) -> int:
         """How many clients at work, of so many bytes each, have room in a quarter of the memory, one at least.
 
         Whatever else lies there: sums over other numbers of clients at a time are rounded otherwise.
         """
-        return max(1, self.whole // 4 // max(size, 1))
+        return max(1, self.total // 4 // max(size, 1))
 
 
 def _dtype(array: Any) -> np.dtype:
     return jax.dtypes.canonicalize_dtype(array.dtype)
 
 
-def _taken_over(array: np.ndarray) -> bool:
+def _is_zero_copy(array: np.ndarray) -> bool:
     return _dtype(array) == array.dtype and array.flags.c_contiguous and array.ctypes.data % ALIGNMENT == 0

@@ -12,7 +12,7 @@ import numpy as np
 from fedrax.contract.client_data import ClientAssignment
 from fedrax.participation.cohort_sampler import CohortSampler
 from fedrax.simulation.executors.data_parallel import clients_to_share
-from fedrax.simulation.round import Rounds
+from fedrax.simulation.round import RoundInputs
 
 _SMALL_STORE = 64 << 20
 """Bytes of all devices' stores up to which each has a row for every client."""
@@ -20,13 +20,13 @@ _LOOKED_AT = 32
 """Rounds that show whether devices ever gain by working together."""
 
 
-def rounded_up(number: int) -> int:
+def round_up_size(number: int) -> int:
     """To one of eight numbers between each power of two and the next: few occur, and as few programs."""
     step = 1 << max(0, number.bit_length() - 4)
     return -(-number // step) * step
 
 
-def rows_on_a_device(sampler: CohortSampler, devices: int, row_bytes: int, uneven: bool) -> int:
+def rows_per_device(sampler: CohortSampler, devices: int, row_bytes: int, uneven: bool) -> int:
     """Rows a device is to have for what clients keep: as many for every seed, so that no new one compiles anew.
 
     All clients on every device where that takes little memory; else as many as will take part. Devices that share them
@@ -35,7 +35,7 @@ def rows_on_a_device(sampler: CohortSampler, devices: int, row_bytes: int, uneve
     clients = sampler.num_clients
     if clients * row_bytes * devices <= _SMALL_STORE:
         return clients
-    clients = min(clients, rounded_up(sampler.most_clients))
+    clients = min(clients, round_up_size(sampler.most_clients))
     spare = clients // (8 if uneven else 32)
     return clients if devices == 1 else -(-(clients + spare) // devices)
 
@@ -59,19 +59,19 @@ class Planner:
         weights: Literal["uniform", "samples"] = "uniform",
         dtype: str = "float32",
     ):
-        """row_bytes: of what a client keeps. given: see :func:`fedrax.simulation.validate.given_work`."""
+        """row_bytes: of what a client keeps. given: see :func:`fedrax.simulation.validate.scripted_work`."""
         self.sampler, self.offsets, self.devices, self.stateful = sampler, offsets, devices, stateful
         self.by_samples, self.given = by_samples, dict(given or {})
         self.chunk = 1
         """Clients of a device side by side."""
         self.straggling = sampler.stragglers > 0
-        self.joint_speed: float | None = None
+        self.data_parallel_speed: float | None = None
         """How many times as fast as one device all of them together are with a client; None: they never join."""
         share = -(-sampler.largest // devices)
         even = not by_samples and not self.straggling
-        self.places = sampler.largest if stateful else share if even else min(sampler.largest, 2 * share)
+        self.positions = sampler.largest if stateful else share if even else min(sampler.largest, 2 * share)
         self._row_bytes, self._weights, self._dtype = row_bytes, weights, dtype
-        self.capacity = rows_on_a_device(sampler, devices, row_bytes, not even)
+        self.capacity = rows_per_device(sampler, devices, row_bytes, not even)
         self.home: dict[int, tuple[int, int]] = {}
         self._used = [0] * devices
         if stateful and sampler.adaptive:  # cohorts are not known yet: every client has a row
@@ -85,24 +85,24 @@ class Planner:
                     break
             self.capacity = max(self.capacity, *self._used)  # of a seed that is one in a million
 
-    def go_side_by_side(self, clients: int) -> None:
+    def set_chunk(self, clients: int) -> None:
         """From now on so many clients of a device go side by side."""
-        self.chunk, self.places = clients, -(-self.places // clients) * clients
+        self.chunk, self.positions = clients, -(-self.positions // clients) * clients
 
     @property
-    def most_places(self) -> int:
+    def max_stateful_clients(self) -> int:
         """Room for the clients with state that a device has in a round, as much for almost any seed."""
         # Homes fall as if by chance: four deviations above an even share, or where sizes are too unlike a doubling.
         share = self.sampler.largest / self.devices
         spread = share * (1 - 1 / self.devices) * (1 - self.sampler.largest / self.sampler.num_clients)
         room = int(np.ceil(share) + 4 * np.sqrt(spread))
         if self.sampler.adaptive:
-            return self.places
+            return self.positions
         cohorts = ((r, self.sampler.cohort(r)) for r in range(self.sampler.rounds))
-        most = max(len(places) for r, cohort in cohorts for places in self._assign(r, cohort))
+        most = max(len(positions) for r, cohort in cohorts for positions in self._assign(r, cohort))
         while most > room:
             room *= 2
-        return min(room, self.places)
+        return min(room, self.positions)
 
     def rows(self) -> dict[int, int]:
         """The row of each client that takes part, counted over all devices one after another."""
@@ -147,8 +147,8 @@ class Planner:
                 self.home[int(cohort[place])] = (device, self._used[device])
                 self._used[device] += 1
         if self.chunk > 1:  # clients side by side wait for the slowest of them: put those of like work together
-            return [sorted(places, key=lambda p: (-cost[p], p)) for places in chosen]
-        return [sorted(places) for places in chosen]
+            return [sorted(positions, key=lambda p: (-cost[p], p)) for positions in chosen]
+        return [sorted(positions) for positions in chosen]
 
     def _cost(self, round: int, cohort: np.ndarray) -> np.ndarray:
         """What each client has to do, float [S]."""
@@ -161,10 +161,10 @@ class Planner:
         Of one for all runs, so that whether a program has room for it follows from clients and settings alone. How many
         devices there are then, 0 where it does not help.
         """
-        self.joint_speed = speed if speed > 1 else None
-        if self.joint_speed and not self._like(_LOOKED_AT)._ever_joined(speed):
-            self.joint_speed = None
-        return self.devices if self.joint_speed else 0
+        self.data_parallel_speed = speed if speed > 1 else None
+        if self.data_parallel_speed and not self._like(_LOOKED_AT)._ever_joined(speed):
+            self.data_parallel_speed = None
+        return self.devices if self.data_parallel_speed else 0
 
     def _like(self, rounds: int) -> Planner:
         """One for so many rounds of another seed, the same for all; of given cohorts no more than there are."""
@@ -175,54 +175,54 @@ class Planner:
     def _ever_joined(self, speed: float) -> bool:
         if self.sampler.adaptive:
             return False
-        self.joint_speed = speed
+        self.data_parallel_speed = speed
         cohorts = ((r, self.sampler.cohort(r)) for r in range(self.sampler.rounds))
         return any(self._joined(r, cohort, self._assign(r, cohort)) for r, cohort in cohorts)
 
     def _joined(self, round: int, cohort: np.ndarray, assigned: list[list[int]]) -> set[int]:
-        if self.joint_speed is None:
+        if self.data_parallel_speed is None:
             return set()
-        return clients_to_share(assigned, self._cost(round, cohort).tolist(), self.joint_speed)
+        return clients_to_share(assigned, self._cost(round, cohort).tolist(), self.data_parallel_speed)
 
-    def idle(self, round: int) -> float:
+    def idle_share(self, round: int) -> float:
         """How long devices wait for the one with the most work in a round, as part of all its clients' work."""
         cohort = self.sampler.cohort(round)
         assigned, cost = self._assign(round, cohort), self._cost(round, cohort)
         joined = self._joined(round, cohort, assigned)
-        load = [sum(cost[p] for p in places if p not in joined) for places in assigned]
+        load = [sum(cost[p] for p in positions if p not in joined) for positions in assigned]
         return float((len(load) * max(load) - sum(load)) / cost.sum())
 
     def _full(self, device: int, chosen: list[list[int]]) -> bool:
         """Whether a device has no place left in this round, or no row."""
-        return len(chosen[device]) >= self.places or (self.stateful and self._used[device] >= self.capacity)
+        return len(chosen[device]) >= self.positions or (self.stateful and self._used[device] >= self.capacity)
 
-    def block(self, first: int, rounds: int, length: int) -> Rounds:
+    def block(self, first: int, rounds: int, length: int) -> RoundInputs:
         """Rounds ``first`` to ``first + rounds``, in arrays of ``length`` rounds."""
-        s, dims = self.sampler, (length, self.devices, self.places)
+        s, dims = self.sampler, (length, self.devices, self.positions)
         room: Any = lambda value, dtype=np.int32: np.full(dims, value, dtype)  # noqa: E731
         given = {n: np.zeros((*dims, *a.shape[2:]), np.int32) for n, a in self.given.items()}
-        places = ClientAssignment(
+        positions = ClientAssignment(
             client=room(s.num_clients),
             slot=room(self.capacity),
             offset=room(0),
             size=room(int(s.sizes[0])),
             weight=room(0, self._dtype),
             work=room(1, np.float32) if self.straggling else None,
-            joined=None if self.joint_speed is None else room(False, bool),
+            joined=None if self.data_parallel_speed is None else room(False, bool),
             **given,
         )
         numbers = np.arange(first, first + length, dtype=np.int32)
-        out = Rounds(numbers, np.ones(length, np.float32), np.zeros(dims[:2], np.int32), places)
+        out = RoundInputs(numbers, np.ones(length, np.float32), np.zeros(dims[:2], np.int32), positions)
         for b in range(rounds):
             self._fill(out, b, first + b)
         return out
 
-    def _fill(self, out: Rounds, b: int, round: int) -> None:
+    def _fill(self, out: RoundInputs, b: int, round: int) -> None:
         s = self.sampler
         cohort = s.cohort(round)
         assigned = self._assign(round, cohort)
         joined = self._joined(round, cohort, assigned)
-        assigned = [sorted(places, key=joined.__contains__) for places in assigned]  # these at the end
+        assigned = [sorted(positions, key=joined.__contains__) for positions in assigned]  # these at the end
         weight = s.sizes[cohort].astype(float) if self._weights == "samples" else np.ones(len(cohort))
         found: dict[str, Any] = {
             "client": cohort,
@@ -235,33 +235,35 @@ class Planner:
             found["slot"] = np.array([self.home[c][1] for c in cohort.tolist()], np.int32)
         if self.straggling:
             found["work"] = s.work(round, len(cohort))
-        if self.joint_speed is not None:
+        if self.data_parallel_speed is not None:
             found["joined"] = np.isin(np.arange(len(cohort)), list(joined))
         out.cohort_size[b] = len(cohort)
         for d, chosen in enumerate(assigned):
             out.count[b, d] = len(chosen)
             for name, values in found.items():
-                getattr(out.places, name)[b, d, : len(chosen)] = values[chosen]
+                getattr(out.assignments, name)[b, d, : len(chosen)] = values[chosen]
 
 
 # -- parts of a plan -----------------------------------------------------------------------------------------------
 
 
-def share_of(xs: Rounds, r: int, d: int) -> Rounds:
+def device_round(xs: RoundInputs, r: int, d: int) -> RoundInputs:
     """Round ``r`` of device ``d``: without these two axes."""
     recorded = None if xs.recorded is None else xs.recorded[r]
-    places = jax.tree.map(lambda a: a[r, d], xs.places)
-    return Rounds(xs.round[r], xs.cohort_size[r], xs.count[r, d], places, recorded)
+    positions = jax.tree.map(lambda a: a[r, d], xs.assignments)
+    return RoundInputs(xs.round[r], xs.cohort_size[r], xs.count[r, d], positions, recorded)
 
 
-def whole_round(xs: Rounds, r: int, rows: int, samples: int = 0) -> Rounds:
+def merge_devices(xs: RoundInputs, r: int, rows: int, samples: int = 0) -> RoundInputs:
     """Round ``r`` of all devices as if of one: slots count through a store of ``rows`` rows a device.
 
     And offsets through ``samples`` samples a device, where each has its own.
     """
     shares = []
     for d in range(xs.count.shape[1]):
-        places = jax.tree.map(lambda a, d=d: a[r, d, : xs.count[r, d]], xs.places)
-        shares.append(places._replace(slot=places.slot + d * rows, offset=places.offset + d * samples, joined=None))
+        positions = jax.tree.map(lambda a, d=d: a[r, d, : xs.count[r, d]], xs.assignments)
+        shares.append(
+            positions._replace(slot=positions.slot + d * rows, offset=positions.offset + d * samples, joined=None)
+        )
     joined = jax.tree.map(lambda *parts: np.concatenate(parts), *shares)
-    return Rounds(xs.round[r], xs.cohort_size[r], xs.count[r].sum(), joined)
+    return RoundInputs(xs.round[r], xs.cohort_size[r], xs.count[r].sum(), joined)

@@ -21,12 +21,12 @@ from fedrax import tree
 from fedrax.background_thread import begun
 from fedrax.data.federation import allocate_aligned
 from fedrax.errors import FedraxError
-from fedrax.simulation.executors.compiled import Carry
-from fedrax.simulation.placement.client_states import moved
+from fedrax.simulation.executors.compiled import RoundState
+from fedrax.simulation.placement.client_states import moved_rows
 from fedrax.simulation.placement.memory_budget import MemoryBudget
-from fedrax.simulation.placement.planner import Planner, rounded_up
+from fedrax.simulation.placement.planner import Planner, round_up_size
 from fedrax.simulation.placement.row_file import RowFile
-from fedrax.simulation.round import Rounds
+from fedrax.simulation.round import RoundInputs
 from fedrax.simulation.settings import Settings
 from fedrax.tree import Tree
 from fedrax.xla import CLIENT_AXIS
@@ -39,30 +39,30 @@ nothing: copying as much takes far longer than starting a block, and larger arra
 # -- where things lie ----------------------------------------------------------------------------------------------
 
 
-def choose(settings: Settings, samples: Tree, store_bytes: int, account: MemoryBudget) -> tuple[bool, bool]:
+def choose_placement(settings: Settings, samples: Tree, store_bytes: int, budget: MemoryBudget) -> tuple[bool, bool]:
     """(samples are streamed, client states are spilled), for ``store_bytes`` of states on each device.
 
-    What is to lie on the devices is spent from the ``account``.
+    What is to lie on the devices is spent from the ``budget``.
     """
-    copied = account.copied(samples)
+    copied = budget.device_bytes(samples)
     if jax.process_count() > 1:
         if settings.samples == "streamed" or settings.states == "spilled":
             raise FedraxError("samples are streamed and client states spilled by a single process only")
-        account.spend(copied + store_bytes)
+        budget.reserve(copied + store_bytes)
         return False, False
     countable = all(len(a) <= np.iinfo(np.int32).max for a in jax.tree.leaves(samples))
-    streamed = not (account.has_room(copied) and countable)
+    streamed = not (budget.has_room(copied) and countable)
     if settings.samples != "auto":
         streamed = settings.samples == "streamed"
-    account.spend(0 if streamed else copied)
-    spilled = not account.has_room(store_bytes)
+    budget.reserve(0 if streamed else copied)
+    spilled = not budget.has_room(store_bytes)
     if settings.states != "auto":
         spilled = settings.states == "spilled" and store_bytes > 0
-    account.spend(0 if spilled else store_bytes)
+    budget.reserve(0 if spilled else store_bytes)
     return streamed, spilled
 
 
-def release(array: np.ndarray) -> None:
+def release_pages(array: np.ndarray) -> None:
     """Take a memory-mapped array's pages out of this process; they stay in the page cache and come back when read."""
     mode, base = None, array
     while isinstance(base, np.ndarray):
@@ -75,18 +75,18 @@ def release(array: np.ndarray) -> None:
 # -- rows of a block -----------------------------------------------------------------------------------------------
 
 
-def distinct(values: np.ndarray, count: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
+def unique_entries(values: np.ndarray, count: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
     """The different entries of ``values`` [B, D, K] on each device, sorted, and the place of each entry in them.
 
     Of round b and device d only the first ``count[b, d]`` entries are meant.
     """
     used = np.arange(values.shape[2]) < count[..., None]
-    found, places = [], np.zeros_like(values)
+    found, positions = [], np.zeros_like(values)
     for d in range(values.shape[1]):
         entries, inverse = np.unique(values[:, d][used[:, d]], return_inverse=True)
         found.append(entries)
-        places[:, d][used[:, d]] = inverse
-    return found, places
+        positions[:, d][used[:, d]] = inverse
+    return found, positions
 
 
 def rounds_that_fit(values: np.ndarray, count: np.ndarray, rows: np.ndarray | None, room: int) -> int:
@@ -118,31 +118,31 @@ class SampleStreamer:
         leaves, largest = jax.tree.leaves(samples), int(self.sizes.max())
         fits = _budget(mesh) // max(1, sum(a.nbytes // len(a) for a in leaves))
         # Room for the longest block from the start: growing means compiling anew, and on CPU unused room is free.
-        self.room = max(largest, min(fits, len(leaves[0]), longest * planner.places * largest))
+        self.room = max(largest, min(fits, len(leaves[0]), longest * planner.positions * largest))
         self.x64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
 
-    def rounds_that_fit(self, xs: Rounds, rounds: int) -> int:
+    def rounds_that_fit(self, xs: RoundInputs, rounds: int) -> int:
         """How many of the first rounds have room."""
-        return rounds_that_fit(xs.places.client[:rounds], xs.count[:rounds], self.sizes, self.room)
+        return rounds_that_fit(xs.assignments.client[:rounds], xs.count[:rounds], self.sizes, self.room)
 
-    def place(self, xs: Rounds, rounds: int) -> tuple[Rounds, Tree]:
+    def place(self, xs: RoundInputs, rounds: int) -> tuple[RoundInputs, Tree]:
         """The block with the ``offset`` of each client's samples on its device, and the samples."""
-        clients, places = distinct(xs.places.client[:rounds], xs.count[:rounds])
+        clients, positions = unique_entries(xs.assignments.client[:rounds], xs.count[:rounds])
         ends = [np.cumsum(self.sizes[mine]) for mine in clients]
         starts = [end - self.sizes[mine] for end, mine in zip(ends, clients, strict=True)]
         need = max(int(end[-1]) if len(end) else 0 for end in ends)
-        self.room = max(self.room, rounded_up(need))
-        offset = np.zeros_like(xs.places.offset)
+        self.room = max(self.room, round_up_size(need))
+        offset = np.zeros_like(xs.assignments.offset)
         for d, start in enumerate(starts):
             if len(start):
-                offset[:rounds, d] = start[places[:, d]]
+                offset[:rounds, d] = start[positions[:, d]]
         rows = [
             np.repeat(self.offsets[mine] - start, self.sizes[mine]) + np.arange(len(start) and end[-1])
             for mine, start, end in zip(clients, starts, ends, strict=True)
         ]
         with jax.enable_x64(self.x64):  # a thread of its own has its own setting
             samples = jax.tree.map(lambda a: self._gather(a, rows), self.samples)
-        return xs._replace(places=xs.places._replace(offset=offset)), samples
+        return xs._replace(assignments=xs.assignments._replace(offset=offset)), samples
 
     def _gather(self, array: np.ndarray, rows: list[np.ndarray]) -> jax.Array:
         dtype, parts = jax.dtypes.canonicalize_dtype(array.dtype), []
@@ -154,7 +154,7 @@ class SampleStreamer:
             else:
                 part[: len(mine)] = np.take(array, mine, axis=0)
             parts.append(jax.device_put(part, device))
-        release(array)
+        release_pages(array)
         shape = (self.room * len(parts), *array.shape[1:])
         return jax.make_array_from_single_device_arrays(shape, NamedSharding(self.mesh, P(CLIENT_AXIS)), parts)
 
@@ -171,22 +171,22 @@ class StateSpill:
         rows = self.capacity * self.devices
         self.files = jax.tree.map(lambda a: RowFile(directory, rows, np.asarray(a)), initial)
         fits = _budget(mesh) // max(1, tree.num_bytes(initial))
-        largest = planner.most_places
+        largest = planner.max_stateful_clients
         # Room for any round of the run, and of others: neither a block nor a seed nor more rounds compile anew.
         self.room = max(largest, min(fits, planner.sampler.num_clients, longest * largest))
         room = lambda file: np.zeros((self.devices, self.room, *file.shape[1:]), file.dtype)  # noqa: E731
         self._tables = jax.tree.map(room, self.files)
 
-    def rounds_that_fit(self, xs: Rounds, rounds: int) -> int:
+    def rounds_that_fit(self, xs: RoundInputs, rounds: int) -> int:
         """How many of the first rounds have room."""
-        return rounds_that_fit(xs.places.slot[:rounds], xs.count[:rounds], None, self.room)
+        return rounds_that_fit(xs.assignments.slot[:rounds], xs.count[:rounds], None, self.room)
 
-    def place(self, xs: Rounds, rounds: int) -> tuple[Rounds, list[np.ndarray]]:
+    def place(self, xs: RoundInputs, rounds: int) -> tuple[RoundInputs, list[np.ndarray]]:
         """The block with the ``slot`` of each client on its device, and the rows that belong there."""
-        found, places = distinct(xs.places.slot[:rounds], xs.count[:rounds])
-        slot = np.zeros_like(xs.places.slot)
-        slot[:rounds] = places
-        return xs._replace(places=xs.places._replace(slot=slot)), [
+        found, positions = unique_entries(xs.assignments.slot[:rounds], xs.count[:rounds])
+        slot = np.zeros_like(xs.assignments.slot)
+        slot[:rounds] = positions
+        return xs._replace(assignments=xs.assignments._replace(slot=slot)), [
             mine + d * self.capacity for d, mine in enumerate(found)
         ]
 
@@ -216,7 +216,7 @@ class StateSpill:
 
         def one(file: RowFile, leaf: Any) -> None:
             start = file.initial.reshape(-1).view(np.uint8)
-            for mine, values in moved(leaf, old, new):
+            for mine, values in moved_rows(leaf, old, new):
                 changed = (values.reshape(len(values), file.initial.size).view(np.uint8) != start).any(1)
                 file.write(mine[changed], values[changed])
 
@@ -229,7 +229,7 @@ class StateSpill:
 class RoundBlock(NamedTuple):
     """A block of rounds with what it needs."""
 
-    xs: Rounds
+    xs: RoundInputs
     rounds: int
     samples: Tree | None
     """On the devices; None where they always are."""
@@ -245,12 +245,12 @@ class BlockLoader:
         self._most = longest
         self._ahead: Future[RoundBlock] | None = None
 
-    def portion(self, first: int, rounds: int) -> RoundBlock:
+    def next_block(self, first: int, rounds: int) -> RoundBlock:
         """The block that begins with round ``first``: the one made ahead, else one of up to ``rounds``."""
         ahead, self._ahead = self._ahead, None
         return self._make(first, rounds) if ahead is None else ahead.result()
 
-    def make_ahead(self, first: int, rounds: int) -> None:
+    def prefetch(self, first: int, rounds: int) -> None:
         """Begin to make the next block in the background, if that is worth while."""
         if self.streamer is not None:
             self._ahead = begun(self._make, first, rounds)
@@ -267,18 +267,18 @@ class BlockLoader:
             xs, samples = self.streamer.place(xs, rounds)
         return RoundBlock(xs, rounds, samples, rows)
 
-    def bring(self, carry: Carry, portion: RoundBlock) -> Carry:
+    def load_states(self, carry: RoundState, portion: RoundBlock) -> RoundState:
         """The carry with the states that a block starts from."""
         return carry if self.spill is None else carry._replace(store=self.spill.read(portion.rows))
 
-    def settle(self, carry: Carry, portion: RoundBlock) -> Carry:
+    def save_states(self, carry: RoundState, portion: RoundBlock) -> RoundState:
         """The carry after the block, its states in their place."""
         if self.spill is None:
             return carry
         self.spill.write(portion.rows, carry.store)
         return carry._replace(store=())
 
-    def store(self, carry: Carry) -> Tree:
+    def store(self, carry: RoundState) -> Tree:
         """All client states: arrays, or :class:`RowFile` s."""
         return carry.store if self.spill is None else self.spill.files
 

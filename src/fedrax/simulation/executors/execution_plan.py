@@ -15,7 +15,7 @@ from fedrax.simulation.settings import Settings
 from fedrax.xla import CLIENT_AXIS, batch_splits, equations_in, has_blockwise_attention, scanned_layers
 
 
-def choose_plan(settings: Settings, mesh: Mesh) -> str:
+def resolve_plan(settings: Settings, mesh: Mesh) -> str:
     """The plan of the settings, or by default scan on CPU and vmap on accelerators.
 
     Timing never decides: plans differ in rounding, and a run must not depend on the load of the machine.
@@ -25,7 +25,7 @@ def choose_plan(settings: Settings, mesh: Mesh) -> str:
     return "scan" if mesh.devices.flat[0].platform == "cpu" else "vmap"
 
 
-def clients_at_once(settings: Settings, devices: int, cohort: int, account: MemoryBudget, size: int) -> int:
+def clients_per_vmap(settings: Settings, devices: int, cohort: int, budget: MemoryBudget, size: int) -> int:
     """Clients in one vmap (plan vmap), each of which takes ``size`` bytes at work.
 
     A device's share of the cohort is split evenly into as few chunks as fit into memory.
@@ -33,11 +33,11 @@ def clients_at_once(settings: Settings, devices: int, cohort: int, account: Memo
     share = -(-cohort // devices)
     if settings.chunk is not None:
         return min(settings.chunk, share)
-    turns = -(-share // account.side_by_side(size))
+    turns = -(-share // budget.clients_that_fit(size))
     return -(-share // turns)
 
 
-def describe(
+def describe_plan(
     mesh: Any,
     plan: str,
     chunk: int,
