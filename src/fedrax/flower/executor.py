@@ -192,7 +192,7 @@ class FlowerExecutor(Executor):
         """Send phase ``p`` to the cohort and return the valid replies by client."""
         new, again = self._omit_sent_arrays(p, pack((message, statistics)))
         contents = {client: self._message_content(p, client, new, again) for client in self.replied}
-        name = f"round {int(self.here.round) + 1}"
+        name = f"round {int(self.round_inputs.round) + 1}"
         replies = self.registry.send_and_receive(MessageType.TRAIN, contents, name)
         found, diverged = {}, 0
         for client in self.replied:

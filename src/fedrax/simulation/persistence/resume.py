@@ -67,8 +67,8 @@ def start_run(setup: Setup, storage: BlockLoader, ledger: Ledger | None, resume:
     done = np.int32(len(begun.events))
     if not setup.alone and len(np.unique(multihost_utils.process_allgather(done))) > 1:
         raise FedraxError(
-            f"the processes of this run find different checkpoints in {setup.run_directory}: resume from a directory on a"
-            " file system that all of them share"
+            f"the processes of this run find different checkpoints in {setup.run_directory}: resume from a directory"
+            " on a file system that all of them share"
         )
     return begun
 
@@ -77,8 +77,8 @@ def check_can_continue(setup: Setup, begun: RunStart) -> None:
     """Raise FedraxError where more rounds are asked of a run that was saved without its client states."""
     if not begun.has_clients:
         raise FedraxError(
-            f"the finished run in {setup.run_directory} was saved without client states and cannot be continued: run it again"
-            " in another directory with keep_clients=True"
+            f"the finished run in {setup.run_directory} was saved without client states and cannot be continued: run it"
+            " again in another directory with keep_clients=True"
         )
 
 
