@@ -133,7 +133,7 @@ def test_memory_that_the_start_of_a_run_lacks_raises_a_clear_error(monkeypatch: 
     def begin(*_: Any) -> None:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 40000000000 bytes.")
 
-    monkeypatch.setattr(running, "begin", begin)
+    monkeypatch.setattr(running, "start_run", begin)
     with pytest.raises(fedrax.FedraxError, match="the memory of a device is too small"):
         run()
 

@@ -206,7 +206,7 @@ def test_devices_are_idle_where_one_has_more_to_do_and_not_where_they_join():
     assert planner(by_samples=True).idle_share(0) == pytest.approx((load[1] - load[0]) / load.sum())
     together = planner()
     assert together.join(2.0) == 2
-    assert together.idle(0) == 0
+    assert together.idle_share(0) == 0
 
 
 def test_clients_side_by_side_are_of_like_size():

@@ -1,8 +1,8 @@
-"""One round, described once: what goes down, what clients do, what comes up, how it is summed, what the server makes.
+"""One communication round: broadcast, local training, upload, aggregation and server update, for all executors.
 
-:func:`run_round` is the description. An :class:`Executor` says where a phase's clients are: in a loop inside one
-compiled program, behind a compiled call each, in plain Python, or nowhere, where only shapes are asked for. Whoever
-adds another, a network, writes ``clients`` anew and nothing else.
+:func:`run_round` describes the round. An :class:`Executor` runs the clients of a phase: in a loop inside one compiled
+program, in one compiled call per client, in plain Python, or for their shapes only. A new executor, for example over a
+network, implements ``clients`` only.
 """
 
 from __future__ import annotations
@@ -25,62 +25,62 @@ from fedrax.tree import Tree
 from fedrax.xla import CLIENT_AXIS, SEQUENTIAL_RULES, CodeFingerprint, OperandFormat, trace_once, untraced
 
 SERVER_KEY, SHARED_KEY = 0xFFFFFFFF, 0xFFFFFFFE
-"""Of the keys of a round, by client's number, the server's, and the one that all clients know."""
+"""Numbers that derive the server's key and the clients' shared key from a round's key; clients use their own number."""
 
 
 class RoundProgram(NamedTuple):
-    """What is fixed when a round is compiled, besides the algorithm's static fields."""
+    """Static inputs of a round's compilation, besides the algorithm's static fields."""
 
     task: Any
     layout: Layout
     num_clients: int
     chunk: int
-    """Clients side by side; 0: one after another (plan scan)."""
+    """Number of clients in one vmap; 0: one client after another (plan scan)."""
     unroll: bool = False
     precision: OperandFormat = "highest"
-    """Operands of the gradients' matrix products."""
+    """Format of the operands of matrix products in local gradients."""
     sharded_samples: bool = False
-    """Each device holds samples of its own clients only, instead of all."""
+    """Whether each device holds the samples of its own clients only, instead of all samples."""
     expected_cohort_size: float | None = None
     """Expected cohort size under Poisson sampling; None where the cohort size is given by the round."""
     data_parallel_devices: int = 0
-    """Devices that work together on some clients; 0: each client is one device's."""
+    """Number of devices that share the mini-batches of some clients; 0: each client runs on one device."""
     client_info: bool = False
-    """Whether a round also returns the info of each client by itself, for adaptive participation policies."""
+    """Whether a round also returns the info of each client, for adaptive participation policies."""
     code: CodeFingerprint | None = None
-    """Of the user's own functions: edited ones make another program."""
+    """Fingerprint of the user's functions: editing one causes a recompilation."""
 
 
 class RoundInputs(NamedTuple):
-    """Who takes part: up to B consecutive rounds, or with axes taken away one round, of all devices or of one.
+    """Cohorts of up to B consecutive rounds and their assignment to devices, or without leading axes of one round.
 
-    ``assignments`` lie over (round, device, place on the device), ``count`` over (round, device).
+    Fields of ``assignments`` are [rounds, devices, positions on the device, ...], ``count`` is [rounds, devices].
     """
 
     round: Any
-    """int32; the rounds' numbers."""
+    """int32; number of each round, from 0."""
     cohort_size: Any
-    """S."""
+    """S, the number of clients in the cohort."""
     count: Any
-    """int32; places in use on each device."""
+    """int32; number of clients on each device."""
     assignments: ClientAssignment
     recorded: Any = None
-    """int32 [K]; clients whose messages are noted, the same on all devices; None: nobody's."""
+    """int32 [K]; clients whose messages are recorded, the same on all devices; None: none."""
 
 
 class ClientRecord(NamedTuple):
-    """What stays on a client from phase to phase and round to round: a row of the store."""
+    """What a client stores between phases and rounds: a row of the client-state store."""
 
     state: Tree
-    """The algorithm's."""
+    """The algorithm's client state."""
     optimizer: Tree
-    """Of the local steps, where it is carried over rounds."""
+    """State of the local optimizer, where it is carried over rounds."""
     statistics: Tree = ()
-    """The model's running statistics, where they stay at home."""
+    """The model's running statistics, where they are personal; otherwise empty."""
 
     @classmethod
     def at_first(cls, algorithm: Algorithm, params: Tree, statistics: Tree) -> ClientRecord:
-        """Of a client that has not taken part."""
+        """The record of a client that has not participated."""
         at_home = statistics if algorithm.traits.personal_statistics else ()
         state = checked_client(algorithm, algorithm.init_client(tree.rebuilt(params)))
         return cls(state, init_local_state(algorithm, params), at_home)
@@ -90,13 +90,13 @@ class ClientKeys(NamedTuple):
     """Random keys of a round's clients."""
 
     own: Array
-    """Each client's, by place."""
+    """The key of each client, by position."""
     shared: Array
-    """The one that all of them know."""
+    """The key shared by all clients of the round."""
 
 
 class ClientInputs(NamedTuple):
-    """One client's part of a round, apart from its samples and what it keeps."""
+    """Inputs of one client in a round, besides its samples and its record."""
 
     place: ClientAssignment
     round: Array
@@ -106,17 +106,18 @@ class ClientInputs(NamedTuple):
 
 
 class ClientResult(NamedTuple):
-    """A client at the end of a phase."""
+    """Result of one client in a phase."""
 
     output: ClientOutput
-    """As the client returned it, its state taken out."""
+    """The client's output, without its state."""
     received: Tree
-    """The upload as the server sums it."""
+    """The upload after the phase's ``receive``, as the server averages it."""
     per_client: Tree
-    """What reaches the server one per client: ``each``, and the received upload where the phase stacks uploads."""
+    """What the server receives for each client: ``each``, and the received upload where the phase stacks uploads."""
     record: ClientRecord
+    """What the client stores."""
     statistics: Tree
-    """The model's running statistics; none where they stay at home."""
+    """The model's running statistics; empty where they are personal."""
 
 
 class ClientSums(NamedTuple):
@@ -127,11 +128,11 @@ class ClientSums(NamedTuple):
     info: Info
     statistics: Tree
     diverged: Array
-    """The first client whose loss was not finite, num_clients if none."""
+    """int32; lowest number of a client whose loss is not finite; num_clients if there is none."""
 
 
 class PhaseResult(NamedTuple):
-    """What a phase brought from all clients of the cohort."""
+    """Aggregated uploads of the cohort in a phase."""
 
     sums: ClientSums
     per_client: Tree
@@ -140,25 +141,25 @@ class PhaseResult(NamedTuple):
 
 
 class Executor(ABC):
-    """Runs the phases of one round of ``algorithm``; subclasses say where the clients are."""
+    """Runs the phases of one round of an algorithm; subclasses run the clients."""
 
     def __init__(self, program: RoundProgram, algorithm: Algorithm, round_inputs: RoundInputs, key: Array):
-        """here: the round, of one device where there are several. key: of the run."""
+        """round_inputs: of one round, and of one device where there are several. key: random key of the run."""
         self.program, self.algorithm, self.round_inputs = program, algorithm, round_inputs
         self.round_key = jax.random.fold_in(key, jnp.asarray(round_inputs.round))
         self.recorded_phases: list[Any] = []
-        """Of each phase so far what was noted of its messages, where clients are recorded."""
+        """Recorded messages of each phase so far, where clients are recorded."""
 
     def broadcast(self, p: int, server: Any) -> Tree:
-        """What phase ``p`` sends to its clients."""
+        """The broadcast message of phase ``p``."""
         return self.algorithm.phases[p].broadcast(tree.rebuilt(server))
 
     @abstractmethod
     def clients(self, p: int, message: Tree, statistics: Tree) -> PhaseResult:
-        """Phase ``p`` on all clients of the cohort."""
+        """Run phase ``p`` on all clients of the cohort."""
 
     def server(self, p: int, server: Any, gathered: PhaseResult) -> tuple[Any, Info]:
-        """The server's part of phase ``p``."""
+        """The server's update after phase ``p``."""
         step = (
             untraced(run_server) if holds_vectors(server) else run_server
         )  # a trace forgets what was accumulated in them
@@ -166,10 +167,17 @@ class Executor(ABC):
 
 
 def run_round(executor: Executor, server: Any, statistics: Tree) -> tuple[Any, Tree, Info, Array]:
-    """One round: (server, statistics, record, the first client whose loss was not finite).
+    """Run one round.
 
-    A record is for people: later phases' entries replace earlier ones', ``gradients`` adds up. The running statistics
-    of a model are averaged as uploads are, once the last phase is over.
+    Args:
+        executor: runs the phases.
+        server: the server state before the round.
+        statistics: the model's running statistics before the round.
+
+    Returns:
+        The server state and the running statistics after the round, its info (entries of later phases replace those of
+        earlier ones, ``gradients`` is summed), and the first client whose loss is not finite. Running statistics are
+        averaged over clients, as uploads are, after the last phase.
     """
     record: Info = {}
     bad = jnp.int32(executor.program.num_clients)
@@ -186,12 +194,14 @@ def run_round(executor: Executor, server: Any, statistics: Tree) -> tuple[Any, T
 
 
 def _renewed(anyone: Any, mean: Array, before: Array) -> Array:
-    """A mean of statistics in their type: counters and flags are rounded. As before where nobody took part."""
+    """Averaged statistics in their dtype, counters and flags rounded; unchanged after a round with an empty cohort."""
     inexact = jnp.issubdtype(before.dtype, jnp.inexact)
     mean = (mean if inexact else jnp.round(mean)).astype(before.dtype)
     if isinstance(anyone, Array):
         return jnp.where(anyone, mean, before)
-    return mean if anyone else jax.device_put(before, mean.sharding)  # outside of a compiled round it may lie elsewhere
+    return (
+        mean if anyone else jax.device_put(before, mean.sharding)
+    )  # outside a compiled round it may be on another device
 
 
 @trace_once(2, rules=SEQUENTIAL_RULES)
@@ -204,7 +214,7 @@ def run_server(
     round_inputs: RoundInputs,
     round_key: Array,
 ) -> tuple[Any, Info]:
-    """The server's step at the end of phase ``p``."""
+    """The server's update at the end of phase ``p``: (server state, info)."""
     each, uploads = gathered.per_client
     cohort = Cohort(
         mean=gathered.sums.upload,
@@ -228,26 +238,30 @@ def run_server(
 
 
 def client_keys(round_key: Array, clients: Array) -> ClientKeys:
-    """The keys of a round's clients."""
+    """Random keys of a round's clients."""
     own = jax.vmap(lambda client: jax.random.fold_in(round_key, client))(clients)
     return ClientKeys(own, jax.random.fold_in(round_key, jnp.uint32(SHARED_KEY)))
 
 
 def client_inputs(program: RoundProgram, round_inputs: RoundInputs, keys: ClientKeys, k: Any) -> ClientInputs:
-    """The turn of the client in place ``k``, which is told how many are expected: it cannot know who else came."""
+    """Per-client inputs for position ``k``; ``cohort_size`` is the expected size under Poisson sampling."""
     place = jax.tree.map(lambda a: a[k], round_inputs.assignments)
     asked = round_inputs.cohort_size if program.expected_cohort_size is None else program.expected_cohort_size
-    size = jnp.asarray(asked, float)  # of the run's type: a product with a step size is not rounded to less
+    size = jnp.asarray(
+        asked, float
+    )  # in the dtype of the run: a product with a learning rate must not be rounded to a shorter one
     return ClientInputs(place, jnp.asarray(round_inputs.round), size, keys.own[k], keys.shared)
 
 
 def client_data(program: RoundProgram, samples: Tree, turn: ClientInputs, phase: int = 0) -> ClientData:
-    """The client whose turn it is as algorithms see it."""
+    """The view of a client that algorithms receive."""
     return ClientData(
         program.task,
         program.layout,
         samples,
-        turn.place._replace(weight=()),  # a share of those who came
+        turn.place._replace(
+            weight=()
+        ),  # the weight depends on the other clients of the cohort, which a client does not know
         turn.key,
         shared_key=turn.shared_key,
         round=turn.round,
@@ -274,17 +288,17 @@ def run_client(
     samples: Tree,
     turn: ClientInputs,
 ) -> ClientResult:
-    """Phase ``p`` of the client whose turn it is, and its upload's reception by the server."""
+    """Run phase ``p`` on one client, and ``receive`` on its upload."""
     return run_client_phase(p, algorithm, message, record, statistics, client_data(program, samples, turn, p))
 
 
 def run_client_phase(
     p: int, algorithm: Algorithm, message: Tree, record: ClientRecord, statistics: Tree, data: ClientData
 ) -> ClientResult:
-    """As :func:`run_client`, of a client whose data are at hand."""
+    """As :func:`run_client`, with the client's data as algorithms see them."""
     at_home = algorithm.traits.personal_statistics
     carried = TrainState(record.statistics if at_home else statistics, record.optimizer)
-    phase, message = algorithm.phases[p], tree.rebuilt(message)  # which others are sent after this one
+    phase, message = algorithm.phases[p], tree.rebuilt(message)  # other clients receive the same message
     output = checked_output(algorithm, phase.client(message, record.state, data.with_carried(carried)))
     received = checked_received(algorithm, phase.receive(output.upload))
     moved = carried.statistics
@@ -294,7 +308,7 @@ def run_client_phase(
 
 
 class SingleClientExecutor(Executor):
-    """A round of one client, for the shapes of what travels and for who watches it."""
+    """Executor of a round with one client, for the shapes of messages and for privacy audits."""
 
     def __init__(
         self,
@@ -308,12 +322,12 @@ class SingleClientExecutor(Executor):
         super().__init__(program, algorithm, round_inputs, key)
         self.record, self.samples = record, samples
         self.initial: ClientRecord | None = record
-        """None where it is not known, and the client's own is taken."""
+        """The initial record; None where it is unknown, in which case that of the client's result is used."""
         self.finished: list[ClientResult] = []
-        """The client at the end of each phase so far."""
+        """Result of the client in each phase so far."""
 
     def clients(self, p: int, message: Tree, statistics: Tree) -> PhaseResult:
-        """The one client."""
+        """Run the phase on the client."""
         assignments = self.round_inputs.assignments
         turn = client_inputs(self.program, self.round_inputs, client_keys(self.round_key, assignments.client), 0)
         done = run_client(self.program, p, self.algorithm, message, self.record, statistics, self.samples, turn)
@@ -356,16 +370,16 @@ def _total_dtype(dtype: Any) -> Any:
         return summed_dtype(dtype)
     unsigned = jnp.issubdtype(dtype, jnp.unsignedinteger)
     wide = jnp.dtype(jnp.uint32 if unsigned else jnp.int32)
-    short = jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8  # which JAX promotes to nothing
+    short = jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8  # JAX does not promote these
     return wide if short else jnp.promote_types(dtype, wide)
 
 
 def add_client(
     program: RoundProgram, sums: ClientSums, done: ClientResult, weight: Array, real: Array, clients: Array
 ) -> ClientSums:
-    """The sums with one client, or with several side by side (a leading axis everywhere).
+    """Add the result of one client to the sums, or those of several vectorized clients (a leading axis everywhere).
 
-    ``real``: whether each is one, and not the repetition of another.
+    real: False for a client that only fills a chunk by repeating another one.
     """
     many = jnp.ndim(weight) > 0
 
@@ -395,6 +409,6 @@ def add_client(
 
 
 def merge_sums(a: ClientSums, b: ClientSums) -> ClientSums:
-    """The sums over two groups of clients."""
+    """Add the sums over two groups of clients."""
     added = tree.add(a._replace(diverged=()), b._replace(diverged=()))  # type: ignore[arg-type]
     return added._replace(diverged=jnp.minimum(a.diverged, b.diverged))

@@ -150,7 +150,7 @@ def prepare(
     initial = run_cached(partial(ClientRecord.at_first, algorithm), start, statistics)
     run_directory, directory = directory, directory if jax.process_index() == 0 else None  # the first process writes
     joining = _joining(planner, batch_splits(traced.program), initial) if plan == "scan" and not streamed else 0
-    engine = ENGINES[plan](program._replace(joining=joining), mesh, None if streamed else samples)
+    engine = ENGINES[plan](program._replace(data_parallel_devices=joining), mesh, None if streamed else samples)
     words = describe_plan(mesh, plan, program.chunk, traced.program, streamed, spilled, joining > 0) + run.cast_note
     identity = None
     if run_directory:

@@ -1,4 +1,4 @@
-"""Seconds of a run: those of its work, and not of the compiler's, which another run of the process may have paid."""
+"""Time of a run without compilation, which may have been done by another run of the process."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from functools import cache
 import jax.monitoring
 
 _COMPILING = "/jax/core/compile/"
-"""JAX's events of tracing, lowering and compiling, and of reading what was compiled before."""
+"""Prefix of JAX's events of tracing, lowering and compiling, and of reading the compilation cache."""
 
 
 class Compilations:
-    """How long JAX has compiled. Its events come at their ends, of any thread, and may lie in one another.
+    """Seconds in which JAX has compiled.
 
-    JAX takes their lengths from a clock that the system may set.
+    JAX reports an event when it ends, from any thread, and events may be nested. JAX measures durations with a clock
+    that the system may adjust.
     """
 
     def __init__(self) -> None:
@@ -26,14 +27,14 @@ class Compilations:
         self._lock = threading.Lock()
 
     def heard(self, event: str, duration_secs: float, **_: str | int) -> None:
-        """An event that ends now."""
+        """Add an event that has just ended."""
         if event.startswith(_COMPILING):
             with self._lock:
                 end = time.monotonic()
                 self.add(end - duration_secs, end)
 
     def add(self, start: float, end: float) -> None:
-        """A time that ends no sooner than any before; what lies in it is not counted twice."""
+        """Add an interval that ends no earlier than those before; overlaps are counted once."""
         start = max(start, self._read)
         while self._spans and self._spans[-1][1] > start:
             before, after = self._spans.pop()
@@ -43,7 +44,7 @@ class Compilations:
         self.seconds += end - start
 
     def elsewhere(self) -> float:
-        """Seconds that go on only while nothing is compiled, and never back: what was once read is not taken back."""
+        """Seconds outside compilation; never decreases, since intervals are cut at the last reading."""
         with self._lock:
             self._read = time.monotonic()
             return self._read - self.seconds
@@ -57,5 +58,5 @@ def _listening() -> Compilations:
 
 
 def compute_clock() -> float:
-    """Seconds that go on only while nothing is compiled."""
+    """Monotonic seconds that exclude compilation."""
     return _listening().elsewhere()

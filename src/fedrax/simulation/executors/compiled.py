@@ -162,7 +162,7 @@ def run_block(
     alive: for runs side by side, which go on with each other, whether this one was sound so far.
     """
     xs = jax.tree.map(jnp.asarray, xs)
-    xs = xs._replace(count=xs.count[:, 0], places=jax.tree.map(lambda a: a[:, 0], xs.assignments))
+    xs = xs._replace(count=xs.count[:, 0], assignments=jax.tree.map(lambda a: a[:, 0], xs.assignments))
     at = lambda r: jax.tree.map(lambda a: a[r], xs)  # noqa: E731
     one = partial(run_device_round, program, algorithm, samples=samples, key=key, axis=axis, vectors_axis=vectors_axis)
     step = jax.jit(one, inline=INLINE)  # traced once, for the records' shapes and for the loop

@@ -1,4 +1,4 @@
-"""The choice of the execution plan and the devices of a run, and its description."""
+"""Execution plan of a run: how clients are executed, on which devices, and the description of both."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fedrax.xla import CLIENT_AXIS, batch_splits, equations_in, has_blockwise_at
 
 
 def resolve_plan(settings: Settings, mesh: Mesh) -> str:
-    """The plan of the settings, or by default scan on CPU and vmap on accelerators.
+    """The plan of the settings; by default scan on CPU and vmap on accelerators.
 
-    Timing never decides: plans differ in rounding, and a run must not depend on the load of the machine.
+    It is not chosen by timing: plans differ in rounding, and results must not depend on the load of the machine.
     """
     if settings.plan != "auto":
         return settings.plan
@@ -26,9 +26,9 @@ def resolve_plan(settings: Settings, mesh: Mesh) -> str:
 
 
 def clients_per_vmap(settings: Settings, devices: int, cohort: int, budget: MemoryBudget, size: int) -> int:
-    """Clients in one vmap (plan vmap), each of which takes ``size`` bytes at work.
+    """Number of clients in one vmap (plan vmap), each of which needs ``size`` bytes while it trains.
 
-    A device's share of the cohort is split evenly into as few chunks as fit into memory.
+    A device's part of the cohort is split evenly into as few chunks as fit into memory.
     """
     share = -(-cohort // devices)
     if settings.chunk is not None:
@@ -46,9 +46,9 @@ def describe_plan(
     spilled: bool = False,
     joining: bool = False,
 ) -> str:
-    """The plan in words: 'scan: one client after another on each of 2 CPU cores, samples streamed'.
+    """Describe the plan, e.g. 'scan: one client after another on each of 2 CPU cores, samples streamed'.
 
-    program: a round, traced. joining: whether devices ever work together.
+    program: the traced round. joining: whether devices share the batches of some clients.
     """
     piece = max((cut.rows for cut in batch_splits(program)), default=0)
     turns = " or ".join(map(str, sorted(set(scanned_layers(program)))))  # a round may take several gradients

@@ -1,7 +1,7 @@
-"""What clients keep between rounds, wherever it lies: a store of rows on the devices, or files of rows on disk.
+"""Client states in rows: access to them on the devices and on disk, and their transfer at resume.
 
-One vocabulary for all forms. A client that takes part has a **row**, on its **home** device; ``owners`` says whose
-each row is, over all devices one after another. Rows hold a :class:`fedrax.simulation.round.ClientRecord`.
+A client that participates has a **row** on its **home** device. ``owners`` is the client of each row, over all devices
+one after another. Rows hold a :class:`fedrax.simulation.round.ClientRecord`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _PIECE_BYTES = 8 << 20
 
 
 class ShardedRows:
-    """An array of rows that lies on devices, read a few rows at a time: whole on the host it would take as much again.
+    """An array of rows on the devices, read in chunks, since a copy on the host would need the same memory again.
 
-    It is :class:`fedrax.simulation.persistence.checkpoint.ChunkedArray`.
+    Implements :class:`fedrax.simulation.persistence.checkpoint.ChunkedArray`.
     """
 
     def __init__(self, array: jax.Array):
@@ -35,15 +35,15 @@ class ShardedRows:
     def pieces(self, max_bytes: int = _PIECE_BYTES) -> Iterator[np.ndarray]:
         """All rows in order."""
         for shard in self._shards:
-            rows = np.asarray(shard.data)  # of a CPU no copy
+            rows = np.asarray(shard.data)  # no copy on CPU
             step = max(1, max_bytes * len(rows) // max(1, rows.nbytes))
             yield from (rows[first : first + step] for first in range(0, len(rows), step))
 
 
 def restore_rows(saved: Tree, saved_owners: np.ndarray, owners: np.ndarray, initial: ClientRecord, mesh: Mesh) -> Tree:
-    """Saved rows (leaves in pieces) where this run keeps them: more rounds or other devices give clients other rows.
+    """Move the rows of a checkpoint to this run's rows, which differ after a change of rounds or devices.
 
-    Each device's rows leave the host's memory before those of the next one are copied to their device.
+    The rows of one device are freed on the host before those of the next one are copied to their device.
     """
     (old, new), devices = row_moves(saved_owners, owners), list(mesh.devices.flat)
     each = len(owners) // len(devices)
@@ -63,7 +63,7 @@ def restore_rows(saved: Tree, saved_owners: np.ndarray, owners: np.ndarray, init
 
 
 def moved_rows(leaf: Any, old: np.ndarray, new: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Rows ``old`` (rising) of a leaf in pieces become rows ``new``: (those rows, their values), a few at a time."""
+    """Yield (new rows, values) of the rows ``old`` (ascending) of a leaf, chunk by chunk."""
     first = 0
     for piece in leaf.pieces():
         mine = slice(*np.searchsorted(old, (first, first + len(piece))))
@@ -72,7 +72,7 @@ def moved_rows(leaf: Any, old: np.ndarray, new: np.ndarray) -> Iterator[tuple[np
 
 
 def row_moves(saved_owners: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(old rows, rising, their new rows) of the clients that both name."""
+    """(old rows, ascending, new rows) of the clients that have a row in both."""
     row_of = {client: row for row, client in enumerate(owners.tolist()) if client >= 0}
     pairs = [(row, row_of[client]) for row, client in enumerate(saved_owners.tolist()) if client in row_of]
     old, new = np.array(pairs, int).reshape(-1, 2).T
@@ -80,7 +80,7 @@ def row_moves(saved_owners: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray,
 
 
 def read_rows(store: Tree, homes: dict[int, int], initial: ClientRecord, clients: np.ndarray) -> ClientRecord:
-    """What ``clients`` [n] keep, on the host: leaves [n, ...]; the initial where one never took part."""
+    """Records of ``clients`` [n] on the host, leaves [n, ...]; the initial one where a client never participated."""
     there = np.array([client in homes for client in clients.tolist()], bool)
     rows = np.array([homes[client] for client in clients[there].tolist()], int)
 

@@ -1,4 +1,4 @@
-"""Memory budget of a device: samples, client states and clients at work reserve parts of it."""
+"""Memory budget of a device, from which samples, client states and training clients reserve parts."""
 
 from __future__ import annotations
 
@@ -26,34 +26,35 @@ class MemoryBudget:
     """Memory budget of a device: each reservation may take at most half of what is free."""
 
     total: int
-    """Bytes."""
+    """Bytes of memory."""
     on_cpu: bool
     reserved: int = 0
+    """Bytes already reserved."""
 
     @classmethod
     def of(cls, mesh: Mesh) -> MemoryBudget:
-        """Of each device of the mesh; of several processes that of the one that has least, for all of them."""
+        """The budget of each device of a mesh; over several processes, the smallest one of any process."""
         device = mesh.local_devices[0]
         on_cpu = device.platform == "cpu"
-        if on_cpu:  # they share the memory
+        if on_cpu:  # CPU devices share the memory
             memory = host_memory() // len(mesh.local_devices)
         else:
             memory = (device.memory_stats() or {}).get("bytes_limit", _DEFAULT_BYTES)
         if jax.process_count() > 1:
-            unit = 1 << 20  # or 32 bits would not do
+            unit = 1 << 20  # in MiB, since bytes exceed an int32
             memory = int(np.min(multihost_utils.process_allgather(np.int32(min(memory // unit, 1 << 30))))) * unit
         return cls(memory, on_cpu)
 
     def has_room(self, size: float) -> bool:
-        """Whether so many bytes can be reserved."""
+        """Whether ``size`` bytes are at most half of what is free."""
         return size <= max(0, self.total - self.reserved) / 2
 
     def reserve(self, size: int) -> None:
-        """Reserve so many bytes."""
+        """Reserve ``size`` bytes."""
         self.reserved += size
 
     def check_server(self, algorithm: Algorithm, params: Tree, num_clients: int, devices: int) -> None:
-        """Refuse a server whose state all ``devices`` together have no room for, before any of it is made."""
+        """Raise FedraxError for a server state that exceeds the memory of all devices, before it is allocated."""
         state = jax.eval_shape(lambda x: algorithm.init(x, num_clients), params)
         needed, there = tree.num_bytes(state), devices * self.total
         if needed > there:
@@ -63,19 +64,19 @@ class MemoryBudget:
             )
 
     def device_bytes(self, samples: Tree) -> int:
-        """Bytes that arrays of the host take on the device.
+        """Bytes that arrays of the host need on the device.
 
-        CPU devices read well-placed arrays where they are, from memory or, mapped, through the page cache. Others are
-        copied.
+        CPU devices use aligned arrays without a copy, from memory or, if memory-mapped, through the page cache. Others
+        are copied.
         """
         return sum(
             0 if self.on_cpu and _is_zero_copy(a) else a.size * _dtype(a).itemsize for a in jax.tree.leaves(samples)
         )
 
     def clients_that_fit(self, size: int) -> int:
-        """How many clients at work, of so many bytes each, have room in a quarter of the memory, one at least.
+        """Number of clients, of ``size`` bytes each, that fit into a quarter of the memory; at least one.
 
-        Whatever else lies there: sums over other numbers of clients at a time are rounded otherwise.
+        Reservations do not reduce it: sums over another number of clients at a time are rounded differently.
         """
         return max(1, self.total // 4 // max(size, 1))
 

@@ -1,4 +1,4 @@
-"""An array on disk that takes no memory: client states of a run whose store is larger than memory."""
+"""Out-of-core array: client states of a run that exceed memory."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _PIECE_BYTES = 8 << 20
 
 
 class RowFile:
-    """An array [rows, ...] in a nameless scratch file, whose rows are ``initial`` until they are written.
+    """An array [rows, ...] in an unnamed temporary file, whose rows are ``initial`` until they are written.
 
-    The file is sparse, and vanishes with the process, the last reference or ``close()``. Reading and writing are
-    plain system calls: a full disk is an error, where writing to a mapping would kill the process, and no page of
-    the file counts as its memory.
+    The file is sparse and is removed with the process, the last reference or ``close()``. It is read and written by
+    system calls: a full disk raises an error, where a write to a memory map would kill the process, and its pages do
+    not count as memory of the process.
     """
 
     def __init__(self, directory: Path | None, rows: int, initial: np.ndarray):
@@ -45,7 +45,7 @@ class RowFile:
         return self.read(np.array([range(len(self))[row]]))[0]
 
     def read(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """Rows by number [n], into ``out`` [n, ...] if given."""
+        """Read rows by number [n], into ``out`` [n, ...] if given."""
         out = np.empty((len(rows), *self.shape[1:]), self.dtype) if out is None else out
         there = self.written[rows]
         out[~there] = self.initial
@@ -53,12 +53,12 @@ class RowFile:
         return out
 
     def write(self, rows: np.ndarray, values: np.ndarray) -> None:
-        """``values`` [n, ...] to rows by number [n]."""
+        """Write ``values`` [n, ...] to rows by number [n]."""
         self._transfer(os.pwritev, rows, values, np.arange(len(rows)))
         self.written[rows] = True
 
     def pieces(self, max_bytes: int = _PIECE_BYTES) -> Iterator[np.ndarray]:
-        """All rows in order, a few at a time."""
+        """All rows in order, in chunks."""
         step = max(1, max_bytes // max(1, self.initial.nbytes))
         for first in range(0, len(self), step):
             yield self.read(np.arange(first, min(first + step, len(self))))
@@ -77,5 +77,5 @@ class RowFile:
                 except OSError as error:
                     raise self._failure(error) from error
                 if not done:
-                    raise FedraxError(f"client states on disk in {self.directory} are gone: a file was cut short")
+                    raise FedraxError(f"client states on disk in {self.directory} are lost: a file was truncated")
                 rest, place = rest[done:], place + done
