@@ -237,7 +237,7 @@ class StreamedEvaluator(Evaluator):
         mesh: Mesh,
         samples: Any,
         offsets: np.ndarray | None = None,
-        piece_bytes: int = _PIECE_BYTES,
+        piece_bytes: int = _STREAMED_BYTES,
     ):
         self.task, self.offsets = task, offsets
         self.rows, self.samples = len(jax.tree.leaves(samples)[0]), samples
