@@ -85,7 +85,7 @@ class PhaseRunner:
         notes = empty_upload_buffer(self.round_inputs.recorded, recorded_upload(shape, self.last))
         info = by_place(shape.output.info) if self.program.client_info else ()
         return PhaseState(
-            sums, by_place(shape.per_client), () if self.last else by_place(shape.client_records), store, notes, info
+            sums, by_place(shape.per_client), () if self.last else by_place(shape.record), store, notes, info
         )
 
     def step(self, i: Array, before: Tree, progress: PhaseState) -> PhaseState:
