@@ -61,15 +61,15 @@ def stop_runs(number: int) -> None:
 
 
 _SIGNALS: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Ctrl-C; ``kill``, a cluster's time limit, a container's end; a terminal that closes."""
+"""Signals of Ctrl-C; of ``kill``, time limits of clusters and stopped containers; of a closed terminal."""
 
 
 @contextmanager
 def interrupt_flag() -> Iterator[StopFlag]:
-    """What the first signal to stop sets; a second one of its kind has its usual effect at once.
+    """Context whose flag is set by the first stop signal; a second signal of the same kind has its usual effect.
 
-    A signal that the process ignores stays ignored: Ctrl-C in the background of a shell script, a hang-up under nohup.
-    A run outside the main thread hears none; who waits for it there does.
+    A signal that the process ignores stays ignored, such as Ctrl-C for a background job of a shell script, or SIGHUP
+    under nohup. A run outside the main thread receives no signals: the main thread, which waits for it, receives them.
     """
     signals_end_waits()
     flag, before = StopFlag(), {number: signal.getsignal(number) for number in _SIGNALS}
@@ -93,19 +93,19 @@ def interrupt_flag() -> Iterator[StopFlag]:
 
 
 def signals_end_waits() -> None:
-    """Let Ctrl-C end what the main thread waits for: a system call that Polars, once imported, has go on instead."""
+    """Let Ctrl-C interrupt system calls of the main thread; Polars, once imported, restarts them instead."""
     signal.siginterrupt(signal.SIGINT, True)
 
 
 def answer_of_any_process(answer: bool) -> bool:
-    """Whether the answer of any process is yes, where several run together."""
+    """Whether ``answer`` is true in any of the processes of the run."""
     if jax.process_count() == 1:
         return answer
     return bool(np.any(multihost_utils.process_allgather(np.int32(answer))))
 
 
 def answer_of_first_process(answer: bool) -> bool:
-    """The answer of the first process, where several run together and each has its own."""
+    """The value of ``answer`` in the first process of the run."""
     if jax.process_count() == 1:
         return answer
     return bool(multihost_utils.broadcast_one_to_all(np.int32(answer)))
@@ -138,10 +138,11 @@ def runtime_errors_explained(alone: bool, directory: Path | None, side_by_side: 
 
 @contextmanager
 def numeric_context(dtype: str) -> Iterator[None]:
-    """Numbers of ``dtype`` and products in full precision, singular values and the like on the calling thread alone.
+    """Context with fedrax's numeric configuration of JAX, whatever user code or the environment has configured.
 
-    A seed gives the same draws, whichever generator a program or its environment has chosen for its own keys. With
-    JAX's usual promotion: what else a program forbids itself, or looks for in its numbers, is about its own code.
+    Arithmetic is in ``dtype``, matrix products have full precision, and LAPACK uses only the calling thread. The random
+    generator is fixed, so that a seed gives the same draws. Type promotion and NaN checks have JAX's defaults: the
+    user's settings are for the user's own code.
     """
     with (
         jax.enable_x64(dtype == "float64"),
@@ -160,7 +161,7 @@ def numeric_context(dtype: str) -> Iterator[None]:
 
 
 class _SharedContext:
-    """A context of the process: the first run to come enters what ``make`` gives, and the last to go leaves it."""
+    """A context that concurrent runs share: the first run enters it, and the last one exits it."""
 
     def __init__(self, make: Callable[[], AbstractContextManager]):
         self._make, self._inside = make, 0
@@ -184,10 +185,11 @@ _THREADS = "OPENBLAS_NUM_THREADS"
 
 @contextmanager
 def _one_lapack_thread() -> Iterator[None]:
-    """On CPU, XLA takes singular values from LAPACK, whose own threads would compete with the devices'.
+    """Limit LAPACK to one thread, because its threads would compete with those of the devices.
 
-    On small matrices they take many times as long to meet as the work itself does. XLA loads the library (SciPy's
-    OpenBLAS) with the first program that needs it; it then reads the variable. Both are the process's.
+    On CPU, XLA computes singular values by LAPACK. On small matrices, synchronizing its threads takes many times as
+    long as the work itself. XLA loads the library (SciPy's OpenBLAS) with the first program that needs it, and OpenBLAS
+    then reads the environment variable. Both settings hold for the whole process.
     """
     before = os.environ.get(_THREADS)
     os.environ[_THREADS] = "1"

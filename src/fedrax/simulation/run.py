@@ -55,7 +55,7 @@ Callback = Callable[[Snapshot], Any]
 LONGEST_BLOCK = 64
 """The most rounds in one compiled call: the size of its arrays, the same for all runs."""
 _BLOCK_SECONDS = 1.0
-"""Seconds that a compiled call is to take, so that progress and signals are not delayed longer."""
+"""Target duration of a compiled call in seconds; progress and signals are delayed by at most about as long."""
 _CHECKPOINT_SECONDS = 30.0
 """Seconds between checkpoints by default."""
 
@@ -229,7 +229,7 @@ class Run:
                 sink.finish(result)
 
     def _begin(self, resume: bool) -> RunStart:
-        """The run at its start, or where the directory's checkpoint has left it."""
+        """The initial state of the run, or that of the directory's checkpoint."""
         setup, settings = self.setup, self.setup.settings
         self.asks = answer_of_any_process(bool(self.callbacks))
         begun = start_run(setup, self.storage, self.ledger, resume)
@@ -267,7 +267,7 @@ class Run:
         return carry, stopped
 
     def _block(self, carry: RoundState, pace: int, began: float) -> tuple[RoundState, int, str]:
-        """A block of rounds, evaluated where it is due, and reported: (carry, rounds, why the run would stop)."""
+        """Run a block of rounds, evaluate if it is due, and report: (carry, rounds, reason to stop or None)."""
         setup, events = self.setup, self.events
         portion = self.storage.next_block(len(events), min(pace, self._until_stop(len(events))))
         portion, recorded = self._to_record(portion, len(events) + 1)
@@ -302,14 +302,14 @@ class Run:
         return carry, rounds, "target" if self._reached(new) else called
 
     def _called(self, carry: RoundState, event: Event) -> str:
-        """Why the run would stop, if a callback says so after an evaluation."""
+        """The reason to stop if a callback requests it after an evaluation."""
         params, statistics = jax.tree.map(np.asarray, (self.setup.algorithm.params(carry.server), carry.statistics))
         answers = [callback(Snapshot(event, params, statistics)) for callback in self.callbacks]
         stops = any(answer is not None and bool(answer) for answer in answers)
         return "callback" if answer_of_first_process(stops) else "rounds"
 
     def _until_stop(self, done: int) -> int:
-        """Rounds until the host has something to do: evaluate, write a checkpoint, keep parameters or messages, end."""
+        """Rounds until the host has to evaluate, write a checkpoint, store parameters or messages, or end the run."""
         settings = self.setup.settings
         if self.setup.planner.sampler.adaptive:
             return 1
@@ -319,7 +319,7 @@ class Run:
         return min(self.last - done, *(n - done % n for n in every), others, kept)
 
     def _to_record(self, portion: RoundBlock, round: int) -> tuple[RoundBlock, list[int]]:
-        """The block that begins with ``round``, with the clients to record where that round is recorded."""
+        """The block that begins with ``round``, with the clients to record if that round is recorded."""
         if self.record is None or not self.record.holds(round):
             return portion, []
         clients = sorted({int(client) for client in self.record.clients})
@@ -345,7 +345,7 @@ class Run:
         return time.monotonic() + max(_CHECKPOINT_SECONDS, 20 * took)
 
     def _save(self, name: str, carry: RoundState, clients: bool, **more: str) -> None:
-        """Write the state, and by which events it is known."""
+        """Write the state, with the digest of the events before it."""
         if self.log is not None:
             done = len(self.events)
             events = self.log.digest()
@@ -393,7 +393,7 @@ class Run:
     # -- failure -----------------------------------------------------------------------------------------------
 
     def _fail(self, carry: RoundState, portion: RoundBlock, records: dict) -> NoReturn:
-        """Say which client and tensor of the unsound round went wrong, keep its starting state, and stop."""
+        """Raise an error with the client and tensor of the non-finite round, after storing the state before it."""
         setup, r = self.setup, int(np.argmin(records["sound"]))
         if r:
             sound = {name: values[:r] for name, values in records.items()}

@@ -1,4 +1,4 @@
-"""The plan of a run: starting state, execution plan, program, devices, planner, evaluators, identity."""
+"""Setup of a run: initial state, execution plan, program, devices, planner, evaluators, identity."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ ENGINES = {"scan": Engine, "vmap": Engine, "loop": LoopEngine, "debug": DebugEng
 
 @dataclass(frozen=True, eq=False)
 class Setup:
-    """The plan of a run, made once by :func:`prepare`: what is run, where, and with which program. Immutable."""
+    """The setup of a run, created once by :func:`prepare`; immutable."""
 
     algorithm: Algorithm
     task: Task
     federation: Federation
     settings: Settings
     directory: Path | None
-    """Where this process keeps the run; None where it keeps nothing, as all but the first of several."""
+    """Run directory of this process; None if it stores nothing, as in all processes except the first."""
     run_directory: Path | None
     """Where the run is kept, by whomever."""
     key: Array
     params: Tree
     """Starting parameters."""
     statistics: Tree
-    """Starting statistics of the model; an empty tuple where it has none."""
+    """Initial running statistics of the model; an empty tuple if it has none."""
     initial: ClientRecord
     """What a client keeps before it takes part."""
     samples: Batch
@@ -70,12 +70,12 @@ class Setup:
     spilled: bool
     engine: Engine
     evaluators: dict[str, Evaluator]
-    """One for each data set to evaluate on, by the prefix of its metrics."""
+    """The evaluator of each data set, by the prefix of its metrics."""
     personal: PersonalEvaluator | None
     info: RunInfo
     traced: TracedRound
     identity: dict[str, str] | None
-    """Digests of what decides the numbers, see :func:`run_identity.identify`; None without a directory."""
+    """Digests of all that determines the numbers, see :func:`run_identity.identify`; None without a directory."""
 
     @property
     def stateful(self) -> bool:
@@ -198,14 +198,14 @@ def prepare(
 def _side_by_side(
     program: RoundProgram, settings: Settings, planner: Planner, budget: MemoryBudget, traced: TracedRound
 ) -> RoundProgram:
-    """The program with as many clients side by side as there is room for, of which the planner is told."""
+    """The program with as many vectorized clients as fit into memory; their number is set in the planner, too."""
     chunk = clients_per_vmap(settings, planner.devices, planner.sampler.largest, budget, traced.peak_bytes)
     planner.set_chunk(chunk)
     return program._replace(chunk=chunk)
 
 
 def _anywhere(leaf: Any) -> Any:
-    """An array that lies on the devices of an earlier run, as its parameters do, without its place."""
+    """An array without its placement, if it is on the devices of an earlier run."""
     committed = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.committed
     return np.asarray(leaf) if committed and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
@@ -236,7 +236,10 @@ def _planner(run: ValidatedRun, federation: Federation, settings: Settings, devi
 
 
 def _joining(planner: Planner, cuts: Sequence[BatchSplit], initial: ClientRecord) -> int:
-    """How many devices work together on some clients; tables stay on one device, and processes wait for nobody."""
+    """Number of devices that share the batches of some clients.
+
+    It is 0 for clients with tables, which stay on one device, and in runs of several processes.
+    """
     alone = holds_tables(initial) or jax.process_count() > 1
     return 0 if alone else planner.join(device_speedup(cuts, planner.devices))
 
@@ -248,7 +251,7 @@ def _on_training_samples(settings: Settings, federation: Federation) -> bool:
 def make_evaluators(
     task: Task, settings: Settings, federation: Federation, mesh: Mesh, samples: Batch, streamed: bool = False
 ) -> dict[str, Evaluator]:
-    """One for each data set to evaluate on; ``samples``: the training samples, on the host where ``streamed``."""
+    """The evaluator of each data set; ``samples``: the training samples, on the host if ``streamed``."""
     found = {}
     if len(federation.test[1]):
         found["test"] = Evaluator(task, mesh, Batch(*federation.test), federation.test_offsets)

@@ -1,4 +1,4 @@
-"""One round of one client, traced: the bytes that travel, and the program itself, by which a run is known again."""
+"""Trace of one round with one client: bytes sent and received, and the program as a part of the run's identity."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from fedrax.xla import dependent_leaves, output_sources, peak_bytes, phase_scope
 
 
 class ShapeTracer(SingleClientExecutor):
-    """A round of one client, for the shapes of what travels.
+    """Executor of a round with one client that records the shapes of messages and uploads.
 
-    What breaks the contract's rules goes into ``broken``, and the round goes on with something in its place, so that
-    one that breaks several hears of all of them.
+    Violations of the algorithm contract are added to ``broken``, and the round continues with a placeholder value, so
+    that one error message can report all of them.
     """
 
     def __init__(self, *inputs: Any, broken: list[FedraxError]):
@@ -55,7 +55,7 @@ class ShapeTracer(SingleClientExecutor):
         return server, {}
 
     def clients(self, p: int, message: Tree, statistics: Tree) -> PhaseResult:
-        """The one client, or where it is broken one that sends zeros in place of parameters."""
+        """The result of the one client; zeros in the shape of the parameters if it violates the contract."""
         with collecting_errors(self.algorithm, self.broken), phase_scope(p):
             return self._client(p, message, statistics)
         none = ClientSums(tree.zeros_like(self.params), (), {}, (), jnp.int32(self.program.num_clients))
@@ -77,15 +77,15 @@ class TracedRound(NamedTuple):
     """A round of one client, not yet compiled."""
 
     bytes_down: int
-    """To the client, from the shapes of the algorithm's messages."""
+    """Bytes sent to the client, from the shapes of the broadcast messages."""
     bytes_up: int
-    """From the client, from the shapes of its uploads."""
+    """Bytes sent by the client, from the shapes of its uploads."""
     program: ClosedJaxpr
-    """What the algorithm and the task compute."""
+    """The traced computation of the algorithm and the task."""
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes that a client at work takes; what the server makes is there once for all of them."""
+        """Peak memory of one client's computation in bytes; the server's computation is not included."""
         made = self.program.jaxpr
         of_client = [e for e in made.eqns if read_scope(str(e.source_info.name_stack))[0] is not None]
         return peak_bytes(made.replace(eqns=of_client))
@@ -101,10 +101,10 @@ def trace_round(
     place: ClientAssignment,
     broken: list[FedraxError],
 ) -> TracedRound:
-    """A round of one client by its shapes.
+    """Trace a round with one client; raises FedraxError for violations of the algorithm contract.
 
-    The first time that the algorithm is traced: what breaks the contract's rules is refused here, in a sentence.
-    place: of any client, its fields of shape [1, ...]. broken: what is known to be wrong already.
+    This is the first time that the algorithm is traced. place: the assignment of any client, with fields of shape [1,
+    ...]. broken: violations that are known already.
     """
 
     def one_round(
@@ -133,7 +133,10 @@ def trace_round(
 
 
 def _bytes_once(received: list[Tree], origins: list) -> int:
-    """Of what a client receives: what came in an earlier part of the round is not sent again. origins: of each leaf."""
+    """Bytes that a client receives, where an array that was sent in an earlier phase is counted once.
+
+    origins: for each leaf, the variable of the program that it is.
+    """
     total, known, rest = 0, set(), iter(origins)
     for part in received:
         leaves = jax.tree.leaves(part)

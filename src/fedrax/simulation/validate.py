@@ -37,24 +37,24 @@ from fedrax.tree import Tree
 
 
 class ValidatedRun(NamedTuple):
-    """A method, a task, clients and settings that fit each other, known by their shapes."""
+    """A validated combination of method, task, clients and settings; states are given by their shapes."""
 
     draw_start: Callable[[], tuple[Tree, Tree]]
-    """Computes the starting parameters and running statistics."""
+    """Computes the initial parameters and running statistics."""
     params: Tree
     """The shapes of the starting parameters."""
     statistics: Tree
     """The shapes of the model's running statistics; an empty tuple where it has none."""
     cast_note: str
-    """Which parameters are held in a longer type than the model's, for the description of the run; may be empty."""
+    """Note for the description of the run about parameters in a wider dtype than the model's; may be empty."""
     initial: ClientRecord
-    """The shapes of what a client keeps before it takes part."""
+    """The shapes of a client's initial record."""
     broken: list[FedraxError]
-    """What is wrong with the method's initial client state; tracing a round finds the rest."""
+    """Errors in the method's initial client state; tracing a round finds further errors."""
     sampler: CohortSampler
     """Draws the cohorts."""
     given: dict[str, np.ndarray]
-    """Work of the clients of each round that is known beforehand, [R, S, ...] by name."""
+    """Work of the clients of each round that a script defines, [R, S, ...] by name."""
     by_samples: bool
     """Whether clients with more samples have more work."""
 
@@ -124,7 +124,7 @@ def check_processes(stateful: bool, adaptive: bool, directory: Path | None) -> N
 
 
 def check_resume(directory: Path | None, trajectory: Any, record: Any) -> None:
-    """Raise FedraxError where a run is to be resumed without a directory, or is to return what it has not kept."""
+    """Raise FedraxError for a resumed run without a directory, or with results that a checkpoint does not contain."""
     if directory is None:
         raise FedraxError("there is no directory to resume a run from")
     if trajectory or record is not None:
@@ -178,7 +178,7 @@ def _check_delays(algorithm: Algorithm, longest: int) -> None:
 def initial_model(
     task: Task, key: Array, given: Tree | None, dtype: str
 ) -> tuple[Callable[[], tuple[Tree, Tree]], Tree, Tree, str]:
-    """(function that computes the start, shapes of parameters and of statistics, note on changed types)."""
+    """(function that computes the initial values, shapes of parameters and of statistics, note on changed dtypes)."""
     start = initial_parameters_in_background(task, key, given)
     parted = partial(_parted, dtype=dtype)
     params, statistics = jax.eval_shape(parted, start.shapes)
@@ -190,7 +190,7 @@ def initial_model(
 def initial_client_state(
     algorithm: Algorithm, params: Tree, statistics: Tree
 ) -> tuple[ClientRecord, list[FedraxError]]:
-    """(the shapes of what clients keep before they take part, empty where that fails; the failure)."""
+    """(the shapes of clients' initial records, empty if computing them fails; the error)."""
     broken: list[FedraxError] = []
     initial = ClientRecord((), ())
     with collecting_errors(algorithm, broken):

@@ -1,10 +1,10 @@
 """A block of rounds as one compiled call: the plans ``scan`` and ``vmap`` over a mesh of devices.
 
-The cohort of each round is spread over the ``clients`` axis of a device mesh. Each device walks its own clients,
-one after another (``scan``) or a chunk at a time (``vmap``), adding weighted uploads to a running sum; one
-all-reduce a phase makes the cohort's mean, and every device takes the same server step. Client state lies in a
-store of rows on the device of the client's home and is updated in place. Trip counts are data, so clients of
-any size, and blocks of any number of rounds, run in the same program.
+The cohort of each round is distributed over the ``clients`` axis of a device mesh. Each device runs its own clients,
+one after another (``scan``) or in vectorized chunks (``vmap``), and adds weighted uploads to a running sum. One
+all-reduce in each phase computes the cohort's mean, and every device takes the same server step. Each client's state is
+a row of the store on its home device and is updated in place. Trip counts are inputs of the program, so clients of any
+size and blocks of any number of rounds run in the same program.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from fedrax.tree import Tree
 from fedrax.xla import AGGREGATE, CACHE_SIZE, CLIENT_AXIS, INLINE, SERVER, garbage_collection_paused, phase_scope, scope
 
 RECORDED_PHASES = "noted"
-"""In a round's record what was noted of its messages, where clients are recorded."""
+"""Key of a round's record for recorded messages, if clients are recorded."""
 CLIENT_INFO = "client info"
-"""In a round's record the info of each client by name, [S] each, where the program asks for it."""
+"""Key of a round's record for the info of each client, arrays [S] by name, if ``Program.client_info`` is set."""
 
 
 class RoundState(NamedTuple):
@@ -49,15 +49,15 @@ class RoundState(NamedTuple):
 
     server: Any
     statistics: Tree
-    """Of the model, averaged over clients; an empty tuple where it has none."""
+    """Running statistics of the model, averaged over clients; an empty tuple if it has none."""
     store: Tree
     """A :class:`ClientRecord` a row."""
 
 
 class MeshExecutor(Executor):
-    """One round on one device of the mesh; collectives over ``axis`` join the devices.
+    """One round on one device of the mesh, with collectives over ``axis``.
 
-    Along ``vectors_axis``, the same or None, they share the ServerVectors of the server's state.
+    ServerVectors of the server state are sharded over ``vectors_axis``, which is ``axis`` or None.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class MeshExecutor(Executor):
         self.keys = client_keys(self.round_key, self.gather(clients) if program.data_parallel_devices else clients)
 
     def broadcast(self, p: int, server: Any) -> Tree:
-        """As every executor, from a server state of which devices may hold shares."""
+        """Compute the broadcast message; the server state may be sharded over devices."""
         return checked_message(self.algorithm, super().broadcast(p, on_axis(server, self.vectors_axis)))
 
     def clients(self, p: int, message: Tree, statistics: Tree) -> PhaseResult:
-        """This device's clients, then the sums over all devices."""
+        """Run this device's clients, then sum over all devices."""
         places = self.round_inputs.assignments
         kind = DataParallelRunner if self.program.data_parallel_devices else PhaseRunner
         runner = kind(self.program, self.algorithm, p, message, statistics, self.samples, self.round_inputs, self.keys)
@@ -121,9 +121,10 @@ def run_device_round(
     vectors_axis: str | None,
     running: Array,
 ) -> tuple[RoundState, dict[str, Any]]:
-    """One round on one device of the mesh: (carry, record). An unsound one leaves the server as it was.
+    """One round on one device of the mesh: (carry, record).
 
-    alive: whether all rounds before were sound; this one is not otherwise.
+    A round with values that are not finite leaves the server state unchanged. alive: whether all rounds before were
+    finite; otherwise this round is marked as not finite, too.
     """
     executor = MeshExecutor(program, algorithm, round_inputs, key, carry.store, samples, axis, vectors_axis)
     old = watched(carry.server), carry.statistics
@@ -157,9 +158,9 @@ def run_block(
     running: Array | None = None,
     vectors_axis: str | None = None,
 ) -> tuple[RoundState, dict[str, Array]]:
-    """Up to len(xs.round) rounds, stopping after an unsound one: (carry, records [B] by name).
+    """Up to len(xs.round) rounds, up to the first with values that are not finite: (carry, records [B] by name).
 
-    alive: for runs side by side, which go on with each other, whether this one was sound so far.
+    alive: for vectorized runs, which continue together, whether this run has been finite so far.
     """
     xs = jax.tree.map(jnp.asarray, xs)
     xs = xs._replace(count=xs.count[:, 0], assignments=jax.tree.map(lambda a: a[:, 0], xs.assignments))
@@ -185,10 +186,11 @@ def run_block(
 
 @lru_cache(CACHE_SIZE)
 def compiled_block(program: RoundProgram, mesh: Mesh, form: Any) -> Callable:
-    """``run_block`` on a mesh; runs of one task and federation shape share it, whatever their seeds and floats.
+    """``run_block`` on a mesh, shared by runs that differ only in seeds and float hyper-parameters.
 
-    ``form`` is the algorithm's structure, with its static fields: JAX would keep what it compiles for each of them as
-    long as the function, and a study of many settings in one process would hold all of their programs.
+    ``form`` is the algorithm's structure with its static fields. It is an argument of this cached function, because JAX
+    holds compiled programs as long as their function: otherwise a study of many settings in one process would hold the
+    programs of all of them.
     """
     by_device: Any = P(None, CLIENT_AXIS)
     specs = RoundInputs(P(), P(), by_device, by_device, P())
@@ -222,15 +224,15 @@ def compiled_block(program: RoundProgram, mesh: Mesh, form: Any) -> Callable:
 
 
 def share_vectors(mesh: Mesh) -> bool:
-    """Whether the devices share the ServerVectors of a server's state.
+    """Whether the ServerVectors of a server state are sharded over the devices.
 
-    Not over several processes: one of them writes the checkpoints, and must not need the others for it.
+    They are not in runs of several processes, because one process writes the checkpoints without the others.
     """
     return len({device.process_index for device in mesh.devices.flat}) == 1
 
 
 def server_specs(server: Any, mesh: Mesh) -> Any:
-    """How a server's state lies on a mesh: every device has all of it, or of its ServerVectors a share."""
+    """Sharding of a server state on a mesh: replicated, or with its ServerVectors sharded."""
     return map_vectors(lambda _: P(None, CLIENT_AXIS) if share_vectors(mesh) else P(), server, lambda _: P())
 
 
@@ -241,7 +243,7 @@ _NO_CONVOLUTIONS = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUC
 
 @cache
 def _is_supported(name: str, value: str) -> bool:
-    """Whether this version of XLA takes an option that it calls experimental."""
+    """Whether this version of XLA accepts an experimental option."""
     try:
         jax.jit(lambda: jnp.int32(0), compiler_options={name: value}).lower().compile()
     except jax.errors.JaxRuntimeError:
@@ -250,14 +252,14 @@ def _is_supported(name: str, value: str) -> bool:
 
 
 def compiler_options(mesh: Mesh) -> dict[str, bool | int | str]:
-    """XLA's options for a block of rounds.
+    """XLA's options for a block of rounds, on CPU.
 
-    On CPU it copies loop state that is read and then written, a whole client store for each client, unless told
-    to look closer. It splits a batch's gather over threads by the size of the whole data set, which costs a local
-    step more than the gather; where each core is a device, no operation is to be split. And it prefers vectors of
-    256 bits where the processor has 512, with which the cells of recurrent models are faster; other processors
-    ignore the preference. From jaxlib 0.11 on the library that it gives convolutions to takes up to twice as long for
-    them as its own form; products and sums stay with the library.
+    By default XLA copies loop state that is read and then written: a whole client store for each client. It splits the
+    gather of a batch over threads by the size of the whole data set, which costs a local step more than the gather
+    itself; if each core is a device, no operation should be split. It prefers vectors of 256 bits on processors with
+    512 bits, with which recurrent cells are faster; other processors ignore the option. From jaxlib 0.11 on, the
+    library that XLA uses for convolutions takes up to twice as long as XLA's own code; products and sums still use the
+    library.
     """
     if mesh.devices.flat[0].platform != "cpu":
         return {}
@@ -274,7 +276,7 @@ def compiler_options(mesh: Mesh) -> dict[str, bool | int | str]:
 
 @cache
 def repeat_rows(sharding: NamedSharding) -> Callable:
-    """A tree so many times, in rows that lie on devices in the given way; compiled once for all runs."""
+    """Repeat a tree along a new row axis with the given sharding; compiled once for all runs."""
 
     def repeat(rows: int, values: Tree) -> Tree:
         return jax.tree.map(lambda a: jnp.broadcast_to(a, (rows, *a.shape)), values)
@@ -286,7 +288,7 @@ _copy = jax.jit(lambda values: jax.tree.map(jnp.copy, values))
 
 
 def stack_records(records: list[dict]) -> dict[str, Any]:
-    """The records of single rounds as :meth:`Engine.run` gives them, by the names that the first one has."""
+    """Stack the records of single rounds as :meth:`Engine.run` returns them, with the names of the first record."""
     found = {name: [record[name] for record in records if name in record] for name in records[0]}
     lists = (RECORDED_PHASES, CLIENT_INFO)
     return {name: values if name in lists else np.asarray(values) for name, values in found.items()}
@@ -295,7 +297,7 @@ def stack_records(records: list[dict]) -> dict[str, Any]:
 class Engine:
     """Compiles and runs blocks of rounds on a mesh.
 
-    ``samples`` are put on every device. Without them (None) the attribute is set before each block instead.
+    ``samples`` are copied to every device. If they are None, the attribute is set before each block.
     """
 
     def __init__(self, program: RoundProgram, mesh: Mesh, samples: Tree | None):
@@ -309,7 +311,7 @@ class Engine:
         return compiled_block(self.program, self.mesh, jax.tree.structure(algorithm))
 
     def put(self, server: Any, statistics: Tree, store: Tree) -> RoundState:
-        """Server, statistics and store on the mesh; the arrays are given away to the next block."""
+        """Place server state, statistics and store on the mesh; the next block donates these arrays."""
         if share_vectors(self.mesh):
             server = padded(server, self.devices)
         places = jax.tree.map(partial(NamedSharding, self.mesh), server_specs(server, self.mesh))
@@ -321,19 +323,19 @@ class Engine:
         )
 
     def whole_server(self, carry: RoundState) -> Any:
-        """The server's state with vectors that the devices share fetched to the host."""
+        """The server state, with sharded vectors copied to the host."""
         return fetched(carry.server) if share_vectors(self.mesh) else carry.server
 
     def new_store(self, client: Tree, capacity: int) -> Tree:
-        """A store of ``capacity`` rows a device, each ``client``, what one keeps that has not taken part."""
+        """A store of ``capacity`` rows for each device, filled with the initial client record ``client``."""
         return repeat_rows(self.store_sharding)(capacity * self.devices, client)
 
     def run(
         self, algorithm: Algorithm, carry: RoundState, key: Array, xs: RoundInputs, rounds: int
     ) -> tuple[RoundState, dict]:
-        """Run up to ``rounds`` rounds; ``carry`` is given away. Records come back as NumPy arrays [rounds].
+        """Run up to ``rounds`` rounds; ``carry`` is donated. Returns the carry and records as NumPy arrays [rounds].
 
-        Where clients are recorded, ``RECORDED_PHASES`` holds a list [rounds] of what was noted in each phase.
+        If clients are recorded, ``RECORDED_PHASES`` is a list [rounds] of the messages recorded in each phase.
         """
         with garbage_collection_paused():  # the first time it is traced
             run = self.block(algorithm)

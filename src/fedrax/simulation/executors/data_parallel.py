@@ -55,9 +55,9 @@ def clients_to_share(assigned: Sequence[Sequence[int]], cost: Sequence[float], s
 
 
 class DataParallelRunner(PhaseRunner):
-    """A phase on one of several devices, which share some clients.
+    """A phase on one of several devices that share the batches of some clients.
 
-    ``keys`` are those of all devices' places, one device's after another's, and so are ``everyone`` and ``order``.
+    ``keys``, ``everyone`` and ``order`` are those of the places of all devices, concatenated by device.
     """
 
     def __init__(self, *inputs: Any):
@@ -84,7 +84,7 @@ class DataParallelRunner(PhaseRunner):
         )
 
     def step(self, i: Array, before: Tree, progress: PhaseState) -> PhaseState:
-        """Client i of this device, or after its own ones the next shared client; one device keeps its result."""
+        """Run client i of this device, or after its own clients the next shared one, whose result one device stores."""
         joined = i >= self.alone
         k = jnp.where(joined, self.order[i - self.alone], self.me * self.room + i)
         owner = k // self.room

@@ -1,4 +1,4 @@
-"""Plan ``loop``: one compiled call a client, its local steps laid out one after another.
+"""Plan ``loop``: one compiled call for each client, with unrolled local steps.
 
 For models whose operations are slow inside compiled loops.
 """
@@ -34,7 +34,7 @@ from fedrax.tree import Tree
 
 
 class LoopEngine(Engine):
-    """Clients are dispatched from Python, in turn over the devices, which work in parallel."""
+    """Clients are dispatched from Python to the devices in turn; the devices work in parallel."""
 
     def __init__(self, program: RoundProgram, mesh: Mesh, samples: Tree | None):
         super().__init__(program._replace(unroll=True), mesh, samples)
@@ -75,7 +75,7 @@ class LoopEngine(Engine):
 
 
 class CompiledSteps:
-    """The pieces of a round, each a compiled program of its own."""
+    """The parts of a round, each of them a separate compiled program."""
 
     def __init__(self, program: RoundProgram):
         def runner(p: int, algorithm: Algorithm, *inputs: Any) -> PhaseRunner:
@@ -135,7 +135,7 @@ class LoopExecutor(Executor):
         return self.compiled.broadcast(p, self.algorithm, server)
 
     def clients(self, p: int, message: Tree, statistics: Tree) -> PhaseResult:
-        """All clients, a call each; what they bring is put together in the server's call."""
+        """Run all clients, one call for each; their results are combined in the server's call."""
         inputs = [
             (*jax.device_put((message, statistics), device), samples, round_inputs, keys)
             for device, samples, round_inputs, keys in zip(

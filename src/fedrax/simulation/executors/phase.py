@@ -1,4 +1,4 @@
-"""One phase of a round on one device: its clients' turns, one after another or a chunk at a time."""
+"""One phase of a round on one device: its clients run one after another, or in vectorized chunks."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from fedrax.xla import AGGREGATE, STATES, scope, vmap
 
 
 class PhaseState(NamedTuple):
-    """Where a device stands in a phase: sums, what goes up singly and what is kept by place, the store, and notes."""
+    """Loop state of one device in a phase: running sums, stacked uploads, client records, and recorded messages."""
 
     sums: ClientSums
     per_client: Tree
     client_records: Tree
     store: Tree
     notes: Any = ()
-    """Of what recorded clients sent."""
+    """Recorded uploads."""
     client_info: Any = ()
-    """The info of each client by place on the device, where the program asks for it."""
+    """The info of each client by its place on the device, if ``Program.client_info`` is set."""
 
 
 class PhaseRunner:
@@ -70,10 +70,10 @@ class PhaseRunner:
             samples,
             client_inputs(program, round_inputs, keys, k),
         )
-        """(what is kept, k) -> the client in place k at the end of the phase."""
+        """(client record, k) -> the result of the client in place k."""
 
     def start(self, client_records: Tree, store: Tree) -> PhaseState:
-        """Before the first client: zero sums and room for what is kept one per place."""
+        """The loop state before the first client: zero sums, and buffers with one entry for each place."""
         n = self.round_inputs.assignments.client.shape[0]
         begins = jax.eval_shape(self.get_state, store if self.first else client_records, jnp.int32(0))
         shape = jax.eval_shape(
@@ -109,9 +109,10 @@ class PhaseRunner:
     def after(
         self, progress: PhaseState, at: Array, done: ClientResult, real: Any, put: Callable, put_state: Callable
     ) -> PhaseState:
-        """What the client in place ``at`` leaves at the end of its turn, or several side by side: rows, sums and notes.
+        """The loop state after the client in place ``at``, or after several vectorized clients.
 
-        real: as of :func:`add_client`. put, put_state: (table, rows, values) -> the table with them in these rows.
+        real: as in :func:`add_client`. put, put_state: (table, rows, values) -> the table with these rows set to the
+        values.
         """
         sums, per_client, client_records, store, notes, client_info = progress
         client, slot = self.round_inputs.assignments.client[at], self.round_inputs.assignments.slot[at]
@@ -131,7 +132,7 @@ class PhaseRunner:
         return PhaseState(sums, per_client, client_records, store, notes, client_info)
 
     def run(self, client_records: Tree, store: Tree) -> PhaseState:
-        """All clients of this device."""
+        """Run all clients of this device."""
         chunk, count = self.program.chunk, self.round_inputs.count
         trips = (count + chunk - 1) // chunk if chunk else count
         return jax.lax.fori_loop(

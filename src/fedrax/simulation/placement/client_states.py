@@ -33,7 +33,7 @@ class ShardedRows:
         self._shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)
 
     def pieces(self, max_bytes: int = _PIECE_BYTES) -> Iterator[np.ndarray]:
-        """All rows in order."""
+        """Yield all rows in order, in chunks of at most ``max_bytes``."""
         for shard in self._shards:
             rows = np.asarray(shard.data)  # no copy on CPU
             step = max(1, max_bytes * len(rows) // max(1, rows.nbytes))

@@ -15,22 +15,23 @@ from fedrax.simulation.executors.data_parallel import clients_to_share
 from fedrax.simulation.round import RoundInputs
 
 _SMALL_STORE = 64 << 20
-"""Bytes of all devices' stores up to which each has a row for every client."""
+"""Bytes of the stores of all devices up to which each store has a row for every client."""
 _LOOKED_AT = 32
-"""Rounds that show whether devices ever gain by working together."""
+"""Number of simulated rounds that decide whether sharing batches between devices is enabled."""
 
 
 def round_up_size(number: int) -> int:
-    """To one of eight numbers between each power of two and the next: few occur, and as few programs."""
+    """Round up to one of eight numbers per power of two, so that few sizes occur and few programs are compiled."""
     step = 1 << max(0, number.bit_length() - 4)
     return -(-number // step) * step
 
 
 def rows_per_device(sampler: CohortSampler, devices: int, row_bytes: int, uneven: bool) -> int:
-    """Rows a device is to have for what clients keep: as many for every seed, so that no new one compiles anew.
+    """Rows for client records on each device, independent of the seed, so that another seed causes no recompilation.
 
-    All clients on every device where that takes little memory; else as many as will take part. Devices that share them
-    have some to spare, since they are not filled evenly. uneven: clients have more to do than others.
+    If that takes little memory, every device has a row for every client, otherwise for the clients that will
+    participate. Several devices have spare rows, because clients are not distributed evenly. uneven: clients have
+    different amounts of work.
     """
     clients = sampler.num_clients
     if clients * row_bytes * devices <= _SMALL_STORE:
@@ -41,9 +42,9 @@ def rows_per_device(sampler: CohortSampler, devices: int, row_bytes: int, uneven
 
 
 class Planner:
-    """Spreads each round's clients over devices, by their work, and gives clients with state a row to keep it.
+    """Assigns the clients of each round to devices by their amount of work, and client records to rows of the store.
 
-    A client's row lies on one device, allotted when it first takes part, so state never moves between devices.
+    The row of a client is allocated on one device when it first participates, so state never moves between devices.
     """
 
     def __init__(
@@ -63,10 +64,10 @@ class Planner:
         self.sampler, self.offsets, self.devices, self.stateful = sampler, offsets, devices, stateful
         self.by_samples, self.given = by_samples, dict(given or {})
         self.chunk = 1
-        """Clients of a device side by side."""
+        """Number of vectorized clients on a device."""
         self.straggling = sampler.stragglers > 0
         self.data_parallel_speed: float | None = None
-        """How many times as fast as one device all of them together are with a client; None: they never join."""
+        """Speedup when all devices share the batches of a client; None: they never do."""
         share = -(-sampler.largest // devices)
         even = not by_samples and not self.straggling
         self.positions = sampler.largest if stateful else share if even else min(sampler.largest, 2 * share)
@@ -86,12 +87,12 @@ class Planner:
             self.capacity = max(self.capacity, *self._used)  # of a seed that is one in a million
 
     def set_chunk(self, clients: int) -> None:
-        """From now on so many clients of a device go side by side."""
+        """Set the number of vectorized clients on a device."""
         self.chunk, self.positions = clients, -(-self.positions // clients) * clients
 
     @property
     def max_stateful_clients(self) -> int:
-        """Room for the clients with state that a device has in a round, as much for almost any seed."""
+        """Maximal number of clients with state on a device in a round; the same for almost every seed."""
         # Homes fall as if by chance: four deviations above an even share, or where sizes are too unlike a doubling.
         share = self.sampler.largest / self.devices
         spread = share * (1 - 1 / self.devices) * (1 - self.sampler.largest / self.sampler.num_clients)
@@ -105,18 +106,18 @@ class Planner:
         return min(room, self.positions)
 
     def rows(self) -> dict[int, int]:
-        """The row of each client that takes part, counted over all devices one after another."""
+        """The row of each client that participates, counted over all devices."""
         return {client: device * self.capacity + row for client, (device, row) in self.home.items()}
 
     def owners(self) -> np.ndarray:
-        """The client of each row of the state store, all devices' one after another; int32, -1 where none."""
+        """The client of each row of the stores of all devices; int32, -1 for unused rows."""
         owners = np.full(self.capacity * self.devices if self.stateful else 0, -1, np.int32)
         for client, row in self.rows().items():
             owners[row] = client
         return owners
 
     def _assign(self, round: int, cohort: np.ndarray) -> list[list[int]]:
-        """For each device the places in the cohort of its clients.
+        """For each device, the places of its clients in the cohort.
 
         A client with a home device runs there. The others are assigned to the least loaded device, largest work first;
         those with state have their home there from then on.
@@ -151,15 +152,15 @@ class Planner:
         return [sorted(positions) for positions in chosen]
 
     def _cost(self, round: int, cohort: np.ndarray) -> np.ndarray:
-        """What each client has to do, float [S]."""
+        """Amount of work of each client, float [S]."""
         cost = self.sampler.sizes[cohort].astype(float) if self.by_samples else np.ones(len(cohort))
         return cost * self.sampler.work(round, len(cohort)) if self.straggling else cost
 
     def join(self, speed: float) -> int:
-        """Let devices that work together ``speed`` times as fast do so, if that helps in any round of one seed.
+        """Enable sharing of batches with speedup ``speed`` if it helps in any of the rounds of a fixed seed.
 
-        Of one for all runs, so that whether a program has room for it follows from clients and settings alone. How many
-        devices there are then, 0 where it does not help.
+        The seed is the same for all runs, so that the compiled program depends on clients and settings only. Returns
+        the number of devices, or 0 if sharing does not help.
         """
         self.data_parallel_speed = speed if speed > 1 else None
         if self.data_parallel_speed and not self._like(_LOOKED_AT)._ever_joined(speed):
@@ -167,7 +168,7 @@ class Planner:
         return self.devices if self.data_parallel_speed else 0
 
     def _like(self, rounds: int) -> Planner:
-        """One for so many rounds of another seed, the same for all; of given cohorts no more than there are."""
+        """A planner for so many rounds of a fixed seed; with given cohorts at most for all of them."""
         other = self.sampler.for_rounds(rounds)
         kinds = {"devices": self.devices, "stateful": self.stateful, "by_samples": self.by_samples}
         return Planner(other, self.offsets, row_bytes=self._row_bytes, **kinds)
@@ -185,7 +186,7 @@ class Planner:
         return clients_to_share(assigned, self._cost(round, cohort).tolist(), self.data_parallel_speed)
 
     def idle_share(self, round: int) -> float:
-        """How long devices wait for the one with the most work in a round, as part of all its clients' work."""
+        """Idle time of the devices until the slowest one finishes, relative to the total work of the round."""
         cohort = self.sampler.cohort(round)
         assigned, cost = self._assign(round, cohort), self._cost(round, cohort)
         joined = self._joined(round, cohort, assigned)
@@ -193,7 +194,7 @@ class Planner:
         return float((len(load) * max(load) - sum(load)) / cost.sum())
 
     def _full(self, device: int, chosen: list[list[int]]) -> bool:
-        """Whether a device has no place left in this round, or no row."""
+        """Whether a device has no free place in this round, or no free row."""
         return len(chosen[device]) >= self.positions or (self.stateful and self._used[device] >= self.capacity)
 
     def block(self, first: int, rounds: int, length: int) -> RoundInputs:
@@ -248,16 +249,16 @@ class Planner:
 
 
 def device_round(xs: RoundInputs, r: int, d: int) -> RoundInputs:
-    """Round ``r`` of device ``d``: without these two axes."""
+    """Round ``r`` on device ``d``, without these two axes."""
     recorded = None if xs.recorded is None else xs.recorded[r]
     positions = jax.tree.map(lambda a: a[r, d], xs.assignments)
     return RoundInputs(xs.round[r], xs.cohort_size[r], xs.count[r, d], positions, recorded)
 
 
 def merge_devices(xs: RoundInputs, r: int, rows: int, samples: int = 0) -> RoundInputs:
-    """Round ``r`` of all devices as if of one: slots count through a store of ``rows`` rows a device.
+    """Round ``r`` of all devices, as for one device: slots index the concatenated stores of ``rows`` rows each.
 
-    And offsets through ``samples`` samples a device, where each has its own.
+    If each device has its own samples, offsets index the concatenation of ``samples`` samples for each device.
     """
     shares = []
     for d in range(xs.count.shape[1]):

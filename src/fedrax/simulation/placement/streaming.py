@@ -1,8 +1,8 @@
-"""Samples larger than the device, and client states larger than memory: what a block of rounds needs, and no more.
+"""Streaming of samples from the host, and of client states from disk, for one block of rounds at a time.
 
-A compiled block addresses samples and client states by row. It does not ask what else there is: so before a block
-the rows of its clients are gathered into small arrays on each device, with the block's ``offset`` and ``slot``
-renumbered on the host, and after it the states are written back. Blocks are cut where their rows would not fit.
+A compiled block addresses samples and client states by row. Before a block, the rows of its clients are gathered into
+small arrays on each device, and the block's ``offset`` and ``slot`` are renumbered on the host; afterwards the states
+are written back. A block ends before the round whose rows would not fit.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from fedrax.tree import Tree
 from fedrax.xla import CLIENT_AXIS
 
 _BLOCK_BYTES = 64 << 20
-"""Of one block's samples, and of its states, on an accelerator or on all CPU devices together. Longer blocks save
-nothing: copying as much takes far longer than starting a block, and larger arrays cost page faults every time."""
+"""Bytes of one block's samples, and of its states, on an accelerator or on all CPU devices together. Longer blocks save
+nothing: copying takes far longer than starting a block, and larger arrays cause page faults in every block.
+"""
 
 
 # -- where things lie ----------------------------------------------------------------------------------------------
@@ -63,7 +64,7 @@ def choose_placement(settings: Settings, samples: Tree, store_bytes: int, budget
 
 
 def release_pages(array: np.ndarray) -> None:
-    """Take a memory-mapped array's pages out of this process; they stay in the page cache and come back when read."""
+    """Drop the pages of a memory-mapped array from this process; they stay in the page cache."""
     mode, base = None, array
     while isinstance(base, np.ndarray):
         mode = base.mode if isinstance(base, np.memmap) else mode
@@ -76,9 +77,9 @@ def release_pages(array: np.ndarray) -> None:
 
 
 def unique_entries(values: np.ndarray, count: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
-    """The different entries of ``values`` [B, D, K] on each device, sorted, and the place of each entry in them.
+    """The distinct entries of ``values`` [B, D, K] on each device, sorted, and the index of each entry in them.
 
-    Of round b and device d only the first ``count[b, d]`` entries are meant.
+    For round b and device d only the first ``count[b, d]`` entries are used.
     """
     used = np.arange(values.shape[2]) < count[..., None]
     found, positions = [], np.zeros_like(values)
@@ -90,9 +91,9 @@ def unique_entries(values: np.ndarray, count: np.ndarray) -> tuple[list[np.ndarr
 
 
 def rounds_that_fit(values: np.ndarray, count: np.ndarray, rows: np.ndarray | None, room: int) -> int:
-    """How many of the first rounds, one at least, have no more than ``room`` rows on any device.
+    """How many of the first rounds fit into ``room`` rows on every device; at least one.
 
-    ``rows[v]`` is the number of rows of entry v, one if None; an entry in several rounds has its rows once.
+    ``rows[v]`` is the number of rows of entry v, one if None; an entry in several rounds is counted once.
     """
     used = np.arange(values.shape[2]) < count[..., None]
     need = np.zeros(len(values), np.int64)
@@ -110,7 +111,7 @@ def _budget(mesh: Mesh) -> int:
 
 
 class SampleStreamer:
-    """Samples that stay on the host; each device gets those of its own clients of a block."""
+    """Samples on the host; each device receives those of its own clients of a block."""
 
     def __init__(self, samples: Tree, planner: Planner, mesh: Mesh, longest: int):
         self.samples, self.mesh = samples, mesh
@@ -163,7 +164,7 @@ class SampleStreamer:
 
 
 class StateSpill:
-    """Client states on disk, one file a leaf, with rows as the store has them; a block's rows go to the devices."""
+    """Client states on disk, one file for each leaf; the rows of a block are copied to the devices."""
 
     def __init__(self, initial: Tree, planner: Planner, mesh: Mesh, longest: int, directory: Path | None):
         self.capacity, self.devices = planner.capacity, mesh.devices.size
@@ -182,7 +183,7 @@ class StateSpill:
         return rounds_that_fit(xs.assignments.slot[:rounds], xs.count[:rounds], None, self.room)
 
     def place(self, xs: RoundInputs, rounds: int) -> tuple[RoundInputs, list[np.ndarray]]:
-        """The block with the ``slot`` of each client on its device, and the rows that belong there."""
+        """The block with the ``slot`` of each client on its device, and the rows of each device."""
         found, positions = unique_entries(xs.assignments.slot[:rounds], xs.count[:rounds])
         slot = np.zeros_like(xs.assignments.slot)
         slot[:rounds] = positions
@@ -191,7 +192,7 @@ class StateSpill:
         ]
 
     def read(self, rows: list[np.ndarray]) -> Tree:
-        """A store on the devices with each device's ``rows``."""
+        """Read each device's ``rows`` into a store on the devices."""
 
         def one(file: RowFile, table: np.ndarray) -> np.ndarray:
             for d, mine in enumerate(rows):
@@ -202,7 +203,7 @@ class StateSpill:
         return jax.device_put(jax.tree.map(one, self.files, self._tables), self.sharding, may_alias=False)
 
     def write(self, rows: list[np.ndarray], store: Tree) -> None:
-        """Each device's ``rows`` from the store on the devices."""
+        """Write each device's ``rows`` from the store on the devices to disk."""
 
         def one(file: RowFile, leaf: Any) -> None:
             parts = [s.data for s in leaf.addressable_shards] if isinstance(leaf, jax.Array) else [leaf]
@@ -212,7 +213,10 @@ class StateSpill:
         jax.tree.map(one, self.files, store)
 
     def fill(self, leaves: Tree, old: np.ndarray, new: np.ndarray) -> None:
-        """Rows ``old`` (rising) of saved leaves become rows ``new``; initial ones need no place on disk."""
+        """Copy rows ``old`` (ascending) of saved leaves to rows ``new``.
+
+        Rows with the initial record take no disk space.
+        """
 
         def one(file: RowFile, leaf: Any) -> None:
             start = file.initial.reshape(-1).view(np.uint8)
@@ -234,11 +238,11 @@ class RoundBlock(NamedTuple):
     samples: Tree | None
     """On the devices; None where they always are."""
     rows: list[np.ndarray]
-    """Of each device, the rows of client states on disk."""
+    """The rows of client states on disk, for each device."""
 
 
 class BlockLoader:
-    """Plans blocks of rounds and, where samples are streamed or states spilled, brings and keeps what they need."""
+    """Plans blocks of rounds, and loads and stores their streamed samples and spilled states."""
 
     def __init__(self, planner: Planner, longest: int, streamer: SampleStreamer | None, spill: StateSpill | None):
         self.planner, self.longest, self.streamer, self.spill = planner, longest, streamer, spill
@@ -246,12 +250,12 @@ class BlockLoader:
         self._ahead: Future[RoundBlock] | None = None
 
     def next_block(self, first: int, rounds: int) -> RoundBlock:
-        """The block that begins with round ``first``: the one made ahead, else one of up to ``rounds``."""
+        """The block that begins with round ``first``: the prefetched one, otherwise one of up to ``rounds`` rounds."""
         ahead, self._ahead = self._ahead, None
         return self._make(first, rounds) if ahead is None else ahead.result()
 
     def prefetch(self, first: int, rounds: int) -> None:
-        """Begin to make the next block in the background, if that is worth while."""
+        """Start to prefetch the next block in the background, if that saves time."""
         if self.streamer is not None:
             self._ahead = begun(self._make, first, rounds)
 
@@ -268,11 +272,11 @@ class BlockLoader:
         return RoundBlock(xs, rounds, samples, rows)
 
     def load_states(self, carry: RoundState, portion: RoundBlock) -> RoundState:
-        """The carry with the states that a block starts from."""
+        """The carry with the client states at the start of a block."""
         return carry if self.spill is None else carry._replace(store=self.spill.read(portion.rows))
 
     def save_states(self, carry: RoundState, portion: RoundBlock) -> RoundState:
-        """The carry after the block, its states in their place."""
+        """The carry after a block, with spilled states written to disk."""
         if self.spill is None:
             return carry
         self.spill.write(portion.rows, carry.store)
@@ -283,7 +287,7 @@ class BlockLoader:
         return carry.store if self.spill is None else self.spill.files
 
     def close(self, failed: bool) -> None:
-        """End the background's work; states on disk stay readable unless the run has failed."""
+        """Wait for the background thread; states on disk stay readable unless the run has failed."""
         if self._ahead is not None:
             wait([self._ahead])
         if failed and self.spill is not None:
