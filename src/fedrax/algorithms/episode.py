@@ -49,7 +49,7 @@ class Episode(Algorithm):
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """First the resampled gradients G_i, then the local steps."""
+        """Two phases: the resampled gradients G_i, then the local steps."""
         return (
             Phase(lambda server: server.params, self.resample, self.center),
             Phase(self.broadcast, self.client, self.server),
@@ -60,7 +60,7 @@ class Episode(Algorithm):
         return Server(params, tree.zeros_like(params), self.server_optimizer.init(params))
 
     def resample(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
-        """Phase 1: G_i, kept for phase 2 as the client's state within the round, with weight decay.
+        """Phase 1: compute G_i, with weight decay; it is the client state that phase 2 receives.
 
         Args:
             message: pytree of the global parameters x.
@@ -93,7 +93,7 @@ class Episode(Algorithm):
         return Message(server.params, server.gradient)
 
     def client(self, message: Message, state: Tree, data: ClientData) -> ClientOutput:
-        """Phase 2: corrected local steps, clipped or not as |G| says."""
+        """Phase 2: corrected local steps, which are clipped if |G| > gamma / eta."""
         shift = tree.sub(message.gradient, state)
         # gamma / eta, which the schedule leaves constant; equality counts as not clipped
         threshold = jnp.inf if self.gamma is None else self.gamma / self.local.lr
@@ -125,9 +125,10 @@ class ParallelServer(NamedTuple):
 
 @hyperparameters
 class NaiveParallelClip(Algorithm):
-    """One step per round on the cohort's mean minibatch gradient G: x <- x - min(eta, gamma / |G|) G.
+    """One step per round on the cohort's mean mini-batch gradient G: x <- x - min(eta, gamma / |G|) G.
 
-    eta is ``local.lr`` and gamma ``local.clip``; ``local`` also gives batches and schedule, and a prox.
+    eta is ``local.lr`` and gamma is ``local.clip``. Batch size, schedule and proximal operator are fields of ``local``,
+    too.
 
     Example:
         >>> method = fedrax.algorithms.NaiveParallelClip(local=fedrax.LocalSGD(lr=0.1, steps=1, clip=1.0))

@@ -1,8 +1,8 @@
 """FedADMM: the alternating direction method of multipliers with inexact local steps (LoSAC paper, Appendix E).
 
-It minimizes (1/N) sum_i f_i + Psi in its consensus form, in which every client keeps a copy x_i of the server's z
-and a multiplier pi_i for x_i = z. Eq. 74 has absorbed the factor 1/N in f_i; here f_i is what it is for every other
-method, and Psi is taken N times instead.
+It minimizes (1/N) sum_i f_i + Psi in consensus form: every client stores a copy x_i of the server's z and a multiplier
+pi_i for the constraint x_i = z. In Eq. 74 the factor 1/N is part of f_i. Here f_i is the same as in every other method,
+and Psi is multiplied by N instead.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Client(NamedTuple):
 class FedADMM(Algorithm):
     """x_i <- (rho eta z - eta pi_i + x_i - eta g_i) / (1 + rho eta), pi_i <- pi_i + rho (x_i - z) (Algorithm 3).
 
-    The server minimizes over z, from the last pi_i + rho x_i of all clients. What it keeps of them is their sum;
-    clients send by how much their term has changed.
+    The server minimizes over z, given the last pi_i + rho x_i of all clients. It stores only their sum; clients upload
+    the change of their term.
 
     Example:
         >>> method = fedrax.algorithms.FedADMM(local=fedrax.LocalSGD(lr=0.1, steps=5), rho=1.0)
@@ -53,22 +53,22 @@ class FedADMM(Algorithm):
     local: LocalSGD = LocalSGD()
     """Local training of each client: learning rate, number of steps, mini-batch size."""
     rho: Positive = 5.0
-    """Penalty parameter: strength of the coupling of x_i and z, to be tuned with the step size.
-
-    Where rho eta T is far above 1, a round is one step of gradient descent, 1 / rho long whatever eta and T are; where
-    it is far below, it diverges."""
+    """Penalty parameter: strength of the coupling of x_i and z, to be tuned together with the learning rate. If rho eta
+    T is far above 1, a round is one gradient descent step with learning rate 1 / rho, for any eta and T; if it is far
+    below 1, the method diverges.
+    """
     prox: Prox | None = None
     """Regularizer Psi, on the server."""
     server_steps: PositiveInt = 1
     """Proximal steps (Eq. 81) that the server takes on z in each round."""
     server_lr: Positive | None = None
-    """eta_g, their size; None: 1 / (N rho), with which one step gives the minimum (Eq. 82)."""
+    """eta_g, learning rate of these steps; None: 1 / (N rho), for which one step gives the minimum (Eq. 82)."""
 
     traits = Traits(uniform_weights=True, own_models=True)
     """The server's problem has uniform weights, and clients start from their own models."""
 
     def check(self) -> None:
-        """Raise FedraxError for options that Algorithm 3 does not have."""
+        """Raise FedraxError for options of local steps that Algorithm 3 does not define."""
         for name in ("momentum", "clip", "optimizer"):
             if getattr(self.local, name) is not None:
                 raise FedraxError(f"FedADMM has its own local steps: unset local.{name}")
@@ -101,7 +101,7 @@ class FedADMM(Algorithm):
         return ClientOutput(upload=change, state=Client(result.params, result.memory), info=result.info)
 
     def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
-        """Updates the cohort's terms of the sum, then takes the first steps on z of the next round."""
+        """Update the cohort's terms of the sum, then take the steps on z with which the next round begins."""
         total = tree.add_scaled(server.total, jnp.asarray(cohort.size, float), cohort.mean)
         return Server(self._minimized(server.params, total, cohort.num_clients), total), {}
 

@@ -21,7 +21,7 @@ from fedrax.tree import Tree
 class Server(NamedTuple):
     """Global parameters, the uploads in transit, and the server optimizer's state.
 
-    coming: leaves [max_delay + 1, ...]; row d is the sum that the server's step after d others will take.
+    coming: leaves [max_delay + 1, ...]; row d is the sum of the uploads that arrive after d more server steps.
     """
 
     params: Tree
@@ -30,7 +30,7 @@ class Server(NamedTuple):
 
 
 class Upload(NamedTuple):
-    """Delta_i, and tau_i, how many steps the server takes between the client's start and its upload's arrival."""
+    """Delta_i and its staleness tau_i: the number of server steps from the client's start to the upload's arrival."""
 
     params: Tree
     delay: Array
@@ -40,12 +40,13 @@ class Upload(NamedTuple):
 class FedBuff(Algorithm):
     """Server steps on the mean of the K uploads that arrived since the last step, weighted by staleness.
 
-    x <- x + eta_g / K sum_i (1 + tau_i)^-power Delta_i, where Delta_i comes of local steps from the x of tau_i steps
-    before. Algorithms 1 and 2; power 1/2 is section 5's scaling. Delays come of the participation
-    :class:`fedrax.participation.Asynchronous`, whose K is ``cohort_size``; without them it is FedAvg. A round is what
-    begins between two steps of the server: clients compute at once and their uploads wait, which gives the numbers of
-    clients that take their time. In a ``ClientDP`` that adds its noise at the server every sum that is kept has noise
-    of its own, and a step meets that of ``max_delay`` + 1 rounds: leave ``max_delay`` no longer than delays are.
+    x <- x + eta_g / K sum_i (1 + tau_i)^-power Delta_i, where Delta_i is computed by local steps from the x of tau_i
+    steps before. Algorithms 1 and 2; power 1/2 is the scaling of section 5. Delays are defined by the participation
+    policy :class:`fedrax.participation.Asynchronous`, and K is ``cohort_size``; without delays this is FedAvg. A round
+    contains the clients that start between two server steps. They compute at once and their uploads are delayed, which
+    gives the same numbers as clients that compute during the delay. Inside a ``ClientDP`` that adds noise at the
+    server, the sum of every delay has independent noise, and a step receives the noise of ``max_delay`` + 1 rounds: set
+    ``max_delay`` no larger than the delays are.
 
     Example:
         >>> method = fedrax.algorithms.FedBuff(local=fedrax.LocalSGD(lr=0.1, steps=5), max_delay=4)

@@ -49,9 +49,9 @@ class Received(NamedTuple):
 
 @hyperparameters
 class FedCM(Algorithm):
-    """d = alpha g_i + (1 - alpha) m, with m = -sum_i p_i Delta_i / (eta T_i) of the round before, zero at first.
+    """d = alpha g_i + (1 - alpha) m, with m = -sum_i p_i Delta_i / (eta T_i) of the last round, initially zero.
 
-    Algorithm 2 of the paper, whose server step is lr * eta * T of ours. alpha = 1 is FedAvg.
+    Algorithm 2 of the paper, whose server learning rate is ours times eta T. alpha = 1 is FedAvg.
 
     Example:
         >>> method = fedrax.algorithms.FedCM(local=fedrax.LocalSGD(lr=0.1, steps=5), alpha=0.1)
@@ -93,7 +93,7 @@ class FedCM(Algorithm):
         return Received(upload.params, tree.scale(1 / upload.steps, upload.params))
 
     def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
-        """One step of the server optimizer on the mean update, which in units of -eta is the next momentum."""
+        """Take one step of the server optimizer on the mean update, and update the momentum."""
         lr = jnp.asarray(self.local.step_size(cohort.round))
         renewed = tree.scale(-1 / jnp.where(lr > 0, lr, 1), cohort.mean.step)
         # without clients, or with a scheduled step size of zero, there is no new direction

@@ -24,7 +24,7 @@ class Server(NamedTuple):
 
 
 class Client(NamedTuple):
-    """lambda_i: where the local problem was solved exactly, the gradient of f_i at the client's last x_i."""
+    """lambda_i; if the local problem was solved exactly, it is the gradient of f_i at the client's last x_i."""
 
     dual: Tree
 
@@ -34,8 +34,8 @@ class FedDyn(Algorithm):
     """Clients minimize f_i(x_i) - <lambda_i, x_i> + alpha/2 |x_i - x|^2, with momentum on the gradient of the sum.
 
     Then lambda_i <- lambda_i - alpha (x_i - x), and over the S clients of the cohort, of N,
-    h <- h - alpha/N sum (x_i - x) and x <- mean x_i - h / alpha. Algorithm 1, with one alpha for all clients: the
-    authors' code takes alpha times mean n / n_i on a client of n_i samples.
+    h <- h - alpha/N sum (x_i - x) and x <- mean x_i - h / alpha. Algorithm 1, with the same alpha for all clients; the
+    authors' code multiplies it by mean(n) / n_i at a client with n_i samples.
 
     Example:
         >>> method = fedrax.algorithms.FedDyn(local=fedrax.LocalSGD(lr=0.1, steps=5), alpha=0.1)

@@ -30,10 +30,10 @@ class Upload(NamedTuple):
 
 @hyperparameters
 class FedExP(Algorithm):
-    """x <- x + eta_g Delta with eta_g = max(1, sum_i p_i |Delta_i|^2 / (2 (|Delta|^2 + epsilon))). Algorithm 1.
+    """x <- x + eta_g Delta with eta_g = max(1, sum_i p_i |Delta_i|^2 / (2 (|Delta|^2 + epsilon))).
 
-    Delta = sum_i p_i Delta_i is short where the clients' updates point in different directions: there the server's
-    step is longer than FedAvg's. It is in the events as ``server_lr``.
+    Algorithm 1. The norm of Delta = sum_i p_i Delta_i is small if the clients' updates point in different directions;
+    the server step is then longer than FedAvg's. Events have eta_g as ``server_lr``.
 
     Example:
         >>> method = fedrax.algorithms.FedExP(local=fedrax.LocalSGD(lr=0.1, steps=5), epsilon=0.01)

@@ -24,7 +24,7 @@ class Server(NamedTuple):
 
 
 class Upload(NamedTuple):
-    """(x - x_i) / eta, integers between -T and T in the shortest type that holds them, and m_i."""
+    """(x - x_i) / eta, integers between -T and T in the narrowest dtype that can represent them, and m_i."""
 
     steps: Tree
     momentum: Tree
@@ -101,6 +101,6 @@ class FedLion(Algorithm):
 
 
 def shortest(largest: int | None) -> Any:
-    """The shortest type of integers between -``largest`` and ``largest``; None: unknown."""
+    """The narrowest integer dtype for values between -``largest`` and ``largest``; None: unknown."""
     kinds = (jnp.int4, jnp.int8, jnp.int16)
     return next((kind for kind in kinds if largest is not None and largest <= jnp.iinfo(kind).max), jnp.int32)

@@ -35,9 +35,9 @@ class Upload(NamedTuple):
 class FedNova(Algorithm):
     """x <- x + eta_g tau_eff sum_i p_i Delta_i / |a_i|_1 with tau_eff = sum_i p_i |a_i|_1.
 
-    The local steps end at x - eta sum_k a_ik g_ik, where g_ik is the gradient of step k. Divided by the sum of its
-    a_ik every client's update weighs the same, however many steps it took, and the fixed point is no longer that
-    of the clients who took most. (With ``mu`` the authors' code has sum_i p_i T_i in the place of tau_eff.)
+    The local steps end at x - eta sum_k a_ik g_ik, where g_ik is the gradient of step k. Each update is divided by the
+    sum of its a_ik, so that the weight of a client does not depend on its number of steps, and the fixed point is not
+    biased toward clients with many steps. (With ``mu`` the authors' code uses sum_i p_i T_i as tau_eff.)
 
     Example:
         >>> method = fedrax.algorithms.FedNova(local=fedrax.LocalSGD(lr=0.1, steps=5), mu=0.01)
@@ -53,7 +53,7 @@ class FedNova(Algorithm):
     """Strength of a proximal term mu/2 |x_i - x|^2 in the local loss, as FedProx has it."""
 
     def check(self) -> None:
-        """Refuse local steps whose |a_i|_1 has no closed form."""
+        """Raise FedraxError for local steps whose |a_i|_1 has no closed form."""
         between = ("clip", "weight_decay", "prox", "optimizer")
         used = next((name for name in between if getattr(self.local, name) is not None), None)
         if used is not None:

@@ -1,7 +1,8 @@
-"""GradMA (Luo et al. 2023): directions corrected on the workers, on the server with a memory of updates, or on both.
+"""GradMA (Luo et al. 2023): directions corrected at the workers, at the server with a memory of updates, or at both.
 
-A correction takes the direction's nearest vector that does not point against any of a few remembered ones
-(:mod:`fedrax.optim.cone`). The worker remembers its last point and the global one, the server its clients' updates.
+A correction projects a direction onto the cone of vectors with no negative inner product with any of a few stored
+vectors (:mod:`fedrax.optim.cone`). These are gradients at earlier points and x_i - x at a worker, and the clients'
+updates at the server.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ class Memory(NamedTuple):
     scale: Array
     """[m]."""
     gram: Array
-    """Inner products of the v, [1, m, m], or [leaves, m, m] where each leaf has a program of its own."""
+    """Inner products of the v, [1, m, m], or [leaves, m, m] if there is one quadratic program for each leaf."""
     owner: Array
     """int32 [m]: the client in each slot, num_clients in a free one."""
     count: Array
-    """int32 [m]: the rounds its client took part in since it entered (the paper's counter)."""
+    """int32 [m]: the number of participations of the slot's client since it was added (the paper's counter)."""
     entered: Array
     """int32 [m]: the round in which it entered."""
 
@@ -56,8 +57,8 @@ class Memory(NamedTuple):
 def corrected_steps(algorithm: GradMAW | GradMA, x: Tree, state: Tree, data: ClientData) -> tuple[LocalResult, Tree]:
     """Local steps along the corrected gradients (Algorithm 2), and the client's next state.
 
-    Two gradients are known without being computed: at the first step that at x, at the second that at the point
-    before, which is x.
+    Two gradients need not be computed again: in the first step the one at x, and in the second step the one at the
+    previous point, which is x.
     """
     local, remembers = algorithm.local, algorithm.previous == "local"
 
@@ -83,10 +84,10 @@ def corrected_steps(algorithm: GradMAW | GradMA, x: Tree, state: Tree, data: Cli
 
 @hyperparameters
 class GradMAW(Averaging):
-    """GradMA on the workers alone: local steps along p~ (Algorithm 7).
+    """GradMA at the workers only: local steps along p~ (Algorithm 7).
 
-    p~ is the nearest to the gradient with no negative inner product with the gradients, on the same batch, at the
-    point before and at x, and with x_i - x.
+    p~ is the nearest vector to the gradient with no negative inner product with three vectors: x_i - x, and the
+    gradients on the same batch at the previous point and at x.
 
     Example:
         >>> method = fedrax.algorithms.GradMAW(local=fedrax.LocalSGD(lr=0.1, steps=5), scope="vector")
@@ -113,9 +114,9 @@ class GradMAW(Averaging):
 class ServerMemory(Algorithm):
     """Base of the methods with GradMA's server (Algorithms 3, 4 and 8).
 
-    m = beta1 m~ + d with d = sum_i p_i d_i and d_i = x - x_i. D[i] sums client i's updates, forgotten by the
-    factor beta2 a round. m~ is the nearest to m with no negative inner product with any D[i]; x <- x - lr m~.
-    With no memory it is FedAvgM.
+    m = beta1 m~ + d with d = sum_i p_i d_i and d_i = x - x_i. D[i] is the sum of client i's updates, which decays by
+    the factor beta2 in each round. m~ is the nearest vector to m with no negative inner product with any D[i]; x <- x -
+    lr m~. Without memory it is FedAvgM.
     """
 
     local: LocalSGD = LocalSGD()
@@ -127,9 +128,10 @@ class ServerMemory(Algorithm):
     beta2: Decay = 0.5
     """Decay of a stored update per round."""
     memory: NonNegativeInt = 100
-    """Clients whose updates are remembered; none, or at least the cohort. More than there are clients is all of
-    them. When full, of the clients outside the cohort the one that took part least since it entered is dropped
-    (of several the first to enter, of these the smallest number)."""
+    """Number of clients whose updates are stored: 0, or at least the cohort size; larger numbers than that of all
+    clients mean all. A full memory drops, among the clients outside the cohort, the one with the fewest participations
+    since it was added (in a tie the earliest one, then the one with the smallest number).
+    """
     scope: Scope = "vector"
     """One quadratic program over the whole vector (as printed), or one for each leaf (what the authors ran)."""
 
@@ -139,7 +141,7 @@ class ServerMemory(Algorithm):
         return Traits(largest_cohort=self.memory or None)
 
     def init(self, params: Tree, num_clients: int) -> Server:
-        """Server state before the first round: nothing remembered."""
+        """Server state before the first round, with an empty memory."""
         m = min(self.memory, num_clients)
         zeros = tree.zeros_like(params)
         if m == 0:
@@ -156,7 +158,7 @@ class ServerMemory(Algorithm):
         """Local steps; d_i is uploaded as in :meth:`output`."""
 
     def output(self, update: Tree, info: Info, state: Tree = ()) -> ClientOutput:
-        """d_i by itself where the server stores it, otherwise averaged."""
+        """Upload d_i for each client separately if the server stores it, otherwise for the mean."""
         if self.memory:
             return ClientOutput(upload=(), each=ServerVectors.of(update), info=info, state=state)
         return ClientOutput(upload=update, info=info, state=state)
@@ -210,9 +212,9 @@ class ServerMemory(Algorithm):
 
 
 def take_slots(memory: Memory, clients: Array, num_clients: int) -> tuple[Array, Array]:
-    """The slot of each client of the cohort (beyond the last slot where there is none), and who is new (Algorithm 4).
+    """The slot of each client of the cohort, and whether it is new (Algorithm 4).
 
-    The order of the clients does not matter.
+    A client without a slot gets an index beyond the last one. The result does not depend on the order of the clients.
     """
     room = len(memory.owner)
     real = clients < num_clients
@@ -228,9 +230,7 @@ def take_slots(memory: Memory, clients: Array, num_clients: int) -> tuple[Array,
 
 @hyperparameters
 class GradMAS(ServerMemory):
-    """GradMA on the server alone: m = beta1 m~ + d, corrected by the server memory.
-
-    See :class:`ServerMemory`.
+    """GradMA at the server only: m = beta1 m~ + d, corrected by the server memory. See :class:`ServerMemory`.
 
     Example:
         >>> method = fedrax.algorithms.GradMAS(local=fedrax.LocalSGD(lr=0.1, steps=5))

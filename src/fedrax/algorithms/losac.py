@@ -70,10 +70,10 @@ def _zero_blocks(params: Tree, num_blocks: int) -> VectorTable:
 class LoSAC(Algorithm):
     """Local steps along phi_i / N - y_ij + g_ij(x_i), refreshing phi_i and y_ij after each (paper Eq. 11-13).
 
-    The printed server rule, x + (1/N) sum Delta x_i and phi + (N/S) sum Delta phi_i with g_ij = M grad f_ij,
-    makes phi about M N / S times the gradient sum that Eq. 12 calls it. At equal step sizes the printed form
-    therefore takes larger effective steps than other methods; tune the step size of each when comparing.
-    The consistent reading is a SAGA memory in the proper scale.
+    The printed server rule, x + (1/N) sum Delta x_i and phi + (N/S) sum Delta phi_i with g_ij = M grad f_ij, makes phi
+    about M N / S times the sum of gradients that it should be by Eq. 12. At equal learning rates the printed form
+    therefore takes larger effective steps than other methods; tune the learning rate of each method in comparisons. The
+    consistent reading is a SAGA table with consistent scaling.
 
     Example:
         >>> method = fedrax.algorithms.LoSAC(local=fedrax.LocalSGD(lr=0.1, steps=5, blocks=5), reading="consistent")
@@ -84,8 +84,9 @@ class LoSAC(Algorithm):
     local: LocalSGD = LocalSGD(steps=5, blocks=5)
     """Local training of each client; ``blocks`` is M, the number of data blocks with a stored gradient."""
     reading: Literal["printed", "consistent", "auto"] = "auto"
-    """Scales of Eq. 11-13: as printed, or such that Eq. 12 holds. auto: as printed, but consistent where a
-    prox is given, because the printed scales would solve the problem with a weaker regularizer."""
+    """Scaling of Eq. 11-13: as printed, or such that Eq. 12 holds. auto: as printed, but consistent with a proximal
+    operator, because the printed scaling would solve the problem with a weaker regularizer.
+    """
 
     @property
     def consistent(self) -> bool:

@@ -20,7 +20,7 @@ from fedrax.tree import Tree
 class Server(NamedTuple):
     """Global parameters, the memory's mean over all N clients, the memory itself and the optimizer's state.
 
-    memory: N vectors where the server keeps it, an empty tuple where the clients do.
+    memory: N vectors if the server stores them, an empty tuple if the clients do.
     """
 
     params: Tree
@@ -33,9 +33,9 @@ class Server(NamedTuple):
 class MIFA(Algorithm):
     """Server steps on the mean of the last updates of all N clients, including absent ones (zero at first).
 
-    What is remembered of a client is G_i = Delta_i / eta of the round that it took part in, and the server's step is
-    eta of its own round (Algorithm 1): under a ``local.schedule`` no older update weighs more than a new one. Where
-    eta does not change that is Delta_i itself.
+    What is stored for a client is G_i = Delta_i / eta with the eta of its last participation, and the server step uses
+    the eta of the current round (Algorithm 1). Under a ``local.schedule``, older updates therefore do not have a larger
+    weight than new ones. With constant eta this is the same as storing Delta_i.
 
     Example:
         >>> method = fedrax.algorithms.MIFA(local=fedrax.LocalSGD(lr=0.1, steps=5), memory="server")
@@ -64,7 +64,7 @@ class MIFA(Algorithm):
         return tree.zeros_like(params) if self.memory == "clients" else ()
 
     def client(self, message: Tree, state: Tree, data: ClientData) -> ClientOutput:
-        """Local SGD; the update, or its change since the client's last one."""
+        """Local SGD; uploads the update, or its change since the client's last one."""
         result, factor = self.local.run(data, message), self.local.schedule(data.round)
         delta = tree.scale(1 / jnp.where(factor > 0, factor, 1), tree.sub(result.params, message))
         if self.memory == "server":

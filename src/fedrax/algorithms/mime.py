@@ -1,6 +1,6 @@
 """Mime, MimeLite and MimeSVRG (Karimireddy et al. 2021): local steps that mimic a centralized optimizer.
 
-Its momentum s is the server's and stays fixed during the local steps; clients remember nothing.
+The momentum s belongs to the server and is fixed during the local steps; clients have no state.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CenteredGradients(Algorithm):
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """First the full gradients, then the local steps."""
+        """Two phases: the full gradients, then the local steps."""
         return (
             Phase(lambda server: server.params, self.measure, self.center),
             Phase(self.broadcast, self.client, self.server),
@@ -56,7 +56,7 @@ class CenteredGradients(Algorithm):
         return Server(params, tree.zeros_like(params), self.server_optimizer.init(params))
 
     def measure(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
-        """Phase 1: the client's full gradient at x, with weight decay, as all gradients of Mime."""
+        """Phase 1: the client's full gradient at x, including weight decay like every gradient in Mime."""
         loss, gradient = data.full_gradient(message, self.local.reduction)
         gradient = self.local.decayed(gradient, message)
         return ClientOutput(upload=gradient, info={"loss": loss, "gradients": data.size.astype(float)})
@@ -129,7 +129,7 @@ def _mixed(beta: Any, gradient: Tree, momentum: Tree) -> Tree:
 
 
 def _renewed(beta: Any, gradient: Tree, momentum: Tree, cohort: Cohort) -> Tree:
-    """The next s; where no client participated the last one, as there is no gradient."""
+    """The next s; unchanged in a round without clients, which has no gradient."""
     return tree.where(cohort.size > 0, _mixed(beta, gradient, momentum), momentum)
 
 

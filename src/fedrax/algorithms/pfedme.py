@@ -34,8 +34,8 @@ class PFedMe(Algorithm):
     """On each batch theta ~ argmin f_i(theta; batch) + lambda/2 |theta - w|^2, then w <- w - eta lambda (w - theta).
 
     w starts at x in every round and x <- x + beta mean (w - x), where beta is ``server_optimizer.lr``. eta is
-    ``local.lr``; weight decay belongs to f_i, clipping and a proximal operator to the step of w. The loss in the
-    events is that at w. Algorithm 1.
+    ``local.lr``. Weight decay is part of f_i; clipping and a proximal operator apply to the step of w. The loss in
+    events is the loss at w. Algorithm 1.
 
     Example:
         >>> method = fedrax.algorithms.PFedMe(local=fedrax.LocalSGD(lr=0.005, steps=5), lam=15.0)

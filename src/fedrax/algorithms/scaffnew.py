@@ -42,14 +42,15 @@ class Moved(NamedTuple):
 class Scaffnew(Algorithm):
     """Local steps along g_i - h_i until communication (probability p per step), then h_i <- h_i + p / eta (x - x_i).
 
-    The coin is tossed after each step, and all clients see the same one: a round has T local steps, T geometric with
-    mean 1 / p and alike for the whole cohort (``local`` does not say how many). Then x is the mean of the x_i; the
-    second exchange of the round sends it to those it is the mean of, who renew h_i by it (Algorithm 2). Where all
-    clients take part in every round that x is also what opens the next round, and need travel but once.
+    Whether to communicate is a random draw after each step that all clients share. A round therefore has T local steps,
+    where T is geometric with mean 1 / p and equal for the whole cohort (``local.steps`` must be unset). Then x is the
+    mean of the x_i. The second exchange of the round sends it to the same cohort, which updates h_i with it (Algorithm
+    2). With full participation in every round, this x is also the broadcast of the next round, so it would have to be
+    sent only once.
 
-    The paper has all clients take part. With S of N this is TAMUNA without compression (Condat et al. 2023) at chi = 1:
-    the h_i still sum to zero, as only means over the cohort are taken off, but the proof asks for a
-    chi <= N (S - 1) / (S (N - 1)) < 1. With S = 1 all h_i stay zero, and it is local SGD.
+    The paper assumes full participation. With cohorts of S of N clients this is TAMUNA without compression (Condat et
+    al. 2023) at chi = 1. The h_i still sum to zero, but the proof requires chi <= N (S - 1) / (S (N - 1)) < 1. With S =
+    1 all h_i stay zero, and it is local SGD.
 
     Example:
         >>> method = fedrax.algorithms.Scaffnew(local=fedrax.LocalSGD(lr=0.1), p=0.1)
@@ -123,7 +124,7 @@ class Scaffnew(Algorithm):
 def geometric(key: Array, p: Array | float) -> Array:
     """A geometric random number, int32: 1 + floor(log U / log(1 - p)) with U uniform on (0, 1].
 
-    In float32 whatever the run's precision, so that both precisions toss alike.
+    Computed in float32 for every dtype of the run, so that runs in float32 and float64 draw the same numbers.
     """
     uniform = 1 - jax.random.uniform(key, (), jnp.float32)
     failures = jnp.log(uniform) / jnp.log1p(-jnp.asarray(p, jnp.float32))

@@ -34,9 +34,9 @@ class Client(NamedTuple):
 class SignSGD(Algorithm):
     """One step per round: clients upload the signs of their gradients; x <- x - eta sign(sum of signs).
 
-    The gradient is that of one batch. With ``beta`` the signs are those of m_i <- beta m_i + (1 - beta) g_i, which a
-    client keeps: SIGNUM. Weight decay is the server's, x <- x - eta (sign(...) + decay x). A tie leaves x unchanged.
-    Algorithm 3; eta is ``local.lr``.
+    The gradient is that of one mini-batch. With ``beta`` the signs are those of m_i <- beta m_i + (1 - beta) g_i, which
+    is client state (SIGNUM). The server applies weight decay, x <- x - eta (sign(...) + decay x). A tie leaves x
+    unchanged. Algorithm 3; eta is ``local.lr``.
 
     Example:
         >>> method = fedrax.algorithms.SignSGD(local=fedrax.LocalSGD(lr=1e-3, steps=1), beta=0.9)
@@ -93,8 +93,8 @@ class SignSGD(Algorithm):
 def majority(mean: Tree, voters: Array) -> Tree:
     """The signs of the mean vote; 0 for a tie, whose mean is zero up to rounding.
 
-    Any other mean is at least one vote's share. How much a vote is does not matter, as a wrapper may have shortened all
-    of them alike.
+    Any other mean is at least the weight of one vote. The magnitude of votes does not matter, because a wrapper may
+    have scaled all of them equally.
     """
     largest = jnp.max(jnp.stack([jnp.max(jnp.abs(leaf), initial=0) for leaf in jax.tree.leaves(mean)]))
     voters = voters.astype(largest.dtype)

@@ -19,11 +19,11 @@ from fedrax.tree import Tree
 
 @hyperparameters
 class Upcycled(Wrapper):
-    """After the inner round took x- to x, the server moves on without the clients: x <- x + a (x - x-).
+    """After the inner round changed x- to x, the server extrapolates without the clients: x <- x + a (x - x-).
 
-    A round is two iterations of the paper. Around FedAvg this equals FedAvg with server step 1 + a, and so for
-    Scaffold when its states are not extrapolated: what changes is then the count of iterations that touch data,
-    which the privacy accounting rewards.
+    A round is two iterations of the paper. Around FedAvg this equals FedAvg with server learning rate 1 + a; the same
+    holds for Scaffold if its control variates are not extrapolated. The difference is that fewer iterations access
+    data, which reduces the privacy loss.
 
     Example:
         >>> method = fedrax.algorithms.Upcycled(inner=fedrax.FedProx(), a=0.5)
@@ -40,7 +40,7 @@ class Upcycled(Wrapper):
     """Also extrapolate the inner method's control variates: the server's, or the server's and the clients'."""
 
     def check(self) -> None:
-        """Warn of states to extrapolate where there are none."""
+        """Warn if ``extrapolate`` is set for a method without control variates."""
         if self.extrapolate != "none" and not self.inner.traits.control_variates:
             warn(
                 f"{type(self.inner).__name__} has no control variates, and extrapolate ="
