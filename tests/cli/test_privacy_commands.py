@@ -78,8 +78,8 @@ def test_a_warning_raises_a_clear_error_too(fedrax: Any, private: Path, monkeypa
     assert fedrax("privacy", private, "--run.delta", "0.3", "--picture", "None").status == 0
     assert warnings.formatwarning is before
     assert seen == [
-        "fedrax: delta = 0.3 is not below 1/8: a method may publish the data of one client of 8 and keep this promise;"
-        " take a smaller delta\n"
+        "fedrax: delta = 0.3 is not below 1/8: a method that publishes the data of one client of 8 would satisfy"
+        " this guarantee; set a smaller delta\n"
     ]
 
 

@@ -189,7 +189,7 @@ def every_second(carry: bool) -> FedAvg:
 def test_gradients_that_an_optimizer_would_lose_between_rounds_are_reported():
     everyone = {"rounds": 2, "cohort_size": len(FEDERATION.sizes)}
     start = TASK.init(jax.random.key(0))
-    with pytest.warns(FedraxWarning, match=r"MultiSteps starts anew in each round, .* or set local.carry to true"):
+    with pytest.warns(FedraxWarning, match=r"MultiSteps restarts in each round, .* or set local.carry to true"):
         lost = run(every_second(carry=False), params=start, **everyone).params
     jax.tree.map(np.testing.assert_array_equal, lost, start)
     kept = run(every_second(carry=True), params=start, **everyone).params
@@ -207,7 +207,7 @@ def test_gradients_that_an_optimizer_would_lose_between_rounds_are_reported():
 )
 def test_a_schedule_that_starts_anew_in_each_round_is_reported(rule: Any):
     method = FedAvg(local=LocalSGD(steps=2, batch_size=3, optimizer=Optax(rule)))
-    with pytest.warns(FedraxWarning, match="schedule of the local optimizer starts anew in each round"):
+    with pytest.warns(FedraxWarning, match="schedule of the local optimizer restarts in each round"):
         run(method, rounds=1)
 
 
@@ -216,4 +216,4 @@ def test_a_schedule_that_starts_anew_in_each_round_is_reported(rule: Any):
 )
 def test_optimizers_without_an_effect_beyond_the_round_are_not_reported(rule: Any, recwarn: pytest.WarningsRecorder):
     run(FedAvg(local=LocalSGD(steps=2, batch_size=3, optimizer=Optax(rule))), rounds=1)
-    assert not [w for w in recwarn if "starts anew" in str(w.message)]
+    assert not [w for w in recwarn if "restarts in each" in str(w.message)]

@@ -161,8 +161,8 @@ def test_a_sweep_has_the_same_clock(trace: Path):
     [
         (FedAvg(LOCAL), "FedAvg waits for all uploads of a round.* take FedBuff, or"),
         (Robust(FedBuff(LOCAL)), "Robust waits for all uploads of a round.* take FedBuff without it, or"),
-        (FedBuff(LOCAL, max_delay=1), r"FedBuff keeps room for 1: set max_delay to \d+"),
-        (Ditto(FedBuff(LOCAL, max_delay=1)), "Ditto keeps room for 1"),
+        (FedBuff(LOCAL, max_delay=1), r"FedBuff supports delays up to 1: set max_delay to \d+"),
+        (Ditto(FedBuff(LOCAL, max_delay=1)), "Ditto supports delays up to 1"),
     ],
     ids=["FedAvg", "Robust", "no room", "no room inside"],
 )

@@ -53,7 +53,7 @@ def test_client_states_prevent_amplification(inner: Any):
     assert spent(method, participation=Poisson()) == Accountant(
         [public], 1e-5, CohortSampling("poisson", 2 / 8)
     ).epsilon(3)
-    with pytest.raises(FedraxError, match="keep something from round to round"):
+    with pytest.raises(FedraxError, match="its clients have state"):
         run(method, amplification="fixed", rounds=1)
 
 

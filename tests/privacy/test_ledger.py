@@ -169,7 +169,7 @@ def test_a_grid_of_noise_is_one_sweep():
     ("method", "options", "sentence"),
     [
         (LOUD, {"epsilon_budget": 0.01}, "has no room for a round: one costs epsilon = 1.993"),
-        (Noisy(local=LOCAL, noise=0.0), {"epsilon_budget": 3.0}, "a release without noise has no finite epsilon"),
+        (Noisy(local=LOCAL, noise=0.0), {"epsilon_budget": 3.0}, "the epsilon of a release without noise is infinite"),
         (fedrax.FedAvg(local=LOCAL), {"epsilon_budget": 3.0}, "FedAvg adds no noise"),
         (PUBLIC, {"amplification": "poisson"}, "'poisson' does not hold: cohorts are sampled at a fixed size"),
         (LOUD, {"delta": 1.0}, "run.delta must be less than 1"),

@@ -125,7 +125,7 @@ def test_too_little_memory_raises_a_clear_error(side_by_side: int, less: str, tm
 def test_a_server_beyond_memory_raises_a_clear_error():
     """Before any of it is made: GradMA's inner products of the updates of 400,000 clients alone are 640 GB."""
     federation = make_federation((1,) * 400_000)
-    with pytest.raises(fedrax.FedraxError, match=r"GradMA's server would keep .* for 400,000 clients, more"):
+    with pytest.raises(fedrax.FedraxError, match=r"server state of GradMA takes .* for 400,000 clients, more"):
         run(fedrax.GradMA(local=LOCAL, memory=400_000), federation)
 
 

@@ -98,5 +98,5 @@ def test_clients_and_rounds_may_be_arrays() -> None:
 
 
 def test_a_resumed_run_has_no_record(tmp_path: Any) -> None:
-    with pytest.raises(fedrax.FedraxError, match="messages of its first rounds: leave record out"):
+    with pytest.raises(fedrax.FedraxError, match="messages of earlier rounds: leave record out"):
         run(record=MessageSelection(), directory=tmp_path / "run", resume=True)

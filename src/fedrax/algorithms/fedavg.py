@@ -84,7 +84,7 @@ class FedSGD(Algorithm):
         self.local.takes_one_gradient("FedSGD", "momentum", "clip", "prox", "optimizer", hints=hints)
         if self.local.lr not in (LocalSGD.lr, getattr(self.server_optimizer, "lr", None)):
             warn(
-                "local.lr is ignored by FedSGD, whose step size is that of the server: set server_optimizer.lr",
+                "local.lr is ignored by FedSGD, whose learning rate is the server's: set server_optimizer.lr",
             )
         if self.local.schedule != Constant():
             warn(

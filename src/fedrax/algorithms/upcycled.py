@@ -65,8 +65,8 @@ class Upcycled(Wrapper):
         before, after = self.inner.params(state), self.inner.params(new)
         if not last and any(x is not y for x, y in zip(*map(jax.tree.leaves, (before, after)), strict=True)):
             raise FedraxError(
-                f"Upcycled moves on from what the last exchange of a round changes, and {type(self.inner).__name__}"
-                " moves its parameters before it"
+                f"Upcycled extrapolates the change of the parameters in the last phase of a round, but"
+                f" {type(self.inner).__name__} changes them in an earlier phase: wrap another method"
             )
         if last:
             move = self._extrapolation(cohort.round)

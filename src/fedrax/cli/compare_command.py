@@ -160,7 +160,7 @@ def apply_options(spec: Comparison, options: CompareOptions) -> Comparison:
     given |= {"trials": options.trials}
     search = {name: value for name, value in given.items() if value is not None}
     if options.on is not None and (options.tensorboard or options.wandb or options.mlflow):
-        raise FedraxError("trackers only log runs of this process: leave out --on, or --tensorboard and the like.")
+        raise FedraxError("loggers work for local runs only: leave out --on, or --tensorboard, --wandb and --mlflow.")
     spec = dataclasses.replace(spec, **changes, search=dataclasses.replace(spec.search, **search))
     if search and not spec.grids:
         raise FedraxError("there is no grid to search on validation data: give --grid PATH=VALUE,VALUE,...")

@@ -97,7 +97,7 @@ def checked_received(algorithm: Any, received: Tree) -> Tree:
     """The output of ``receive``, as arrays."""
     name = f"{type(algorithm).__name__}.receive"
     if received is None:
-        raise FedraxError(f"{name} returns nothing: return what is averaged of the upload")
+        raise FedraxError(f"{name} returns nothing: return the decoded upload, which is averaged")
     return _arrays(name, "value", received)
 
 
@@ -147,7 +147,7 @@ def checked_output(algorithm: Any, output: Any) -> Any:
             f"{name}.client returns {kind(output)} instead of a ClientOutput: write ClientOutput(upload=...)"
         )
     if output.upload is None:
-        raise FedraxError(f"{name}.client uploads nothing: write ClientOutput(upload=()) where that is meant")
+        raise FedraxError(f"{name}.client uploads nothing: write ClientOutput(upload=()) for an empty upload")
     info = _numbers(f"{name}.client", output.info)
     if any(is_table(part) for part in jax.tree.leaves((output.upload, output.each, output.total), is_leaf=is_table)):
         raise FedraxError(f"{name} uploads a VectorTable: send its rows")

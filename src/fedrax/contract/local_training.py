@@ -134,19 +134,19 @@ def proximal_term(strength: Any, center: Tree) -> TermHook:
 
 
 def _warn_of_restarts(state: Tree) -> None:
-    """Warn of optimizers whose effect spans rounds, but whose state starts anew in each."""
+    """Warn of optimizers that need state over many steps, if their state is reset in each round."""
     import optax
 
     kinds = (optax.MultiStepsState, optax.ScaleByScheduleState)
     for part in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds)):
         if isinstance(part, optax.MultiStepsState):
             warn(
-                "optax.MultiSteps starts anew in each round, and gradients that it has accumulated at the end of a"
+                "optax.MultiSteps restarts in each round, and gradients that it has accumulated at the end of a"
                 " round are lost: use a larger local.batch_size, or set local.carry to true"
             )
         elif isinstance(part, optax.ScaleByScheduleState):
             warn(
-                "the schedule of the local optimizer starts anew in each round: use local.schedule, which counts"
+                "the schedule of the local optimizer restarts in each round: use local.schedule, which counts"
                 " rounds, or set local.carry to true"
             )
 
@@ -251,7 +251,7 @@ class LocalSGD:
     """An optimizer of optax in place of the plain step x_i - eta d: it is given the direction d. ``lr`` is its
     learning rate where it is made here and has none (``Optax.of(optax.adamw)``); a finished one has its own."""
     carry: bool = False
-    """Keep the optimizer's state from round to round on each client, instead of starting anew."""
+    """Whether the optimizer's state is stored at each client between rounds, instead of being reset."""
 
     _instead = {"steps": "epochs", "epochs": "steps"}  # noqa: RUF012 - never mutated
     """If a file sets one of them, the default of the other is dropped."""

@@ -244,8 +244,8 @@ class Wrapper(Algorithm):
             state, own, info = _check_tuple(f"{name}.around_server", returned, 3, "state, own, info")
             if type(state) is tuple and type(mine) is not tuple:
                 raise FedraxError(
-                    f"{name}.around_server returns a pair in place of the state: what server(state, cohort) returns is"
-                    " state, info"
+                    f"{name}.around_server returns a pair instead of the state: server(state, cohort) returns the pair"
+                    " state, info; unpack it"
                 )
             if not isinstance(info, dict):
                 raise FedraxError(

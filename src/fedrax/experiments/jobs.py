@@ -212,8 +212,8 @@ class WorkerPool:
         """Discard the broken executor; raises FedraxError if it cannot be replaced."""
         if self._make is None:
             raise FedraxError(
-                "the executor broke with a lost worker: call again with a new one, finished runs are not repeated; or"
-                " pass a function that makes executors, which is called again by itself"
+                "the executor is unusable after the loss of a worker: call again with a new one (finished runs are"
+                " not repeated), or pass a function that creates executors, which is then called automatically"
             ) from broken
         self.close()
 

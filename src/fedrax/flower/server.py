@@ -252,7 +252,7 @@ def _ledger(algorithm: Algorithm, settings: Settings, sampler: CohortSampler, se
     if any(release.apart > 1 for release in algorithm.releases()):
         raise FedraxError(
             "banded noise needs a minimum number of rounds between participations of a client, which a server cannot"
-            " guarantee where clients come and go: set bands to 1"
+            " guarantee if clients may be unavailable: set bands to 1"
         )
     ledger = ledger_of(algorithm, settings, sampler)
     if ledger is not None and seed is not None:

@@ -93,8 +93,8 @@ class PersonalEvaluator:
         kinds = ("personal",) * own + ("finetuned",) * (settings.finetune is not None)
         if kinds and jax.process_count() > 1:
             raise FedraxError(
-                "metrics of clients' own models are those of a run of a single process: leave finetune out, and methods"
-                " that have such models"
+                "metrics of personal and fine-tuned models need a run of a single process: leave finetune out, or"
+                " choose a method without personal models"
             )
         if "finetuned" in kinds and program.sharded_samples:
             raise FedraxError("fine-tuning needs the training samples on the devices: leave samples or finetune out")

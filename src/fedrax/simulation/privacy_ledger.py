@@ -32,8 +32,8 @@ def accountant_of(algorithm: Algorithm, settings: Settings, sampler: CohortSampl
     if not releases:
         if settings.epsilon_budget is not None:
             raise FedraxError(
-                f"{type(algorithm).__name__} adds no noise, and its releases have no finite epsilon: no budget of"
-                f" {settings.epsilon_budget:g} holds; wrap it in a private method, or leave epsilon_budget out"
+                f"{type(algorithm).__name__} adds no noise, so its epsilon is infinite and exceeds the budget of"
+                f" {settings.epsilon_budget:g}: wrap it in a private method, or leave epsilon_budget out"
             )
         return None
     name = type(algorithm).__name__
@@ -53,9 +53,9 @@ def accountant_of(algorithm: Algorithm, settings: Settings, sampler: CohortSampl
     accountant = Accountant(releases, settings.delta, sampler.sampling.claimed(settings.amplification))
     if settings.amplification == "fixed" and accountant.empty_place:
         raise FedraxError(
-            f"amplification 'fixed' does not hold for {type(algorithm).__name__}: its clients keep something from round"
-            " to round, and one that takes another's place keeps it ever after; leave it at 'auto', or draw cohorts by"
-            " 'poisson'"
+            f"amplification 'fixed' does not hold for {type(algorithm).__name__}: its clients have state, and the state"
+            " of a client that replaces an absent one differs in all later rounds; leave it at 'auto', or use"
+            " participation 'poisson'"
         )
     return accountant
 
@@ -68,8 +68,8 @@ def check_apart(apart: int, rounds: int, sampler: CohortSampler) -> None:
         early = cohort[r - last[cohort] < apart]
         if len(early):
             raise FedraxError(
-                f"noise in {apart} bands is for clients that take part {apart} rounds apart or more, and client"
-                f" {early[0]} does in rounds {last[early[0]] + 1} and {r + 1}: use participation"
+                f"noise with {apart} bands needs participations of a client at least {apart} rounds apart, but client"
+                f" {early[0]} participates in rounds {last[early[0]] + 1} and {r + 1}: use participation"
                 " RoundRobin, or set fewer bands"
             )
         last[cohort] = r
@@ -88,8 +88,8 @@ def ledger_of(algorithm: Algorithm, settings: Settings, sampler: CohortSampler) 
     units = sampler.num_clients if accountant.unit == "client" else int(sampler.sizes.sum())
     if settings.delta >= 1 / units:
         warn(
-            f"delta = {settings.delta:g} is not below 1/{units}: a method may publish the data of one"
-            f" {accountant.unit} of {units} and keep this promise; take a smaller delta",
+            f"delta = {settings.delta:g} is not below 1/{units}: a method that publishes the data of one"
+            f" {accountant.unit} of {units} would satisfy this guarantee; set a smaller delta",
         )
     return Ledger(accountant, sampler.sizes)
 
@@ -100,8 +100,8 @@ def _check_room(accountant: Accountant, budget: float | None) -> None:
         return
     if not accountant.protects:
         raise FedraxError(
-            f"a release without noise has no finite epsilon: no budget of {budget:g} holds;"
-            " give the method a noise above 0, or leave epsilon_budget out"
+            f"the epsilon of a release without noise is infinite and exceeds the budget of {budget:g}:"
+            " set a noise above 0, or leave epsilon_budget out"
         )
     if (one := accountant.epsilon(1)) > budget:
         raise FedraxError(

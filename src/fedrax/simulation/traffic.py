@@ -128,7 +128,7 @@ def trace_round(
     refuse(broken)
     outcome = lambda work, p, v, k, x: one_round(p, v, k, x, place._replace(work=work))[1:]  # noqa: E731
     if place.work is not None and not dependent_leaves(outcome, place.work, *shapes):
-        warn(f"no client of {type(algorithm).__name__} does less work for being slow: stragglers count for nothing")
+        warn(f"{type(algorithm).__name__} does the same work at slow clients: stragglers is ignored")
     return TracedRound(_bytes_once(received, output_sources(made)), tree.num_bytes(sent), made)
 
 

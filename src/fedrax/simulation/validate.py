@@ -118,7 +118,7 @@ def check_processes(stateful: bool, adaptive: bool, directory: Path | None) -> N
     if jax.process_count() == 1:
         return
     if directory is not None and stateful:
-        raise FedraxError("a run over several processes keeps no client states on disk: leave the directory out")
+        raise FedraxError("a run over several processes stores no client states on disk: leave directory out")
     if adaptive:
         raise FedraxError("an adaptive participation policy needs a run of a single process")
 
@@ -129,7 +129,7 @@ def check_resume(directory: Path | None, trajectory: Any, record: Any) -> None:
         raise FedraxError("there is no directory to resume a run from")
     if trajectory or record is not None:
         what, option = ("parameters", "trajectory") if trajectory else ("messages", "record")
-        raise FedraxError(f"a resumed run does not know the {what} of its first rounds: leave {option} out")
+        raise FedraxError(f"a checkpoint does not contain the {what} of earlier rounds: leave {option} out")
 
 
 def _check_traits(
@@ -170,7 +170,7 @@ def _check_delays(algorithm: Algorithm, longest: int) -> None:
             f" take {instead}, or another participation"
         )
     raise FedraxError(
-        f"an upload arrives {longest} rounds late, and {type(algorithm).__name__} keeps room for"
+        f"an upload arrives {longest} rounds late, but {type(algorithm).__name__} supports delays up to"
         f" {algorithm.traits.max_staleness}: set max_delay to {longest}"
     )
 
@@ -219,7 +219,9 @@ def _parted(found: Tree, dtype: str) -> tuple[Tree, Tree]:
 def changed_settings(settings: Settings | None, options: Mapping[str, object]) -> Settings:
     """``settings`` with single fields replaced; raises FedraxError with the nearest name for an unknown field."""
     if not isinstance(settings, Settings | None):
-        raise FedraxError(f"settings are a fedrax.Settings, not {type(settings).__name__}; single ones go by name")
+        raise FedraxError(
+            f"settings must be a fedrax.Settings, not {type(settings).__name__}; pass single settings by name"
+        )
     known = [field.name for field in dataclasses.fields(Settings)]
     for name in options:
         if name not in known:
@@ -308,7 +310,7 @@ def scripted_work(script: Script | None, sampler: CohortSampler, local: LocalSGD
 def _most_steps(arrays: dict[str, np.ndarray], local: LocalSGD) -> int:
     steps = int(arrays["steps"].max()) if "steps" in arrays else local.steps
     if steps is None:
-        raise FedraxError("what local steps work on is given, but not how many there are: give Script(steps=...)")
+        raise FedraxError("the script sets the data of local steps but not their number: set Script(steps=...)")
     return steps
 
 

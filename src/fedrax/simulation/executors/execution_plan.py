@@ -83,5 +83,5 @@ def make_mesh(devices: int | None) -> Mesh:
     if devices is not None and devices > len(found):
         raise FedraxError(f"{devices} devices are asked for, but JAX has {len(found)} ({found[0].platform})")
     if jax.process_count() > 1 and len({d.process_index for d in found[:devices]}) < jax.process_count():
-        raise FedraxError("a run over several processes takes devices of all of them: leave devices and plan out")
+        raise FedraxError("a run over several processes needs devices of all of them: leave devices and plan out")
     return Mesh(np.array(found[:devices]), (CLIENT_AXIS,))

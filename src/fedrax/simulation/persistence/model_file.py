@@ -130,8 +130,8 @@ def _nested(arrays: dict[str, np.ndarray]) -> Any:
         for folder in folders:
             place = place.setdefault(folder, {})
             if not isinstance(place, dict):
-                raise FedraxError(f"a model file holds {name!r} and something of the name of its folder.")
+                raise FedraxError(f"a model file has an array {name!r} and another one with the name of its parent.")
         if isinstance(place.get(last), dict) or (not folders and not last):
-            raise FedraxError(f"a model file holds {name!r} and something of the name of its folder.")
+            raise FedraxError(f"a model file has an array {name!r} and another one with the name of its parent.")
         place[last] = _held(array)
     return nested

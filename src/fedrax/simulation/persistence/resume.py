@@ -151,7 +151,9 @@ def check_kept(setup: Setup) -> None:
     assert setup.run_directory is not None
     there = [name for name in (CHECKPOINT, FAILURE) if checkpoint.exists(setup.run_directory / name)]
     if not there:
-        raise FedraxError(f"{setup.run_directory} has no checkpoint, which would tell which experiment it belongs to")
+        raise FedraxError(
+            f"{setup.run_directory} has no checkpoint, so its experiment is unknown: choose another directory"
+        )
     for name in there:
         _checked_meta(setup, setup.run_directory / name)
 

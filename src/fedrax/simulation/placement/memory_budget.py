@@ -59,8 +59,8 @@ class MemoryBudget:
         needed, there = tree.num_bytes(state), devices * self.total
         if needed > there:
             raise FedraxError(
-                f"{type(algorithm).__name__}'s server would keep {needed / 1e9:.3g} GB for {num_clients:,} clients,"
-                f" more than the {there / 1e9:.3g} GB of memory: let it remember less, or take a method that does"
+                f"the server state of {type(algorithm).__name__} takes {needed / 1e9:.3g} GB for {num_clients:,}"
+                f" clients, more than the {there / 1e9:.3g} GB of memory: reduce its memory, or choose another method"
             )
 
     def device_bytes(self, samples: Tree) -> int:
