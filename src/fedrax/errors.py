@@ -19,11 +19,27 @@ class FedraxError(Exception):
 
     The command line prints the message and exits with status 2. Any other exception is a bug of fedrax, or comes from
     user code.
+
+    Example:
+        >>> try:
+        ...     fedrax.LocalSGD(lr=-1.0)
+        ... except fedrax.FedraxError as error:
+        ...     print("lr" in str(error))
+        True
     """
 
 
 class FedraxWarning(UserWarning):
-    """Input that is valid but probably not what was intended."""
+    """Input that is valid but probably not what was intended.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     method = fedrax.LocalSGD(blocks=2, steps=1, batch_size=8)
+        >>> caught[0].category is fedrax.FedraxWarning
+        True
+    """
 
 
 def warn(message: str) -> None:

@@ -17,9 +17,6 @@ import pytest
 
 from docs.reference_pages import NAMESPACES
 
-INCOMPLETE = ("fedrax",)
-"""Namespaces in which sections of some docstrings are still missing. A namespace that is complete fails here until it
-is removed from the list."""
 SECTION = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Example|Examples|References|Note):$", re.MULTILINE)
 
 
@@ -102,9 +99,7 @@ def problems_of_class(cls: type, name: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
-def test_public_docstrings_are_complete(namespace: str, request: pytest.FixtureRequest) -> None:
-    if namespace in INCOMPLETE:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="sections are missing: remove it from INCOMPLETE"))
+def test_public_docstrings_are_complete(namespace: str) -> None:
     found: list[str] = []
     for name, value in exported(namespace).items():
         if not value.__module__.startswith("fedrax"):
