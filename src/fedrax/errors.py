@@ -34,11 +34,9 @@ class FedraxWarning(UserWarning):
 
     Example:
         >>> import warnings
-        >>> with warnings.catch_warnings(record=True) as caught:
-        ...     warnings.simplefilter("always")
-        ...     method = fedrax.LocalSGD(blocks=2, steps=1, batch_size=8)
-        >>> caught[0].category is fedrax.FedraxWarning
-        True
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", fedrax.FedraxWarning)  # raise instead of warn
+        ...     method = fedrax.FedAvg()
     """
 
 
