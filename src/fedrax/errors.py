@@ -22,10 +22,10 @@ class FedraxError(Exception):
 
     Example:
         >>> try:
-        ...     fedrax.LocalSGD(lr=-1.0)
+        ...     fedrax.LocalSGD(epoch=1)
         ... except fedrax.FedraxError as error:
-        ...     print("lr" in str(error))
-        True
+        ...     print(error)
+        unknown field of LocalSGD: 'epoch'; did you mean 'epochs'?
     """
 
 
