@@ -106,7 +106,7 @@ def test_folders_whose_names_are_no_text(tmp_path: Path, fedrax: Any):
     assert fedrax("resume", folder / "r", "--run.rounds", 2, "--quiet").status == 0
     (folder / "d.csv").write_text("a,label\n" + "".join(f"{i},{i % 2}\n" for i in range(40)))
     outcome = fedrax("run", "--data", "csv", "--data.path", folder / "d.csv", *few)
-    assert outcome.status == 2 and "d.csv is no text in UTF-8" in outcome.err and outcome.err.count("\n") == 1
+    assert outcome.status == 2 and "d.csv cannot be encoded as UTF-8" in outcome.err and outcome.err.count("\n") == 1
 
 
 def test_messages_hold_no_control_characters(tmp_path: Path, fedrax: Any):

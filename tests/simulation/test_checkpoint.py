@@ -179,7 +179,7 @@ def test_more_rounds_on_other_devices(devices: tuple[int, int], tmp_path: Path, 
 
 def test_fewer_rounds_than_are_done(tmp_path: Path):
     run(SCAFFOLD, rounds=3, directory=tmp_path)
-    with pytest.raises(FedraxError, match="is at round 3, beyond the 2 asked for"):
+    with pytest.raises(FedraxError, match="is at round 3, beyond rounds = 2: set rounds to 3 or more"):
         run(SCAFFOLD, rounds=2, directory=tmp_path, resume=True)
 
 

@@ -24,9 +24,18 @@ from fedrax.xla.trigonometric import lower_cos, lower_sin
 from fedrax.xla.uniform_dot import lower_uniform_dots
 
 Stage = Literal["forward", "lowering", "batch", "clients", "trace", "draws"]
-"""Where a pass runs: on a loss before differentiation, around gradients and evaluations (both by
-:mod:`fedrax.xla.pipeline`), on the gradient of a batch, on clients under ``vmap``, on the trace of a client's or the
-server's work, on functions that draw random arrays."""
+"""Where a pass runs:
+
+- ``forward``: on the jaxpr of a loss before differentiation, with calls inlined (transform and rules; by
+  :func:`fedrax.xla.pipeline.optimize_forward`);
+- ``lowering``: on the jaxpr of a gradient or an evaluation (transform and rules; by
+  :func:`fedrax.xla.pipeline.optimize`);
+- ``batch``: on the gradient of a mini-batch (its module is called by ``ClientData``);
+- ``clients``: on the work of clients under ``vmap`` (:func:`fedrax.xla.vmap`);
+- ``trace``: on the jaxpr of a client's or the server's work (:mod:`fedrax.xla.tracing`);
+- ``draws``: on functions that draw random arrays (:mod:`fedrax.xla.batch_rng`).
+
+The passes of the last four stages have neither transform nor rules here: their modules ask whether they are enabled."""
 
 
 class Pass(NamedTuple):
@@ -37,17 +46,18 @@ class Pass(NamedTuple):
     """Below ``fedrax.xla``."""
     stage: Stage
     backends: tuple[str, ...]
-    """On which it applies."""
+    """The JAX backends on which it applies."""
     matches: str
     """The pattern in the jaxpr."""
     becomes: str
-    """What stands in its place."""
+    """The replacement."""
     matches_in: Callable[[core.ClosedJaxpr], bool] = lambda _: True
-    """Whether a program may hold the pattern: of the stage "forward", which otherwise leaves a program as it is."""
+    """Whether a jaxpr may contain the pattern. If no pass of the stage "forward" matches, the jaxpr stays unchanged."""
     transform: Callable[[core.ClosedJaxpr], core.ClosedJaxpr] | None = None
-    """From one program to another; calls are inlined in the stage "forward"."""
+    """jaxpr -> jaxpr, the same object if nothing changes."""
     rules: Callable[[bool], Mapping[str, Rule]] | None = None
-    """(whether examples have gradients of their own) -> rules by primitive."""
+    """(whether per-example gradients are computed) -> rules by the name of the primitive. A rule is
+    (inputs, equation) -> output, a list for several outputs, or None to leave the equation as it is."""
 
 
 def _has_large_dots(closed: core.ClosedJaxpr) -> bool:

@@ -111,7 +111,7 @@ def _damage_remedy(directory: Path) -> str:
         done = checkpoint.verify(directory / CHECKPOINT / checkpoint.PREVIOUS).get("round")
     except FedraxError:
         return f"see what is left: fedrax doctor {directory}"
-    return f"the one before it, of round {done}, is whole; go back to it with: fedrax doctor {directory} --repair"
+    return f"the previous one, of round {done}, is intact; restore it with: fedrax doctor {directory} --repair"
 
 
 def _at_checkpoint(setup: Setup, storage: BlockLoader, where: Path, ledger: Ledger | None) -> RunStart:
@@ -122,12 +122,18 @@ def _at_checkpoint(setup: Setup, storage: BlockLoader, where: Path, ledger: Ledg
     meta = _checked_meta(setup, where)
     done, rounds = round_of(meta, where), setup.settings.rounds
     if done > rounds:
-        raise FedraxError(f"{setup.run_directory} is at round {done}, beyond the {rounds} asked for")
+        raise FedraxError(
+            f"{setup.run_directory} is at round {done}, beyond rounds = {rounds}: set rounds to {done} or more, or"
+            " choose another directory"
+        )
     like = jax.eval_shape(lambda: _like(setup, meta["rows"], ledger))
     saved = checkpoint.load(where, like, in_pieces="store" if setup.stateful else None)[0]
     events = read_events(setup.run_directory)
     if len(events) < done:
-        raise FedraxError(f"{setup.run_directory} has {len(events)} events, fewer than its checkpoint's {done}")
+        raise FedraxError(
+            f"{setup.run_directory} has {len(events)} events, fewer than its checkpoint's {done}: see fedrax doctor"
+            f" {setup.run_directory}"
+        )
     if digest_of(events[:done]) != meta.get("events"):
         raise FedraxError(
             f"the events of {setup.run_directory} were changed after its checkpoint was written: see fedrax doctor"
@@ -163,7 +169,10 @@ def _checked_meta(setup: Setup, where: Path) -> dict[str, Any]:
     meta = checkpoint.load_meta(where)
     assert setup.identity is not None
     if (differs := difference(meta.get("identity"), setup.identity)) is not None:
-        raise FedraxError(f"the checkpoint in {setup.run_directory} belongs to another experiment: {differs}")
+        raise FedraxError(
+            f"the checkpoint in {setup.run_directory} belongs to another experiment: {differs}; restore what was"
+            " changed, or choose another directory"
+        )
     return meta
 
 

@@ -71,7 +71,7 @@ def identify(
         **{_SETTING + f.name: _digest([repr(_plain(getattr(settings, f.name)))]) for f in _deciding(settings)},
         f"{_SETTING}script": _digest(given),
         **({"participation trace": _digest(from_file)} if from_file else {}),
-        "participation code": _digest([CodeFingerprint(settings.participation).describe()]),
+        "participation code": _digest([CodeFingerprint(_plain(settings.participation)).describe()]),
         "starting parameters": _digest(jax.tree.leaves(start)),
         "program": _of_programs([program]),
         "evaluation": _digest([evaluation.words, _of_programs(evaluation.programs)]),
