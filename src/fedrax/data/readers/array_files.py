@@ -23,7 +23,7 @@ IDX_UINT8 = 0x08
 
 
 def given_directory(data_dir: str | Path | None) -> Path | None:
-    """``data_dir``, or the directory that the environment variable FEDRAX_DATA names; None where there is neither."""
+    """``data_dir``, or the directory that the environment variable FEDRAX_DATA names; None if neither is set."""
     chosen = data_dir or os.environ.get("FEDRAX_DATA")
     return Path(chosen) if chosen else None
 
@@ -86,7 +86,7 @@ def _can_hold(path: Path, stored: int) -> str:
 
 
 def read_npz(path: Path, keys: Iterable[str], optional: Iterable[str] = ()) -> dict[str, np.ndarray]:
-    """The arrays ``keys`` and those of ``optional`` that are there, from an NPZ file.
+    """The arrays ``keys``, and those of ``optional`` that exist, from an NPZ file.
 
     All headers are read and compared with the sizes before any data is. Raises FedraxError for a missing key, an array
     of Python objects or of nothing, and sizes that do not agree.
@@ -112,7 +112,7 @@ def read_npz(path: Path, keys: Iterable[str], optional: Iterable[str] = ()) -> d
 
 
 def _check_members(archive: zipfile.ZipFile, members: dict[str, zipfile.ZipInfo], path: Path, stored: int) -> None:
-    """Refuse what is larger than it may be, objects, and arrays of one part (_train, _test) of unlike lengths."""
+    """Raise FedraxError for arrays that are too large, object arrays, and unequal lengths in a part (_train, _test)."""
     total, rows = 0, {}
     for key, info in members.items():
         total += info.file_size
@@ -133,7 +133,7 @@ def _check_members(archive: zipfile.ZipFile, members: dict[str, zipfile.ZipInfo]
 
 
 def _check_npy_header(file: Any, size: int, what: str) -> tuple[int, ...]:
-    """The shape; refuses an array of objects or of nothing, or one that does not agree with its ``size`` in bytes."""
+    """The shape; FedraxError for object arrays, empty arrays, and headers that disagree with ``size`` in bytes."""
     readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     version = np.lib.format.read_magic(file)
     if version not in readers:

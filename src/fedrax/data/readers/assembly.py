@@ -1,4 +1,4 @@
-"""What the readers share: labels as codes, the test split, and rows assembled into a data set."""
+"""Shared by the readers: encoding of labels, the test split, and the assembly of rows to a data set."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedrax.errors import FedraxError
 
 
 def reject_unused_options(reader: Callable[..., Dataset], where: str, **given: object) -> None:
-    """Refuse options of a reader that are given, not as they are by default, where nothing comes of them.
+    """Raise FedraxError for options that differ from their defaults and have no effect.
 
     A ``test_fraction`` of nothing is none: it goes with test rows that are given.
     """
@@ -38,19 +38,19 @@ def encode_labels(y: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
 
 
 def encode_categories(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The different values in order, and the place among them of each; texts as such, whatever their lengths."""
+    """The distinct values in order, and the index of each value; strings of any length."""
     if values.dtype.kind == "O":
         values = np.array([str(value) for value in values], object)
     return np.unique(values, return_inverse=True)
 
 
 def format_number(value: float) -> str:
-    """A number as the name of a class: another one for another number, without a fraction where it is whole."""
+    """The name of a class that is a number; unique, and without a fraction for integers."""
     return repr(float(value)).removesuffix(".0")
 
 
 def to_float32(values: np.ndarray, what: str) -> np.ndarray:
-    """Finite numbers as float32; FedraxError where one of them is beyond that."""
+    """Finite numbers as float32; FedraxError for numbers beyond its range."""
     with np.errstate(over="ignore"):  # what is too large is infinite, and refused
         made = values.astype(np.float32)
     if not np.isfinite(made).all():
@@ -59,7 +59,7 @@ def to_float32(values: np.ndarray, what: str) -> np.ndarray:
 
 
 def split_rows(y: np.ndarray, clients: np.ndarray | None, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Training and test rows, divided within each client, else each class, else (a regression) all rows."""
+    """Training and test rows, split within each client, else within each class, else (regression) among all rows."""
     groups = clients if clients is not None else y if y.dtype.kind == "i" else np.zeros(len(y), np.int8)
     return train_test_split(groups, fraction, numpy_generator(seed, "test split"))
 
@@ -92,7 +92,7 @@ def make_dataset(
     feature_names: tuple[str, ...] = (),
     notes: tuple[str, ...] = (),
 ) -> Dataset:
-    """A data set of rows that lie together."""
+    """A data set from the selected rows of one table."""
     return Dataset(
         name,
         take_rows(samples, train),

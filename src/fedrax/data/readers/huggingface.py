@@ -63,7 +63,7 @@ def load_huggingface(
     categorical: tuple[str, ...] = (),
     max_categories: int = 50,
 ) -> Dataset:
-    """A data set as ``save_to_disk`` leaves it, or Parquet files (train-*.parquet, test-*.parquet, or one file).
+    """A data set written by ``save_to_disk``, or Parquet files (train-*.parquet, test-*.parquet, or one file).
 
     Samples are the ``columns``, or all others but ``label``, ``client`` and ``drop``. One column alone may hold images,
     which are resized to ``size`` (height, width; by default that of the first) in ``color``; texts, of which ``length``
@@ -108,11 +108,11 @@ _OPTIONS = {
     "lists": (),
     "features": ("standardize", "missing", "missing_as", "categorical", "max_categories"),
 }
-"""What samples may be, and the options that have an effect on them."""
+"""Kinds of samples, and the options that apply to them."""
 
 
 def _sample_kind(kinds: dict[str, str], chosen: ColumnRoles, given: dict[str, Any], name: str) -> str:
-    """What samples of columns of these kinds are: features, or what one column alone holds; options must suit it."""
+    """The kind of samples: features for several columns, or the kind of a single column; validates the options."""
     odd = next((column for column, kind in kinds.items() if kind not in ("text", "number", "time")), None)
     if odd is not None and len(kinds) > 1:
         raise FedraxError(
@@ -160,7 +160,7 @@ def _import(module: str) -> Any:
 
 
 def _splits(given: Any) -> tuple[Splits, str]:
-    """The splits, and what to call the data set."""
+    """The splits, and the name of the data set."""
     datasets = _import("datasets")
     name = given.name if isinstance(given, Path) else Path(given).name if isinstance(given, str) else "huggingface"
     if isinstance(given, str | Path):
@@ -200,7 +200,7 @@ def _read_from_disk(path: Path, datasets: Any) -> Any:
 def _select_splits(
     splits: Splits, train_split: str, test_split: str | None, test_fraction: float, name: str
 ) -> list[Any]:
-    """The training split and, where there is one, the test split, which leaves nothing to ``test_fraction``."""
+    """The training split and, where there is one, the test split, in which case ``test_fraction`` must be unset."""
     only = splits.get("") if len(splits) == 1 else None
     if only is None and train_split not in splits:
         raise unknown(f"split of {name}", train_split, splits)
@@ -214,7 +214,7 @@ def _select_splits(
 
 
 def _concatenate_splits(parts: Sequence[Any], chosen: ColumnRoles, name: str) -> tuple[pl.DataFrame, int | None, Any]:
-    """The rows of the training split, then those of the test split if there is one; how many are the first."""
+    """The rows of the training split, then those of the test split if there is one; and the number of training rows."""
     import polars as pl
 
     if sum(part.data.nbytes for part in parts) > MAX_BYTES:
@@ -235,7 +235,7 @@ def _concatenate_splits(parts: Sequence[Any], chosen: ColumnRoles, name: str) ->
 
 
 def _to_polars(part: Any) -> pl.DataFrame:
-    """The rows as they are stored, nothing decoded; arrays as lists of lists."""
+    """The rows as stored, without decoding; arrays as nested lists."""
     import polars as pl
 
     pa = _import("pyarrow")
@@ -256,7 +256,7 @@ def _unused_split_notes(splits: Splits, train_split: str, test_split: str | None
 
 
 def _nullify_markers(table: pl.DataFrame, missing_as: Sequence[str], chosen: ColumnRoles) -> pl.DataFrame:
-    """Nothing where the texts of ``missing_as`` stand; a column whose other texts are all numbers is one of numbers."""
+    """Replace the strings in ``missing_as`` by null; a column of which all others are numbers becomes numeric."""
     import polars as pl
 
     for column in table.select(pl.col(pl.String)).iter_columns() if missing_as else ():
@@ -269,7 +269,7 @@ def _nullify_markers(table: pl.DataFrame, missing_as: Sequence[str], chosen: Col
 def _with_class_names(
     owners: TableRows, table: pl.DataFrame, chosen: ColumnRoles, features: Any, name: str
 ) -> TableRows:
-    """Classes and clients by the names that a ``ClassLabel`` gives them, in its order."""
+    """Names of classes and clients from a ``ClassLabel``, in its order."""
     names = getattr(features[chosen.label], "names", None)
     if names and chosen.labels != "numbers":
         y = table[chosen.label].to_numpy()
@@ -286,7 +286,7 @@ def _with_class_names(
 
 
 def _column_kind(dtype: Any) -> str:
-    """What a column holds, by its type in polars."""
+    """The kind of a column, from its polars dtype."""
     import polars as pl
 
     if isinstance(dtype, pl.Struct):

@@ -26,14 +26,14 @@ from fedrax.files import open_regular_file
 
 EXTENSIONS = (".png", ".jpg", ".jpeg")
 TEST_FOLDERS = ("test", "val", "valid", "validation")
-"""Folders beside train, of which the first that is there holds the test images; in capitals or not."""
+"""Folders beside train with the test images, of which the first that exists is used; case-insensitive."""
 MTIME_GRANULARITY = 2_000_000_000
-"""Nanoseconds after which a second change of a file has another time, on the coarsest file systems."""
+"""Resolution of modification times in nanoseconds, on the coarsest file systems."""
 
 
 @dataclass
 class FolderListing:
-    """The images of one part, their classes and clients, and how many files are no images."""
+    """The images of one part, their classes and clients, and the number of files that are not images."""
 
     paths: list[Path] = field(default_factory=list)
     classes: list[str] = field(default_factory=list)
@@ -89,7 +89,7 @@ def load_image_folder(
 
 
 def _decode(paths: list[Path], shape: tuple[int, int, int], mode: str, where: str) -> np.ndarray:
-    """The images of files: kept ones where no file has changed since, and kept in their turn where none does so now."""
+    """The images of files, from the cache where no file has changed; decoded images are cached."""
     name, changed = _fingerprint(paths, shape, mode)
 
     def is_current() -> bool:
@@ -100,7 +100,7 @@ def _decode(paths: list[Path], shape: tuple[int, int, int], mode: str, where: st
 
 
 def _fingerprint(paths: list[Path], shape: tuple[int, int, int], mode: str) -> tuple[str, int]:
-    """What decoded images depend on, as a name, and the last time that one of the files changed.
+    """The cache key of decoded images, and the latest modification time of the files.
 
     The time of the last change of a file's entry tells of a change whose writer put the time of writing back.
     """
@@ -117,7 +117,7 @@ def _fingerprint(paths: list[Path], shape: tuple[int, int, int], mode: str) -> t
 
 
 def _part_folders(path: Path) -> tuple[list[Path], list[str]]:
-    """The folders of the training part and, where there is one, of the test part; the names of those left out."""
+    """The folders of the training part and, if there is one, of the test part; names of ignored folders."""
     inside: dict[str, list[Path]] = {}
     for folder in _folders(path):
         inside.setdefault(folder.name.lower(), []).append(folder)
@@ -137,7 +137,7 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _entries(path: Path) -> list[os.DirEntry]:
-    """What is in a folder, by name; without what is hidden, and no links."""
+    """The entries of a folder by name, without hidden files and links."""
     try:
         with os.scandir(path) as entries:
             found = sorted((e for e in entries if not e.name.startswith(".")), key=lambda entry: entry.name)
@@ -175,7 +175,7 @@ def _list_images(path: Path, clients: bool) -> FolderListing:
 
 
 def _folder_name(folder: Path) -> str:
-    """The name of a folder, which may hold bytes that are no text."""
+    """The name of a folder, which may contain bytes that are not UTF-8."""
     return os.fsencode(folder.name).decode("utf-8", "backslashreplace")
 
 

@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from PIL import Image
 
 MAX_SIDE = 4096
-"""Pixels of a side that images are resized to."""
+"""Largest side, in pixels, to which images are resized."""
 MAX_PIXELS, MAX_FILE = 50_000_000, 256 << 20
-"""Pixels and bytes of an encoded image."""
+"""Limits of an encoded image: pixels and bytes."""
 COLOR_MODES = {"rgb": ("RGB", 3), "grey": ("L", 1)}
 SERIAL_PIXELS = 2_000_000
-"""Pixels beyond which an image is decoded by itself: it takes some 6 bytes a pixel, on a machine of many cores."""
+"""Pixels beyond which images are decoded one at a time, because decoding takes about 6 bytes per pixel."""
 EXIF_UPRIGHT, EXIF_SIDEWAYS = 1, 5
-"""The orientation of an image whose pixels lie as it is to be seen, and the first of those with sides exchanged."""
+"""EXIF orientation of an upright image, and the first orientation with exchanged sides."""
 DECODE_BATCH = 1024
-"""Images under way at once."""
+"""Images that are decoded at the same time."""
 _LARGE_IMAGES = threading.Lock()
 _EIGHT_BITS = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr")
 
@@ -44,7 +44,7 @@ Source = TypeVar("Source")
 
 
 def check_image_form(size: tuple[int, ...], color: str) -> tuple[tuple[int, int, int], str]:
-    """The shape (height, width, channels) and Pillow's mode of images; FedraxError where there are none such."""
+    """The shape (height, width, channels) and Pillow's mode of images; FedraxError for unsupported ones."""
     if color not in COLOR_MODES:
         raise unknown("color:", color, COLOR_MODES)
     sides = size if isinstance(size, tuple | list) else ()
@@ -87,7 +87,7 @@ def _blocks(rows: int) -> Iterator[range]:
 
 
 def exif_orientation(image: Image.Image) -> int:
-    """How a camera was held, 1 to 8 (EXIF 2.3, tag 0x0112): its pixels lie as the sensor did."""
+    """Orientation of the camera, 1 to 8 (EXIF 2.3, tag 0x0112); pixels are stored in the order of the sensor."""
     try:
         found = image.getexif().get(0x0112, EXIF_UPRIGHT)
     except Exception:  # of a damaged block the decoder raises anything; it tells of no orientation
@@ -131,7 +131,7 @@ def channel_moments(images: np.ndarray, train: np.ndarray) -> tuple[tuple[float,
 # --- Cache of decoded images ---
 
 MAX_CACHE_BYTES = 32 << 30
-"""Bytes kept in all; beyond, what was not used for longest goes."""
+"""Size of the cache in bytes; beyond it, the least recently used files are removed."""
 _DIGEST = hashlib.sha256().digest_size
 
 
@@ -187,7 +187,7 @@ def _write_cached(path: Path, images: np.ndarray) -> None:
 
 
 def _make_room(folder: Path, left: int) -> None:
-    """Remove files, those first that were not used for longest, until the others fit into ``left`` bytes."""
+    """Remove the least recently used files until the others fit into ``left`` bytes."""
     facts = {path: path.stat() for path in folder.glob("*.npy")}
     taken = sum(fact.st_size for fact in facts.values())
     for path in sorted(facts, key=lambda path: facts[path].st_mtime_ns):

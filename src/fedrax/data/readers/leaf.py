@@ -32,9 +32,9 @@ from fedrax.errors import FedraxError, unknown
 from fedrax.files import read_json
 
 MAX_NAME = 200
-"""Characters of a user's name, and of a label."""
+"""Most characters of a user's name, and of a label."""
 CHARACTERS, WORDS = 80, 25
-"""Lengths of texts that LEAF's own models read, of Shakespeare and of Sent140."""
+"""Lengths of texts in LEAF's models of Shakespeare and Sent140."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class LeafUser:
 
     name: str
     group: str | None
-    """None where the file names none."""
+    """None if the file has none."""
     x: np.ndarray | list[str]
     y: np.ndarray | list[str]
 
@@ -114,7 +114,7 @@ def _encode_texts(
     length: int | None,
     of_words: dict[str, Any],
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Texts as int32 [n, length], and what their numbers stand for."""
+    """Texts as tokens int32 [n, length], and the vocabulary."""
     if tokens == "words" or (tokens == "auto" and not next_characters):
         lists, length = [tokenize(text) for text in texts], _check_length(length, WORDS, len(texts))
         words = build_vocabulary((lists[row] for row in train), **of_words)
@@ -148,7 +148,7 @@ def _folders(path: Path) -> list[list[Path]]:
 
 
 def _read_part(files: Iterable[Path], text: int) -> list[LeafUser]:
-    """The users of all files of a part without duplicates; users without samples are no clients."""
+    """The users of all files of a part without duplicates; users without samples are left out."""
     users: dict[str, LeafUser] = {}
     size = 0
     for path in files:
@@ -208,7 +208,7 @@ class _UserSamples(NamedTuple):
 
 
 def _parse_user(table: dict[str, Any], text: int) -> Any:
-    """The samples of a user as arrays or texts, or what is wrong with them; any other object as it is."""
+    """The samples of a user as arrays or texts, or an error message; other objects unchanged."""
     x, y = table.get("x"), table.get("y")
     if not (isinstance(x, list) and isinstance(y, list)):
         return table
@@ -316,7 +316,7 @@ def _reshape(x: np.ndarray, shape: tuple[int, ...], path: object) -> np.ndarray:
 
 
 def _check_length(length: int | None, usual: int, rows: int) -> int:
-    """The length of texts, checked."""
+    """The length of texts, validated."""
     chosen = usual if length is None else length
     if not 1 <= chosen <= MAX_CHARACTERS or 4 * rows * chosen > MAX_BYTES:
         raise FedraxError(f"{rows:,} texts of length {chosen} are none, or more than {MAX_BYTES >> 30} GiB.")

@@ -1,4 +1,4 @@
-"""Text as numbers: words, vocabularies, word vectors from files; SNLI and Sentiment140."""
+"""Tokenized text: words, vocabularies, word vectors from files; SNLI and Sentiment140."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ PADDING, UNKNOWN = 0, 1
 MAX_CHARACTERS = 20_000
 """Characters of a text that are read; the rest is ignored."""
 MAX_DIMENSION = 4096
-"""Of a word vector."""
+"""Largest dimension of a word vector."""
 MAX_LINE = 64 * MAX_DIMENSION
-"""Bytes of a line of a file of word vectors."""
+"""Most bytes of a line of a file of word vectors."""
 
 _IDEOGRAPH = r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]"
-"""Kana and Han: written without spaces, so that each sign is taken for a word."""
+"""Kana and Han: written without spaces, so that each character is a word."""
 _ASCII_WORD = re.compile(r"[a-z0-9]+(?:['’][a-z]+)?|\S")
-"""Of texts in ASCII."""
+"""Pattern of words in ASCII texts."""
 
 
 @cache
 def _unicode_word() -> re.Pattern[str]:
-    """Of all texts: letters with their marks, such as vowel signs, which Python's patterns take for no letters."""
+    """Pattern of words in any text: letters with combining marks such as vowel signs, which Python's patterns do not match as letters."""
     every = map(chr, range(sys.maxunicode + 1))
     marks = "".join(re.escape(sign) for sign in every if unicodedata.category(sign)[0] == "M")
     letter, in_words = (rf"(?:(?!{_IDEOGRAPH})[^\W{no}_][{marks}]*)+" for no in (r"", r"\d"))
@@ -133,7 +133,7 @@ def encode_words(texts: Sequence[Sequence[str]], words: Sequence[str], length: i
 
 
 def _check_tokens(text: Sequence[str]) -> Sequence[str]:
-    """A text as a list of words; of a text as it is written every character would be taken for a word."""
+    """A text as a list of words; a plain string would be read as a list of characters."""
     if isinstance(text, str):
         raise FedraxError(f"a list of words is wanted, not the text {text!r:.60}: tokenize makes one of it.")
     return text
@@ -194,12 +194,12 @@ def read_word_vectors(path: str | Path, words: Sequence[str]) -> np.ndarray:
 
 
 def _vector_length(line: str) -> int:
-    """How many numbers stand at the end of a line, after its first word."""
+    """The number of numbers at the end of a line, after its first word."""
     return sum(1 for _ in takewhile(_is_number, reversed(line.split(" ")[1:])))
 
 
 def _leading_word(line: str, width: int) -> str:
-    """What stands before the ``width`` numbers of a line; the first piece of it where the last one is a number, too."""
+    """The text before the ``width`` numbers of a line, or its first piece if the last piece is a number."""
     first = line.partition(" ")[0]
     if not width or line.count(" ") <= width:
         return first
@@ -216,7 +216,7 @@ def _is_number(text: str) -> bool:
 
 
 def _text_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(number, what it holds) of every line but a first one of two whole numbers."""
+    """(line number, content) of every line except a header of two integers."""
     try:
         with open_regular_file(path) as file:
             at = 0
