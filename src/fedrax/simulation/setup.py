@@ -55,14 +55,14 @@ class Setup:
     directory: Path | None
     """Run directory of this process; None if it stores nothing, as in all processes except the first."""
     run_directory: Path | None
-    """Where the run is kept, by whomever."""
+    """The run directory, also in processes that write nothing."""
     key: Array
     params: Tree
     """Starting parameters."""
     statistics: Tree
     """Initial running statistics of the model; an empty tuple if it has none."""
     initial: ClientRecord
-    """What a client keeps before it takes part."""
+    """The record of a client that has not participated."""
     samples: Batch
     planner: Planner
     plan: str
@@ -75,11 +75,11 @@ class Setup:
     info: RunInfo
     traced: TracedRound
     identity: dict[str, str] | None
-    """Digests of all that determines the numbers, see :func:`run_identity.identify`; None without a directory."""
+    """Digests of everything that determines the numbers, see :func:`run_identity.identify`; None without a directory."""
 
     @property
     def stateful(self) -> bool:
-        """Whether clients keep anything."""
+        """Whether clients have a state."""
         return self.planner.stateful
 
     @property

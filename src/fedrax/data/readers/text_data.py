@@ -41,7 +41,7 @@ _ASCII_WORD = re.compile(r"[a-z0-9]+(?:['’][a-z]+)?|\S")
 
 @cache
 def _unicode_word() -> re.Pattern[str]:
-    """Pattern of words in any text: letters with combining marks such as vowel signs, which Python's patterns do not match as letters."""
+    """Pattern of words in any text: letters with combining marks, which Python's patterns do not match."""
     every = map(chr, range(sys.maxunicode + 1))
     marks = "".join(re.escape(sign) for sign in every if unicodedata.category(sign)[0] == "M")
     letter, in_words = (rf"(?:(?!{_IDEOGRAPH})[^\W{no}_][{marks}]*)+" for no in (r"", r"\d"))

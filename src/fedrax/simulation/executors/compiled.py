@@ -41,11 +41,11 @@ from fedrax.xla import AGGREGATE, CACHE_SIZE, CLIENT_AXIS, INLINE, SERVER, garba
 RECORDED_PHASES = "noted"
 """Key of a round's record for recorded messages, if clients are recorded."""
 CLIENT_INFO = "client info"
-"""Key of a round's record for the info of each client, arrays [S] by name, if ``Program.client_info`` is set."""
+"""Key of a round's record for the info of each client, arrays [S] by name, if ``RoundProgram.client_info`` is set."""
 
 
 class RoundState(NamedTuple):
-    """What goes from round to round."""
+    """The state between rounds."""
 
     server: Any
     statistics: Tree
@@ -238,7 +238,7 @@ def server_specs(server: Any, mesh: Mesh) -> Any:
 
 _YNN_FUSION = "xla_cpu_experimental_ynn_fusion_type"
 _NO_CONVOLUTIONS = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"
-"""What XLA's library is given."""
+"""Options of XLA."""
 
 
 @cache

@@ -38,7 +38,7 @@ class PhaseState(NamedTuple):
     notes: Any = ()
     """Recorded uploads."""
     client_info: Any = ()
-    """The info of each client by its place on the device, if ``Program.client_info`` is set."""
+    """The info of each client by its place on the device, if ``RoundProgram.client_info`` is set."""
 
 
 class PhaseRunner:
