@@ -75,7 +75,7 @@ class Setup:
     info: RunInfo
     traced: TracedRound
     identity: dict[str, str] | None
-    """Digests of everything that determines the numbers, see :func:`run_identity.identify`; None without a directory."""
+    """Digests of all that determines the numbers, see :func:`run_identity.identify`; None without a directory."""
 
     @property
     def stateful(self) -> bool:
