@@ -238,11 +238,11 @@ def test_the_checkpoint_before_stays_and_is_named(tmp_path: Path):
     content = bytearray((where / checkpoint.FILE).read_bytes())
     content[200] ^= 1
     (where / checkpoint.FILE).write_bytes(content)
-    with pytest.raises(FedraxError, match=r"damaged.*the one before it, of round 4, is whole.*fedrax doctor"):
+    with pytest.raises(FedraxError, match=r"damaged.*the previous one, of round 4, is intact.*fedrax doctor"):
         run(SCAFFOLD, rounds=6, checkpoint_every=2, directory=tmp_path, resume=True)
     assert checkpoint.verify(where / checkpoint.PREVIOUS)["round"] == 4
     (where / checkpoint.FILE).unlink()
-    with pytest.raises(FedraxError, match="the one before it, of round 4, is whole"):
+    with pytest.raises(FedraxError, match="the previous one, of round 4, is intact"):
         run(SCAFFOLD, rounds=6, checkpoint_every=2, directory=tmp_path, resume=True)
     (where / checkpoint.PREVIOUS).rename(where / checkpoint.FILE)
     resumed = run(SCAFFOLD, rounds=6, checkpoint_every=2, directory=tmp_path, resume=True)

@@ -212,7 +212,7 @@ MISTAKES: dict[str, tuple[str, Callable]] = {
         "around_server",
         lambda self, server, state, own, cohort, last: (server(state, cohort)[0], own, None),
     ),
-    "what server(state, cohort) returns is state, info": (
+    "server(state, cohort) returns the pair state, info": (
         "around_server",
         lambda self, server, state, own, cohort, last: (server(state, cohort), own, {}),
     ),

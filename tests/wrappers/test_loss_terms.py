@@ -100,7 +100,7 @@ OTHERS = {
     "the upload of FedNova has another structure": Personalized(
         fedrax.algorithms.FedNova(LOCAL), personal_params=FIRST
     ),
-    "Scaffnew moves its parameters before it": upcycle(fedrax.algorithms.Scaffnew(LocalSGD(lr=0.1)), 0.5),
+    "Scaffnew changes them in an earlier phase": upcycle(fedrax.algorithms.Scaffnew(LocalSGD(lr=0.1)), 0.5),
     "Scaffnew takes its local steps in another phase": fedrax.personalization.Ditto(
         fedrax.algorithms.Scaffnew(LocalSGD(lr=0.1))
     ),
