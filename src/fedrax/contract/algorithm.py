@@ -10,8 +10,9 @@ It never sees loops over clients, devices, files or networks. One round has one 
    is ``stacked`` from the single uploads.
 
 The **client state** that a phase returns goes to the next phase of the same client in this round, that of the last
-phase to its next round. Only the latter is stored between rounds, so that values which are needed between two phases
-use no memory per client of the federation.
+phase to its next round. An earlier phase may return a state of any form, and passes on what it does not change; the
+last one returns the form of ``init_client``. Only the latter is stored between rounds, so that values which are needed
+between two phases use no memory per client of the federation.
 
 An algorithm is a subclass with ``init``, ``client`` and ``server``, and ``init_client`` where clients have a state; the
 other methods have defaults. CONTRIBUTING.md shows a complete one.

@@ -56,7 +56,8 @@ class TrainingHooks:
 
     A step of :meth:`fedrax.LocalSGD.run` applies them in this order: batch, loss and gradient, (weight decay), terms,
     (momentum, the method's direction), directions, (the step), and after the last step results. Of several hooks of one
-    kind those of the method come first, then those of its wrappers from the inside out.
+    kind those of the method come first, then those of its wrappers from the inside out, and those of one wrapper in the
+    order of the calls; hooks of results are applied from the outside in.
     """
 
     _keys: NamedKeys
@@ -89,6 +90,9 @@ class TrainingHooks:
 
     def with_gradient(self, hook: GradientHook, frozen_statistics: bool = False) -> Self:
         """Change how the gradient of a mini-batch is computed.
+
+        The hook must be additive over samples: full batches, blocks and full gradients are computed in parts, and the
+        outputs are added. To clip or normalize the gradient of a step use :meth:`with_direction`.
 
         Args:
             hook: (losses, params, batch, weights, key) -> (summed loss, summed gradient) of the batch; ``losses`` is

@@ -123,7 +123,7 @@ def run_device_round(
 ) -> tuple[RoundState, dict[str, Any]]:
     """One round on one device of the mesh: (carry, record).
 
-    A round with values that are not finite leaves the server state unchanged. alive: whether all rounds before were
+    A round with values that are not finite leaves the server state unchanged. running: whether all rounds before were
     finite; otherwise this round is marked as not finite, too.
     """
     executor = MeshExecutor(program, algorithm, round_inputs, key, carry.store, samples, axis, vectors_axis)
@@ -160,7 +160,7 @@ def run_block(
 ) -> tuple[RoundState, dict[str, Array]]:
     """Up to len(xs.round) rounds, up to the first with values that are not finite: (carry, records [B] by name).
 
-    alive: for vectorized runs, which continue together, whether this run has been finite so far.
+    running: for vectorized runs, which continue together, whether this run has been finite so far.
     """
     xs = jax.tree.map(jnp.asarray, xs)
     xs = xs._replace(count=xs.count[:, 0], assignments=jax.tree.map(lambda a: a[:, 0], xs.assignments))
@@ -188,9 +188,8 @@ def run_block(
 def compiled_block(program: RoundProgram, mesh: Mesh, form: Any) -> Callable:
     """``run_block`` on a mesh, shared by runs that differ only in seeds and float hyper-parameters.
 
-    ``form`` is the algorithm's structure with its static fields. It is an argument of this cached function, because JAX
-    holds compiled programs as long as their function: otherwise a study of many settings in one process would hold the
-    programs of all of them.
+    ``form`` (the algorithm's structure with its static fields) is only a cache key. JAX keeps a compiled program as
+    long as its jitted function, so that each form gets a function of its own, which this cache can drop.
     """
     by_device: Any = P(None, CLIENT_AXIS)
     specs = RoundInputs(P(), P(), by_device, by_device, P())
