@@ -54,9 +54,6 @@ class NonFiniteError(FedraxError):
 class DebugEngine(Engine):
     """No compilation, one client after another; the first non-finite number is named."""
 
-    def _compile(self) -> Any:
-        return None
-
     def run(
         self, algorithm: Algorithm, carry: RoundState, key: Array, xs: RoundInputs, rounds: int
     ) -> tuple[RoundState, dict]:
