@@ -91,7 +91,7 @@ def run(table: dict[str, Any], seeds: int) -> tuple[Paths, list[int], float]:
             settings = dataclasses.replace(method.run, rounds=stop, eval_every=every)
             (results,) = sweep([algorithm], task, federation, range(seeds), settings, mode="vectorized")
             both.append([result.metric("x") for result in results])
-        joined = [[(0, method.model.start), *early, *late] for early, late in zip(*both, strict=True)]
+        joined = [[(0, method.model.initial), *early, *late] for early, late in zip(*both, strict=True)]
         measured = [round for round, _ in joined[0]]
         paths[method.name] = np.array([[x for _, x in path] for path in joined])
         minimum = float(np.asarray(federation.truth).item())

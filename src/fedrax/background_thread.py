@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def begun(work: Callable[..., T], *args: Any) -> Future[T]:
+def run_in_background(work: Callable[..., T], *args: Any) -> Future[T]:
     """The future result of ``work(*args)``, which runs in a new thread.
 
     ``concurrent.futures`` executors accept no work after the main thread has ended, while other threads may still run.

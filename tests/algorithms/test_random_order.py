@@ -108,8 +108,8 @@ def client(sizes: tuple[int, ...], which: int, seed: int = 0) -> ClientData:
 
 def rows_of(data: ClientData, step: int, batch_size: int, order: str) -> list[int]:
     """The rows of a batch that count."""
-    batch, weights = data.batch(step, batch_size, order)  # type: ignore[arg-type]
-    return np.asarray(batch.x)[slice(None) if weights is None else np.asarray(weights)].tolist()
+    batch, real = data.batch(step, batch_size, order)  # type: ignore[arg-type]
+    return np.asarray(batch.x)[slice(None) if real is None else np.asarray(real)].tolist()
 
 
 @pytest.mark.parametrize("sizes", [(7, 4, 9), (6, 6, 6), (6, 3, 9)])

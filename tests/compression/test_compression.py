@@ -43,7 +43,7 @@ class NonNegativeInt(Algorithm):
 
     def client(self, message: Any, state: Any, data: ClientData) -> ClientOutput:
         """Numbers from -50 to 50."""
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(9), data.round), data.place.client)
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(9), data.round), data.assignment.client)
         draw = lambda a: jax.random.randint(key, a.shape, -50, 51).astype(a.dtype)  # noqa: E731
         return ClientOutput(upload=jax.tree.map(draw, message))
 

@@ -58,7 +58,7 @@ def test_a_client_may_take_no_local_step():
     @hyperparameters
     class Chance(FedAvg):
         def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
-            steps = jnp.where(data.place.client % 2 == 0, 0, 2)
+            steps = jnp.where(data.assignment.client % 2 == 0, 0, 2)
             result = self.local.run(data.with_steps(steps), message, mean_gradient=True)
             return ClientOutput(upload=tree.sub(result.params, message), info=result.info)
 

@@ -189,7 +189,8 @@ def test_a_number_of_pythons_is_a_number():
 def test_every_name_of_an_event_is_taken():
     event = run(FedAvg(local=LocalSGD(steps=1)), rounds=1, devices=1).events[0]
     assert event.keys() >= {"train_loss", "test_accuracy", "clients", "seconds"}
-    for name in (*event, "clock", "epsilon", "epsilon_paper", "diverged", "sound", "bad", "noted", "seconds_a_client"):
+    reserved = ("clock", "epsilon", "epsilon_paper", "diverged", "sound", "bad", "recorded", "seconds_a_client")
+    for name in (*event, *reserved):
         if name != "gradients":  # which a method counts
             with pytest.raises(FedraxError, match=f"gives the info '{name}'"):
                 checked_server(FedAvg(), (jnp.ones(2), {name: 1.0}))

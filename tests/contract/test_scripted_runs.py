@@ -129,7 +129,7 @@ def test_blocks_may_be_given_to_a_method_inside_a_wrapper(wrap: Any):
 def test_a_given_batch_besides_those_of_the_steps_is_counted_by_its_own_rows():
     data = ClientData.alone(TASK, X, Y, jax.random.key(0), round=0, num_clients=1, cohort_size=1)
     steps, fresh = np.array([[0, 1, -1], [2, -1, -1]]), np.array([3, 4, 5])
-    data.place = data.place._replace(batches=steps, fresh=fresh)
+    data.assignment = data.assignment._replace(batches=steps, fresh=fresh)
     assert (LOCAL.samples(data, 2), LOCAL.samples(data.resampled(), 1)) == (3, 3)
     batch, inside = data.resampled().batch(0, ROWS, "shuffle")
     np.testing.assert_array_equal(batch.y, Y[3:6])

@@ -183,7 +183,7 @@ def test_statistics_of_one_client_are_those_of_its_steps():
     jax.tree.map(near, result.statistics, statistics)
     alone = ClientData.alone(NORM, x, y, jax.random.key(0), round=0, num_clients=8, cohort_size=1)
     alone = alone.with_carried(TrainState(start.statistics))
-    alone.place = alone.place._replace(batches=jax.numpy.asarray(batches))
+    alone.assignment = alone.assignment._replace(batches=jax.numpy.asarray(batches))
     jax.tree.map(near, local.run(alone, start.params).params, params)
     jax.tree.map(near, alone.carried.statistics, statistics)
     jax.tree.map(near, alone.carried.params, params)

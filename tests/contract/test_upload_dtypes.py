@@ -40,7 +40,7 @@ class Sending(Algorithm):
 
     def client(self, message: Any, state: Any, data: ClientData) -> ClientOutput:
         """Client c: c + 1 in the upload, 2^31 + c in the sum."""
-        number = data.place.client
+        number = data.assignment.client
         counted = (jnp.uint32(2**31) + number.astype(jnp.uint32), (256 + number).astype(jnp.bfloat16))
         return ClientOutput(upload=(number + 1).astype(self.kind), total=counted)
 

@@ -222,7 +222,10 @@ def test_configurations_are_hashable_values():
         (lambda: MLP(activation="rellu").build((4,), 2), "'relu'"),  # type: ignore[arg-type]
         (lambda: MLP(hidden=(5, 0)).build((4,), 2), "hidden must hold items that must be at least 1"),
         (lambda: unchecked(MLP, hiden=(5,)), "unknown field of MLP: 'hiden'; did you mean 'hidden'"),
-        (lambda: unchecked(MLP, start="xavier").build((4,), 2), "start must be one of 'pytorch', 'glorot', 'he'"),
+        (
+            lambda: unchecked(MLP, initialization="xavier").build((4,), 2),
+            "initialization must be one of 'pytorch', 'glorot', 'he'",
+        ),
         (lambda: unchecked(ResNet18, stem="big").build((32, 32, 3), 2), "stem must be one of 'small', 'large'"),
         (lambda: unchecked(ResNet20, norm="layer").build((8, 8, 3), 2), "norm must be one of"),
         (lambda: VGG11(width=0).build((32, 32, 3), 2), "width must be at least 1"),

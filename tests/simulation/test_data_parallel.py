@@ -56,9 +56,9 @@ def run(algorithm: Algorithm, **changes: Any) -> Result:
     return simulate(algorithm, TASK, FEDERATION, **(settings | changes))
 
 
-def agree(found: Result, wanted: Result, joined: bool = True) -> None:
+def agree(found: Result, wanted: Result, shared: bool = True) -> None:
     """To rounding: sums over a batch are of two halves."""
-    assert ("left over on all of them together" in found.plan) == joined
+    assert ("left over on all of them together" in found.plan) == shared
     assert "left over" not in wanted.plan
     near = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)  # noqa: E731
     jax.tree.map(near, (found.params, found.server), (wanted.params, wanted.server))
@@ -75,7 +75,7 @@ def test_every_method(name: str):
     local = getattr(algorithm, "local", None)
     if local is not None:
         algorithm = dataclasses.replace(algorithm, local=dataclasses.replace(local, lr=0.05))  # type: ignore[call-arg]
-    agree(run(algorithm), run(algorithm, devices=1), joined=name not in WHOLE)
+    agree(run(algorithm), run(algorithm, devices=1), shared=name not in WHOLE)
 
 
 def test_the_gradient_is_traced_once_for_all_programs_that_hold_it():
@@ -149,13 +149,13 @@ def test_devices_work_alone_where_none_would_wait():
     assert ["left over" in plan(size) for size in (3, 4)] == [True, False]
 
 
-def length(assigned: list[list[int]], cost: list[float], speed: float, joined: set[int]) -> float:
+def length(assigned: list[list[int]], cost: list[float], speed: float, shared: set[int]) -> float:
     """Of a round."""
-    alone = max(sum(cost[p] for p in places if p not in joined) for places in assigned)
-    return alone + 1.05 * sum(cost[p] for p in joined) / speed
+    alone = max(sum(cost[p] for p in places if p not in shared) for places in assigned)
+    return alone + 1.05 * sum(cost[p] for p in shared) / speed
 
 
-def test_equal_clients_are_joined_where_that_is_shortest():
+def test_equal_clients_are_shared_where_that_is_shortest():
     for counts in itertools.product(range(4), repeat=3):
         places = iter(range(sum(counts)))
         assigned = [[next(places) for _ in range(n)] for n in counts]
@@ -169,16 +169,16 @@ def test_equal_clients_are_joined_where_that_is_shortest():
         assert length(assigned, cost, 3.0, clients_to_share(assigned, cost, 3.0)) <= best / 0.95
 
 
-def test_unequal_clients_are_joined_only_for_a_gain():
+def test_unequal_clients_are_shared_only_for_a_gain():
     rng = np.random.default_rng(0)
     for _ in range(200):
         owner, cost = rng.integers(0, 4, 9), rng.lognormal(sigma=1.5, size=9).tolist()
         assigned = [np.flatnonzero(owner == d).tolist() for d in range(4)]
-        joined = clients_to_share(assigned, cost, 4.0)
+        shared = clients_to_share(assigned, cost, 4.0)
         before = length(assigned, cost, 4.0, set())
-        assert length(assigned, cost, 4.0, joined) <= (0.95 if joined else 1) * before
+        assert length(assigned, cost, 4.0, shared) <= (0.95 if shared else 1) * before
     assert 0 in clients_to_share([[0], [1]], [20_000.0, 10.0], 2.0)
     assert clients_to_share([[0], [1]], [1.0, 1.0], 1.0) == set()
     # what makes the loads equal, and no more
-    joined = clients_to_share([[0, 1, 2, 3], [4, 5]], [1.0] * 6, 2.0)
-    assert len(joined) == 2 and joined < {0, 1, 2, 3}
+    shared = clients_to_share([[0, 1, 2, 3], [4, 5]], [1.0] * 6, 2.0)
+    assert len(shared) == 2 and shared < {0, 1, 2, 3}

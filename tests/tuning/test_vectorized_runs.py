@@ -68,7 +68,7 @@ class Weighted(FedAvg):
 
     def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
         out = FedAvg.client(self, message, state, data)
-        factor = self.factors[jnp.minimum(data.place.client, self.first[0])]
+        factor = self.factors[jnp.minimum(data.assignment.client, self.first[0])]
         return out._replace(upload=jax.tree.map(lambda u: factor * u, out.upload))
 
 

@@ -209,7 +209,7 @@ class Masked(Algorithm):
         return ClientOutput(upload=(), total=total, info=result.info)
 
     def _masked(self, fixed: Tree, data: ClientData) -> Tree:
-        me, shared = data.place.client, jax.random.fold_in(jax.random.key(0), data.round)
+        me, shared = data.assignment.client, jax.random.fold_in(jax.random.key(0), data.round)
 
         def add(other: Array, total: Tree) -> Tree:
             pair = jax.random.fold_in(jax.random.fold_in(shared, jnp.minimum(me, other)), jnp.maximum(me, other))

@@ -170,8 +170,8 @@ class ClientProbe:
         n = program.num_clients
         numbers = jnp.arange(n, dtype=jnp.int32)
         offsets, sizes = (a.astype(np.int32) for a in (self.federation.offsets[:-1], self.federation.sizes))
-        places = ClientAssignment(numbers, numbers, jnp.asarray(offsets), jnp.asarray(sizes), jnp.ones(n))
-        everyone = RoundInputs(round, jnp.float32(n), jnp.int32(n), places)
+        assignments = ClientAssignment(numbers, numbers, jnp.asarray(offsets), jnp.asarray(sizes), jnp.ones(n))
+        everyone = RoundInputs(round, jnp.float32(n), jnp.int32(n), assignments)
         of_draws = jax.random.split(jax.random.fold_in(self.key, round), draws)
         keys = [ClientKeys(jax.random.split(key, n), self.key) for key in of_draws]
 

@@ -75,8 +75,8 @@ def main(args: list[str]) -> int:
     """Parse, run what is unfinished, report."""
     spec, options = read_arguments(args)
     try:
-        places = {"directory": options.out, "data_dir": options.data_dir, "executor": options.on}
-        outcome = compare(spec, **places, watcher=CommandWatcher(options))
+        arguments = {"directory": options.out, "data_dir": options.data_dir, "executor": options.on}
+        outcome = compare(spec, **arguments, watcher=CommandWatcher(options))
     except KeyboardInterrupt as stop:
         tell("fedrax: interrupted; the same command resumes the comparison")
         return 128 + (stop.signal if isinstance(stop, Interrupted) else signal.SIGINT)
@@ -218,7 +218,7 @@ class CommandWatcher(ProgressWatcher):
         made = [] if self._silent else super().sinks(job, directory, number, of)
         if job.spec.validation:
             return made
-        return made + make_trackers(job.spec, directory, str(job.place), self._options)
+        return made + make_trackers(job.spec, directory, str(job.path), self._options)
 
     def done(self, job: RunJob, directory: Path, error: str | None) -> None:
         """Print the result of a run; with --json only that it diverged."""

@@ -23,7 +23,7 @@ from typing import Annotated, Any, TypeVar, dataclass_transform
 import jax
 
 from fedrax.config.annotations import Bound, Converter, Field, fields_of
-from fedrax.config.user_errors import explained
+from fedrax.config.user_errors import translate_errors
 from fedrax.errors import FedraxError, unknown
 
 Positive = Annotated[float, Bound(gt=0)]
@@ -206,7 +206,7 @@ def check(config: Any, path: str = "") -> None:
             _check_jax_type(field, value, where)
     check_method = getattr(config, "check", None)
     if check_method is not None:
-        with explained(config):
+        with translate_errors(config):
             check_method()
 
 

@@ -56,13 +56,13 @@ class UserCodeError(FedraxError):
     """An exception in user code, which may be the consequence of an earlier error."""
 
 
-def in_words(error: BaseException) -> str | None:
+def tracing_message(error: BaseException) -> str | None:
     """The message and remedy for a tracing error of JAX; None for any other error."""
     return next((text for kind, text in _TRACING_ERRORS.items() if isinstance(error, kind)), None)
 
 
 @contextmanager
-def explained(algorithm: Any) -> Iterator[None]:
+def translate_errors(algorithm: Any) -> Iterator[None]:
     """Context manager: raise errors in a method's code as FedraxError with the file, the line and a remedy.
 
     For methods of the library only tracing errors are translated, for user code all errors.
@@ -72,7 +72,7 @@ def explained(algorithm: Any) -> Iterator[None]:
     except (FedraxError, jax.errors.JaxRuntimeError, MemoryError):
         raise
     except Exception as error:
-        message = in_words(error)
+        message = tracing_message(error)
         if message is not None:
             raise FedraxError(f"{_location(algorithm, error)} {message}") from error
         if not _is_user_code(algorithm):
@@ -87,7 +87,7 @@ def collecting_errors(algorithm: Any, errors: list[FedraxError]) -> Iterator[Non
     After a first error, exceptions of user code are ignored, because they may be its consequence.
     """
     try:
-        with explained(algorithm):
+        with translate_errors(algorithm):
             yield
     except FedraxError as error:
         if not (errors and isinstance(error, UserCodeError)):
@@ -97,7 +97,7 @@ def collecting_errors(algorithm: Any, errors: list[FedraxError]) -> Iterator[Non
             raise
 
 
-def refuse(errors: list[FedraxError]) -> None:
+def raise_collected(errors: list[FedraxError]) -> None:
     """Raise the collected errors as one, with a line for each; nothing if there are none."""
     if len(errors) == 1:
         raise errors[0]
@@ -138,7 +138,7 @@ def _location(algorithm: Any, error: Exception) -> str:
         file = inspect.getfile(type(algorithm))
     except (TypeError, OSError):
         file = ""
-    user_frame = own_frame(error)
+    user_frame = innermost_user_frame(error)
     if user_frame is not None and user_frame.filename != file:
         name, file = "your code", user_frame.filename
     in_file = [frame for frame in frames if frame.filename == file]
@@ -148,7 +148,7 @@ def _location(algorithm: Any, error: Exception) -> str:
     return f"{name}.{methods[-1]}" if methods else name
 
 
-def own_frame(error: BaseException) -> traceback.FrameSummary | None:
+def innermost_user_frame(error: BaseException) -> traceback.FrameSummary | None:
     """The innermost traceback frame in user code, outside of installed packages; None if there is none."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
     return next(

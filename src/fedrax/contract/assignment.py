@@ -57,7 +57,7 @@ class ClientAssignment(NamedTuple):
     """int32 [T, B]; the rows of each local step's batch, counted from the client's first; negative: none."""
     delay: Any = None
     """int32; how many rounds after this one its upload arrives."""
-    joined: Any = None
+    data_parallel: Any = None
     """bool; whether all devices of the run work on it together."""
     fresh: Any = None
     """int32 [B], or [] where blocks are used: the rows, or the block, of the batch besides those of the steps."""

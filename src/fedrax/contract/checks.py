@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedrax import tree
-from fedrax.config.user_errors import explained, refuse
+from fedrax.config.user_errors import raise_collected, translate_errors
 from fedrax.contract.table import is_table
 from fedrax.contract.vectors import holds_vectors, is_vectors
 from fedrax.errors import FedraxError
@@ -22,7 +22,7 @@ _MAX_FINITE_CHECK = 1 << 20
 """Most entries of an array of the server state that is checked to be finite before the first round."""
 _EVENT_FIELDS = (
     "round", "clients", "bytes_down", "bytes_up", "clock", "epsilon", "epsilon_paper", "diverged", "sound", "bad",
-    "noted", "local_loss",
+    "recorded", "local_loss",
 )  # fmt: skip
 _EVENT_PREFIXES = ("train_", "test_", "seconds")
 """Fields of events, and prefixes of fields, that the simulator sets."""
@@ -36,13 +36,13 @@ def check_method(algorithm: Any) -> None:
     from fedrax.privacy.releases import Release
 
     name = type(algorithm).__name__
-    with explained(algorithm):
+    with translate_errors(algorithm):
         traits, local_steps, releases = algorithm.traits, algorithm.local_steps, algorithm.releases()
     if not isinstance(traits, Traits):
         raise FedraxError(f"{name}.traits is {kind(traits)}: write traits = Traits(...)")
     if not isinstance(local_steps, LocalSGD | None):
         raise FedraxError(f"{name}.local_steps is {kind(local_steps)}: a LocalSGD or None is needed")
-    with explained(algorithm):
+    with translate_errors(algorithm):
         phases = algorithm.phases
     if not isinstance(phases, tuple | list) or not phases or not all(isinstance(phase, Phase) for phase in phases):
         raise FedraxError(f"{name}.phases must be a tuple of one Phase or several")
@@ -51,7 +51,7 @@ def check_method(algorithm: Any) -> None:
     called = [(algorithm, what) for what in ("init", "init_client", "params", "with_params", "personal")]
     called += [(phase, what) for phase in phases for what in ("broadcast", "client", "receive", "server")]
     messages = (_signature_error(name, what, getattr(where, what)) for where, what in called)
-    refuse([FedraxError(message) for message in messages if message])
+    raise_collected([FedraxError(message) for message in messages if message])
 
 
 def _signature_error(name: str, what: str, function: Callable) -> str | None:

@@ -1,7 +1,7 @@
 """The data of one client inside compiled code: mini-batches, blocks and full gradients.
 
 The samples of all clients are concatenated in arrays on the device; a client has the rows ``offset`` to
-``offset + size``. Shapes are static and sizes are not: batches have weights that mask padding rows (unless the sizes of
+``offset + size``. Shapes are static and sizes are not: batches have masks of padding rows (unless the sizes of
 the federation make padding impossible), and loops over a client's data have dynamic trip counts.
 """
 
@@ -49,8 +49,8 @@ class ClientData(TrainingHooks):
         task: the task.
         layout: static bounds on the clients' sizes.
         samples: pytree of the samples of all clients.
-        place: the client's assignment; ``size`` (n_i, int32) and ``work`` (a straggler's share of the local work in
-            (0, 1], or None) are also attributes of the data.
+        assignment: the client's assignment; ``size`` (n_i, int32) and ``work`` (a straggler's share of the local
+            work in (0, 1], or None) are also attributes of the data.
         key: the client's random key in this round.
         round: int32; the number of the round, from 0.
         num_clients: N, the number of clients of the federation.
@@ -74,7 +74,7 @@ class ClientData(TrainingHooks):
         task: Any,
         layout: Layout,
         samples: Tree,
-        place: ClientAssignment,
+        assignment: ClientAssignment,
         key: Array,
         *,
         round: Array,
@@ -87,8 +87,8 @@ class ClientData(TrainingHooks):
         precision: xla.OperandFormat = "highest",
     ):
         """Called by :func:`fedrax.simulation.round.client_data` for all executors, and by :meth:`alone`."""
-        self.task, self.layout, self.samples, self.place = task, layout, samples, place
-        self.size, self.work = place.size, place.work
+        self.task, self.layout, self.samples, self.assignment = task, layout, samples, assignment
+        self.size, self.work = assignment.size, assignment.work
         self.round, self.num_clients, self.cohort_size = round, num_clients, cohort_size
         self.unroll, self.carried = unroll, carried or TrainState()
         self.precision: xla.OperandFormat = precision
@@ -117,9 +117,9 @@ class ClientData(TrainingHooks):
         """
         samples = Batch(jnp.asarray(x), jnp.asarray(y))
         rows, zero = len(samples.y), jnp.int32(0)
-        place = ClientAssignment(zero, zero, zero, jnp.int32(rows), jnp.ones(()))
+        assignment = ClientAssignment(zero, zero, zero, jnp.int32(rows), jnp.ones(()))
         facts = {"round": jnp.int32(round), "num_clients": num_clients, "cohort_size": jnp.asarray(cohort_size, float)}
-        return cls(task, Layout(rows, rows, rows), samples, place, key, phase=phase, **facts)
+        return cls(task, Layout(rows, rows, rows), samples, assignment, key, phase=phase, **facts)
 
     # -- random numbers ----------------------------------------------------------------------------------------
 
@@ -183,10 +183,10 @@ class ClientData(TrainingHooks):
             The changed data.
         """
         self.refuse_uncounted("another number of local steps")
-        if self.place.steps is not None:
+        if self.assignment.steps is not None:
             return self
         steps = steps if self.work is None else jnp.ceil(self.work * steps).astype(jnp.int32)
-        return self._with(place=self.place._replace(steps=steps))
+        return self._with(assignment=self.assignment._replace(steps=steps))
 
     def with_carried(self, carried: TrainState) -> Self:
         """Replace the running statistics and the state of the local optimizer.
@@ -217,14 +217,14 @@ class ClientData(TrainingHooks):
 
     def _in_terms_of(self, samples: Tree, size: Array) -> Self:
         """The same client as a function of its samples and its size, to trace what depends on them."""
-        place = self.place._replace(size=size)
-        return self._with(samples=samples, size=size, place=place, _counted=None)  # tracing is not training
+        assignment = self.assignment._replace(size=size)
+        return self._with(samples=samples, size=size, assignment=assignment, _counted=None)  # tracing is not training
 
     def variables(self, params: Tree) -> Tree:
         """Combine the parameters with the running statistics, where the model has some.
 
         Args:
-            params: pytree of the global parameters.
+            params: pytree of parameters.
 
         Returns:
             The input of the task's functions.
@@ -234,13 +234,13 @@ class ClientData(TrainingHooks):
     @property
     def delay(self) -> Array | None:
         """int32; how many rounds after this one the upload arrives; None where all come at once."""
-        return self.place.delay
+        return self.assignment.delay
 
     @property
     def given_rows(self) -> Array | None:
         """int32 [T, B], the rows of each batch where a script gives them; of a fresh batch [1, B]."""
-        fresh = self.place.fresh
-        return self.place.batches if not self._resampled else None if fresh is None else fresh[None]
+        fresh = self.assignment.fresh
+        return self.assignment.batches if not self._resampled else None if fresh is None else fresh[None]
 
     # -- samples -----------------------------------------------------------------------------------------------
 
@@ -310,10 +310,10 @@ class ClientData(TrainingHooks):
         Returns:
             int32; the block.
         """
-        if self._resampled and self.place.fresh is not None:
-            return self.place.fresh
-        if self.place.blocks is not None and not self._resampled:
-            return self.place.blocks[step]
+        if self._resampled and self.assignment.fresh is not None:
+            return self.assignment.fresh
+        if self.assignment.blocks is not None and not self._resampled:
+            return self.assignment.blocks[step]
         return uniform_index(self._words, step, num_blocks, stream=2)
 
     def block_rows(self, block: Array | int, num_blocks: int) -> tuple[Array, Array | int]:
@@ -358,14 +358,14 @@ class ClientData(TrainingHooks):
 
     @xla.scope(xla.GRADIENT)
     def loss_and_gradient(
-        self, params: Tree, samples: Tree, weights: Array | None, key: Array, reduction: Reduction
+        self, params: Tree, samples: Tree, real: Array | None, key: Array, reduction: Reduction
     ) -> tuple[Array, Tree, Tree]:
         """Estimate the client's loss and gradient on a mini-batch.
 
         Args:
-            params: pytree of the global parameters.
+            params: pytree of parameters.
             samples: pytree of samples, leaves [B, ...].
-            weights: bool [B], False for padding rows, or None.
+            real: bool [B], False for padding rows, or None.
             key: a JAX random key.
             reduction: whether the client's loss is the mean or the sum over its samples.
 
@@ -379,35 +379,35 @@ class ClientData(TrainingHooks):
             total = lambda params: self.losses()(params, samples, key).sum()  # noqa: E731
             return *jax.value_and_grad(total)(params), self.carried.statistics
         if self._gradient_hook is not None:
-            total = self._hooked_gradient(self._gradient_hook, params, samples, weights, key)
-            count = len(jax.tree.leaves(samples)[0]) if weights is None else jnp.maximum(weights.sum(), 1)
+            total = self._hooked_gradient(self._gradient_hook, params, samples, real, key)
+            count = len(jax.tree.leaves(samples)[0]) if real is None else jnp.maximum(real.sum(), 1)
             loss, gradient = jax.tree.map(lambda t: (t * (scale / count)).astype(t.dtype), total)
             return loss, gradient, self.carried.statistics
 
-        count = len(jax.tree.leaves(samples)[0]) if weights is None else weights.sum()
+        count = len(jax.tree.leaves(samples)[0]) if real is None else real.sum()
         if self.carried.statistics:  # of the whole batch
-            return self._with_statistics(params, samples, weights, key, scale, count)
-        return *self._microbatched(params, samples, weights, key, scale, count), ()
+            return self._with_statistics(params, samples, real, key, scale, count)
+        return *self._microbatched(params, samples, real, key, scale, count), ()
 
     def _hooked_gradient(
-        self, hook: GradientHook, params: Tree, samples: Tree, weights: Array | None, key: Array
+        self, hook: GradientHook, params: Tree, samples: Tree, real: Array | None, key: Array
     ) -> tuple[Array, Tree]:
         """The summed loss and the summed gradient of a batch, computed by a gradient hook."""
         if self.carried.statistics and not self._frozen_statistics:
             raise FedraxError(
                 "a hook of with_gradient cannot update running statistics: use group norm instead of batch norm"
             )
-        return check_gradient(hook(self.losses(), params, samples, weights, key), params)
+        return check_gradient(hook(self.losses(), params, samples, real, key), params)
 
     def _with_statistics(
-        self, params: Tree, samples: Tree, weights: Array | None, key: Array, scale: Any, count: Any
+        self, params: Tree, samples: Tree, real: Array | None, key: Array, scale: Any, count: Any
     ) -> tuple[Array, Tree, Tree]:
         """Loss, gradient and the new running statistics of a batch."""
 
         def objective(params: Tree) -> tuple[Array, Tree]:
             recorded: list[Tree] = []
             losses = self.losses(recorded)(params, samples, key)
-            return scaled_sum(losses, weights, scale, count), recorded[0] if recorded else self.carried.statistics
+            return scaled_sum(losses, real, scale, count), recorded[0] if recorded else self.carried.statistics
 
         (loss, statistics), gradient = xla.value_and_grad(objective, self.precision, has_aux=True)(params)
         return loss, gradient, statistics
@@ -422,26 +422,26 @@ class ClientData(TrainingHooks):
         """As :func:`batch_gradient`, over microbatches where that is faster; ``scaled``: its last arguments."""
         # a hook may close over arrays with a row for each example
         losses, traced = (self.losses(), None) if self._loss_hooks else (self.task.loss, xla.TRACE_BATCH)
-        joined = self.place.joined
+        shared = self.assignment.data_parallel
         pieces = xla.plan_microbatches(
-            losses, params, samples, key, traced, 2 if joined is None else jax.lax.axis_size(xla.CLIENT_AXIS)
+            losses, params, samples, key, traced, 2 if shared is None else jax.lax.axis_size(xla.CLIENT_AXIS)
         )
         drawn: Any = key
-        if pieces is not None and pieces.drawn is not None and (pieces.overhead is None or joined is not None):
+        if pieces is not None and pieces.drawn is not None and (pieces.overhead is None or shared is not None):
             arrays, drawn = pieces.drawn.draws(params, samples, key)
             losses, samples = pieces.drawn.losses, (samples, arrays)
         elif pieces is not None and traced is not None:
             losses = xla.replay_trace(losses)
         of_batch = self._batch_gradient(losses)
         gradient = lambda *batch: of_batch(*batch, drawn, *scaled)  # noqa: E731
-        return xla.accumulate_gradients(gradient, pieces, params, samples, counts, joined)
+        return xla.accumulate_gradients(gradient, pieces, params, samples, counts, shared)
 
     @xla.scope(xla.GRADIENT)
     def range_gradient(self, params: Tree, start: Array | int, rows: Array | int, at_most: int, key: Array) -> tuple:
         """Sum losses and gradients over consecutive rows, in several passes where there are many.
 
         Args:
-            params: pytree of the global parameters.
+            params: pytree of parameters.
             start: the first row, counted from the client's first.
             rows: the number of rows; a Python int where it is static.
             at_most: a static upper bound of ``rows``.
@@ -479,7 +479,7 @@ class ClientData(TrainingHooks):
         """Compute loss and gradient over all of the client's samples.
 
         Args:
-            params: pytree of the global parameters.
+            params: pytree of parameters.
             reduction: whether the client's loss is the mean or the sum over its samples.
 
         Returns:
@@ -495,7 +495,7 @@ class ClientData(TrainingHooks):
         """Estimate the client's loss f_i = sum_j f_ij and its gradient by block j: M f_ij and M grad f_ij.
 
         Args:
-            params: pytree of the global parameters.
+            params: pytree of parameters.
             block: j, the number of the block.
             num_blocks: M, the number of blocks.
             key: a JAX random key.
@@ -518,7 +518,7 @@ class ClientData(TrainingHooks):
         """Consecutive rows; narrow ones by a gather, because XLA recomputes slices wherever they are read."""
         if not is_wide(self.samples):
             return self.gather(start + jnp.arange(rows, dtype=jnp.int32))
-        take: Callable[[Array], Array] = lambda a: jax.lax.dynamic_slice_in_dim(a, self.place.offset + start, rows)  # noqa: E731
+        take: Callable[[Array], Array] = lambda a: jax.lax.dynamic_slice_in_dim(a, self.assignment.offset + start, rows)  # noqa: E731
         return jax.tree.map(take, self.samples)
 
     @xla.scope(xla.GATHER)
@@ -531,7 +531,7 @@ class ClientData(TrainingHooks):
         Returns:
             The samples, leaves [B, ...].
         """
-        return jax.tree.map(lambda a: a.at[self.place.offset + positions].get(mode="clip"), self.samples)
+        return jax.tree.map(lambda a: a.at[self.assignment.offset + positions].get(mode="clip"), self.samples)
 
     def all_samples(self) -> tuple[Tree, Array]:
         """Gather all samples of the client, padded to the size n of the largest client.

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 LossHook = Callable[[Callable], Callable]
 """losses -> losses; both are functions (params, batch, key) -> [B]."""
 GradientHook = Callable[[Callable, Tree, Tree, Array | None, Array], tuple[Array, Tree]]
-"""(losses, params, batch, weights, key) -> (summed loss, summed gradient) of a batch. ``losses`` is a function as in
-`LossHook`; weights: bool [B], False for padding rows, or None without padding."""
+"""(losses, params, batch, real, key) -> (summed loss, summed gradient) of a batch. ``losses`` is a function as in
+`LossHook`; real: bool [B], False for padding rows, or None without padding."""
 TermHook = Callable[[Tree, Tree], Tree]
 """(gradient, x) -> gradient plus the gradient of a term of the local objective at x."""
 DirectionHook = Callable[[Tree, Tree, "Step"], Tree]
 """(direction, x, step) -> direction."""
 BatchHook = Callable[[Any], tuple[Tree, Array | None]]
-"""number of the local step -> (samples, weights) of a local step's batch, as of :meth:`fedrax.ClientData.batch`."""
+"""number of the local step -> (samples, real) of a local step's batch, as of :meth:`fedrax.ClientData.batch`."""
 ResultHook = Callable[[Tree], Tree]
 """Local parameters after the last step -> what the method receives in their place."""
 
@@ -95,8 +95,8 @@ class TrainingHooks:
         outputs are added. To clip or normalize the gradient of a step use :meth:`with_direction`.
 
         Args:
-            hook: (losses, params, batch, weights, key) -> (summed loss, summed gradient) of the batch; ``losses`` is
-                the local loss (params, batch, key) -> [B]; weights: bool [B], False for padding, or None.
+            hook: (losses, params, batch, real, key) -> (summed loss, summed gradient) of the batch; ``losses`` is
+                the local loss (params, batch, key) -> [B]; real: bool [B], False for padding, or None.
             frozen_statistics: whether running statistics of the model keep their values; hooks cannot update them.
 
         Returns:
@@ -136,7 +136,7 @@ class TrainingHooks:
         """Change the mini-batches of the local steps.
 
         Args:
-            hook: number of the local step -> (samples, weights), as :meth:`batch` returns them.
+            hook: number of the local step -> (samples, real), as :meth:`batch` returns them.
 
         Returns:
             The changed data.

@@ -13,7 +13,7 @@ from jax import Array
 from jax.extend import core
 
 from fedrax import tree, xla
-from fedrax.background_thread import begun
+from fedrax.background_thread import run_in_background
 from fedrax.contract.model import Params, Variables
 from fedrax.contract.task import Task
 from fedrax.errors import FedraxError
@@ -97,7 +97,7 @@ def _cached_init(text: xla.JaxprText, key: Any, _: tuple) -> Future[Any]:
 def _compile_in_background(made: core.ClosedJaxpr, key: Any) -> Future[Any]:
     """Compile in a thread; XLA releases the interpreter lock, so that the caller can trace the run meanwhile."""
     drawing = jax.jit(lambda key: xla.evaluate_with_batched_draws(made, [key]), **_FAST_COMPILATION).trace(key).lower()
-    return begun(drawing.compile)
+    return run_in_background(drawing.compile)
 
 
 def _check_given(own: Params, given: Params) -> None:

@@ -50,13 +50,13 @@ class Step:
         if local.blocks is not None:
             self.block = data.block_index(index, local.blocks)
         elif local.batch_size != "full":
-            self._samples, self._weights = data.batch(index, local.batch_size, local.order)
+            self._samples, self._real = data.batch(index, local.batch_size, local.order)
 
     def gradient(self, params: Tree) -> tuple[Array, Tree]:
         """Compute loss and gradient of this step's mini-batch.
 
         Args:
-            params: pytree of the global parameters.
+            params: pytree of parameters.
 
         Returns:
             The loss and the raw gradient.
@@ -67,7 +67,7 @@ class Step:
         """Compute loss and gradient, and the model's running statistics after this mini-batch.
 
         Args:
-            params: pytree of the global parameters.
+            params: pytree of parameters.
 
         Returns:
             The loss, the raw gradient and the running statistics.
@@ -81,7 +81,7 @@ class Step:
         elif local.batch_size == "full":
             found = data.full_gradient(params, local.reduction)
         else:
-            return data.loss_and_gradient(params, self._samples, self._weights, self._key, local.reduction)
+            return data.loss_and_gradient(params, self._samples, self._real, self._key, local.reduction)
         if data.carried.statistics:
             raise FedraxError(
                 "a model with running statistics, such as batch norm's, takes steps on batches: set local.batch_size"
@@ -318,8 +318,8 @@ class LocalSGD:
         Returns:
             A Python int where all clients take the same number of steps, otherwise int32.
         """
-        if data.place.steps is not None:
-            return data.place.steps
+        if data.assignment.steps is not None:
+            return data.assignment.steps
         if data.work is not None and (self.steps or self.epochs or 1) == 1:
             what = "epochs" if self.steps is None else "steps"
             warn(f"stragglers are ignored: they do at least one of the {what}, and local.{what} = 1")
@@ -340,7 +340,7 @@ class LocalSGD:
         Returns:
             The number; None where a script sets the steps.
         """
-        if data.place.steps is not None:
+        if data.assignment.steps is not None:
             return None
         per_epoch = 1 if self.batch_size == "full" else -(-data.layout.largest // self.batch_size)
         return self.steps if self.steps is not None else (self.epochs or 1) * per_epoch
@@ -407,7 +407,7 @@ class LocalSGD:
         """Create the optimizer state that a client carries between rounds.
 
         Args:
-            params: pytree of the global parameters.
+            params: pytree of parameters.
 
         Returns:
             The optimizer's state with ``carry``; otherwise ().
@@ -419,7 +419,7 @@ class LocalSGD:
 
         Args:
             gradient: the gradient.
-            params: pytree of the global parameters.
+            params: pytree of parameters.
 
         Returns:
             gradient + weight_decay * params.
@@ -518,7 +518,7 @@ class LocalSGD:
 
         Args:
             data: the client's data in this round.
-            params: pytree of the global parameters.
+            params: pytree of parameters.
 
         Returns:
             The loss and the gradient.

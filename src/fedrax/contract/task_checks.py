@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import use_abstract_mesh
 
 from fedrax import xla
-from fedrax.config.user_errors import in_words, own_frame
+from fedrax.config.user_errors import innermost_user_frame, tracing_message
 from fedrax.errors import FedraxError
 
 MANY = 16 * xla.TRACE_BATCH
@@ -122,7 +122,7 @@ def traced(what: str, about: str, function: Callable, *arguments: Any) -> Any:
     except FedraxError:
         raise
     except (TypeError, ValueError) as error:  # what JAX raises for shapes and dtypes that do not match
-        words = in_words(error)
+        words = tracing_message(error)
         if words is not None:
             raise FedraxError(f"the task's {what}{_place(error)} {words}") from error
         notes = [note.removeprefix("fedrax: ") for note in getattr(error, "__notes__", ()) if note.startswith("fedrax")]
@@ -142,7 +142,7 @@ def _said(error: BaseException) -> str:
 
 def _place(error: BaseException) -> str:
     """' (in apply, file.py, line 12)' for the last frame in user code, or an empty string."""
-    frame = own_frame(error)
+    frame = innermost_user_frame(error)
     return "" if frame is None else f" (in {frame.name}, {Path(frame.filename).name}, line {frame.lineno})"
 
 

@@ -144,14 +144,14 @@ class ServerVectors:
         def add(j: Array, parts: tuple[tuple[Array, ...], ...]) -> tuple[tuple[Array, ...], ...]:
             k, real = jnp.minimum(rows[j], last), rows[j] <= last
 
-            def one(v: Array, update: Array, *noted: Array) -> tuple[Array, ...]:
+            def one(v: Array, update: Array, *recorded: Array) -> tuple[Array, ...]:
                 old = lax.dynamic_index_in_dim(v, k, keepdims=False)
                 new = kept[j] * old + lax.dynamic_index_in_dim(update, j, keepdims=False)
                 new = jnp.where(real, new.astype(v.dtype), old)
                 v = lax.dynamic_update_index_in_dim(v, new, k, 0)
-                if not noted:
+                if not recorded:
                     return (v,)
-                before, zeros = noted
+                before, zeros = recorded
                 return v, lax.dynamic_update_index_in_dim(before, old, j, 0), zeros + 0 * new
 
             return tuple(zip(*map(one, parts[0], updates._parts, *parts[1:]), strict=True))
@@ -162,8 +162,8 @@ class ServerVectors:
         room = tuple(jnp.zeros((len(rows), *v.shape[1:]), v.dtype) for v in self._parts)
         zeros = tuple(jnp.zeros(v.shape[1:], v.dtype) for v in self._parts)
         parts, before, zeros = lax.fori_loop(0, len(rows), add, (self._parts, room, zeros))
-        noted = Changes(changes.of, (*changes.rows, (jnp.minimum(rows, last), before)), (*changes.zeros, zeros))
-        return ServerVectors(parts, self._form, self._axis, noted)
+        recorded = Changes(changes.of, (*changes.rows, (jnp.minimum(rows, last), before)), (*changes.zeros, zeros))
+        return ServerVectors(parts, self._form, self._axis, recorded)
 
     @property
     def rows(self) -> Tree:

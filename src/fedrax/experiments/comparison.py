@@ -177,11 +177,11 @@ class Comparison:
 
     def _check_labels(self) -> None:
         """Raise FedraxError for labels that are not distinct directory names."""
-        places: dict[str, str] = {name: name for name in OUTPUTS}
+        directories: dict[str, str] = {name: name for name in OUTPUTS}
         for label in (method.name for method in self.methods):
             if not label.strip() or not label.isprintable():
                 raise FedraxError(f"the label {label!r} is empty or not printable.")
-            other = places.setdefault(safe_name(label).casefold(), label)
+            other = directories.setdefault(safe_name(label).casefold(), label)
             if other in OUTPUTS:
                 raise FedraxError(f"the label {label!r} is the name of a file of the comparison: choose another.")
             if other is not label:
@@ -297,7 +297,7 @@ class RunJob:
     """A run of a comparison and its directory below that of the comparison."""
 
     spec: Experiment
-    place: Path
+    path: Path
     """The directory, relative to that of the comparison."""
     title: str
     """Label, settings and seed, for messages."""
@@ -307,15 +307,15 @@ class RunJob:
     @classmethod
     def of(cls, spec: Experiment, seed: int, point: SettingPoint) -> RunJob:
         """The run of an experiment with one seed."""
-        place = Path("search") if spec.validation else Path()
-        place = place / safe_name(spec.name) / (grid.point_directory(point) if point else "") / f"seed-{seed}"
+        path = Path("search") if spec.validation else Path()
+        path = path / safe_name(spec.name) / (grid.point_directory(point) if point else "") / f"seed-{seed}"
         words = f" ({format_settings(point)})" if point else ""
         run = dataclasses.replace(spec.run, seed=seed)
-        return cls(dataclasses.replace(spec, run=run), place, f"{spec.name}{words}, seed {seed}", point)
+        return cls(dataclasses.replace(spec, run=run), path, f"{spec.name}{words}, seed {seed}", point)
 
     def directory_in(self, out: Path) -> Path:
         """The run's directory in that of the comparison; raises FedraxError if a link leads out of it."""
-        return files.join_without_links(out, self.place)
+        return files.join_without_links(out, self.path)
 
 
 def safe_name(name: str) -> str:

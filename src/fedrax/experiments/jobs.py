@@ -118,35 +118,35 @@ def _has_last_checkpoint(run: SavedRun, job: RunJob) -> bool:
         return job.spec.validation > 0  # part of a vectorized search
     if checkpoint.exists(run.directory / FAILURE):
         return True
-    place = run.directory / CHECKPOINT
-    if (place / checkpoint.PREVIOUS).exists():  # interrupted while the last checkpoint was written
+    directory = run.directory / CHECKPOINT
+    if (directory / checkpoint.PREVIOUS).exists():  # interrupted while the last checkpoint was written
         return False
     try:
-        return int(checkpoint.load_meta(place)["round"]) >= len(run.events)
+        return int(checkpoint.load_meta(directory)["round"]) >= len(run.events)
     except (FedraxError, KeyError, TypeError, ValueError):
         return True  # damaged; reading it raises
 
 
-def _has_checkpoint(place: Path) -> bool:
+def _has_checkpoint(directory: Path) -> bool:
     """Whether a run directory has a checkpoint or a saved failure, which record what the run was computed from."""
-    return any(checkpoint.exists(place / name) for name in (CHECKPOINT, FAILURE))
+    return any(checkpoint.exists(directory / name) for name in (CHECKPOINT, FAILURE))
 
 
 def check_saved_runs(jobs: Sequence[RunJob], out: Path, problem: Callable[[], TaskAndFederation]) -> None:
     """Raise FedraxError for saved runs of other data, another program or another version."""
     for job in jobs:
-        run, place = saved_run(job.spec, job.directory_in(out)), job.directory_in(out)
-        if run is None or not _has_checkpoint(place):
+        run, directory = saved_run(job.spec, job.directory_in(out)), job.directory_in(out)
+        if run is None or not _has_checkpoint(directory):
             continue
         try:
-            check_possible(job.spec.algorithm, *problem(), job.spec.run, place)
+            check_possible(job.spec.algorithm, *problem(), job.spec.run, directory)
         except FedraxError as error:
             raise FedraxError(f"{error}: choose another --out for the present comparison") from error
 
 
 def check_methods(jobs: Sequence[RunJob], out: Path, problem: Callable[[], TaskAndFederation]) -> None:
     """Raise FedraxError for a method that does not fit the data, the model or the cohorts."""
-    firsts = {job.place.parent: job for job in reversed(unfinished(jobs, out))}
+    firsts = {job.path.parent: job for job in reversed(unfinished(jobs, out))}
     for job in reversed(firsts.values()):
         with error_prefix(job.spec.name):
             check_possible(job.spec.algorithm, *problem(), job.spec.run)
@@ -168,9 +168,9 @@ def run_here(
 
     A run that diverges records it in its directory, and the others continue.
     """
-    left = {job.place for job in unfinished(jobs, out)}
+    left = {job.path for job in unfinished(jobs, out)}
     for number, job in enumerate(jobs, 1):
-        if job.place not in left:
+        if job.path not in left:
             continue
         directory = job.directory_in(out)
         with error_prefix(job.title) if len(jobs) > 1 else nullcontext():
@@ -227,8 +227,8 @@ class WorkerPool:
 def run_on(workers: WorkerPool, jobs: Sequence[RunJob], out: Path, data_dir: Any, watcher: ComparisonWatcher) -> None:
     """Execute unfinished runs on the workers of an executor; the run of a lost worker is submitted again."""
     attempts, breaks = dict.fromkeys(range(len(jobs)), 0), 0
-    todo = {job.place for job in unfinished(jobs, out)}
-    left = {i for i, job in enumerate(jobs) if job.place in todo}
+    todo = {job.path for job in unfinished(jobs, out)}
+    left = {i for i, job in enumerate(jobs) if job.path in todo}
     running: dict[Future, int] = {}
     signals_end_waits()
     try:
@@ -339,14 +339,14 @@ def _run_or_error(text: str, directory: str, data_dir: str | None) -> Any:
 def _run_text(text: str, directory: str, data_dir: str | None) -> tuple[str, str] | None:
     """Parse the experiment and run it."""
     use_all_cores()
-    place = Path(directory)
+    directory = Path(directory)
     try:
         table = tomlkit.parse(text).unwrap()
         spec = experiment.from_table(table, "the experiment of a worker", trust="typed")
-        if (place / "experiment.toml").exists() and read_run(place).finished:
+        if (directory / "experiment.toml").exists() and read_run(directory).finished:
             return None  # a worker that was reported as lost has finished it
         shared = {key: value for key, value in table.items() if key not in ("name", "algorithm", "run")}
-        error = _run(spec, place, _problem(tomlkit.dumps(shared), data_dir), [])
+        error = _run(spec, directory, _problem(tomlkit.dumps(shared), data_dir), [])
     except FedraxError as invalid:
         return "invalid", str(invalid)
     return None if error is None else ("diverged", error)

@@ -118,7 +118,7 @@ class ComparisonResult:
             "target": self.target,
             "target_is_default": not self._target[1],
             "methods": comparison_table.values(self.rows),
-            "places": sorted({run.directory.parent.relative_to(self.directory).as_posix() for run in self._runs}),
+            "directories": sorted({run.directory.parent.relative_to(self.directory).as_posix() for run in self._runs}),
         }
         if self.search_results:
             search = {"validation": spec.search.validation, "seeds": list(spec.search_seeds)}
@@ -317,8 +317,8 @@ def _update_places(jobs: Sequence[RunJob], out: Path) -> None:
     with contextlib.suppress(FedraxError):
         saved = read_comparison(out)
         if saved:
-            places = sorted({job.place.parent.as_posix() for job in jobs})
-            files.write_text(out / COMPARISON, json.dumps({**saved, "places": places}, indent=2) + "\n")
+            directories = sorted({job.path.parent.as_posix() for job in jobs})
+            files.write_text(out / COMPARISON, json.dumps({**saved, "directories": directories}, indent=2) + "\n")
 
 
 def _with_settings(spec: Comparison, out: Path, chosen: Mapping[str, dict[str, Any]]) -> list[MethodRuns]:

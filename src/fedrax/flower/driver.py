@@ -205,8 +205,8 @@ class RoundDriver:
         shares = sizes / sizes.sum() if self.settings.weights == "samples" else np.full(len(cohort), 1 / len(cohort))
         zeros = np.zeros(len(cohort), np.int32)
         cohort_ids = cohort.astype(np.int32)
-        places = ClientAssignment(cohort_ids, zeros, zeros, sizes.astype(np.int32), shares.astype(dtype))
-        return RoundInputs(np.int32(r), dtype.type(len(cohort)), np.int32(len(cohort)), places)
+        assignments = ClientAssignment(cohort_ids, zeros, zeros, sizes.astype(np.int32), shares.astype(dtype))
+        return RoundInputs(np.int32(r), dtype.type(len(cohort)), np.int32(len(cohort)), assignments)
 
     def _within_budget(self, cohort: np.ndarray) -> bool:
         """Whether the privacy budget allows one more round with these clients."""

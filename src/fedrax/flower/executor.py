@@ -102,11 +102,11 @@ class ServerComputation:
         """Whether a reply is finite, and the upload still is after the algorithm's ``receive``."""
         return tree.all_finite((sent, self._finished(p, algorithm, *sent).received))
 
-    def _zeros(self, p: int, algorithm: Algorithm, places: JaxArray) -> tuple[ClientSums, Tree]:
+    def _zeros(self, p: int, algorithm: Algorithm, assignments: JaxArray) -> tuple[ClientSums, Tree]:
         """(zero sums, zero arrays for the stacked uploads)."""
         phase = self.phases[p]
         shape = jax.eval_shape(partial(self._finished, p, algorithm), phase.sent, phase.statistics)
-        stacked = jax.tree.map(lambda a: jnp.zeros((len(places), *a.shape), a.dtype), shape.per_client)
+        stacked = jax.tree.map(lambda a: jnp.zeros((len(assignments), *a.shape), a.dtype), shape.per_client)
         return zero_sums(self.program, algorithm, p, ClientRecord((), ()), shape), stacked
 
     def _add(

@@ -62,10 +62,10 @@ def message_schemas(
         statistics: shapes of the model's running statistics.
         samples: shapes of a batch of samples.
     """
-    place = placeholder_assignment()
+    assignment = placeholder_assignment()
 
     def one_round(params: Tree, statistics: Tree, samples: Batch) -> list[MessageSchema]:
-        round_inputs = RoundInputs(jnp.int32(0), jnp.float32(1), jnp.int32(1), jax.tree.map(jnp.asarray, place))
+        round_inputs = RoundInputs(jnp.int32(0), jnp.float32(1), jnp.int32(1), jax.tree.map(jnp.asarray, assignment))
         kept = ClientRecord.at_first(algorithm, params, statistics)
         executor = _MessageTracer(program, algorithm, round_inputs, jax.random.key(0), kept, samples)
         run_round(executor, algorithm.init(tree.rebuilt(params), program.num_clients), statistics)

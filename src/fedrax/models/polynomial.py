@@ -21,12 +21,12 @@ class Polynomial(Architecture):
     measure. Inputs have the shape (degree,), and there is one output.
 
     Example:
-        >>> model = fedrax.models.Polynomial(start=2.0).build(input_shape=(2,), num_outputs=1)
+        >>> model = fedrax.models.Polynomial(initial=2.0).build(input_shape=(2,), num_outputs=1)
         >>> model.apply(model.init(jax.random.key(0)), jnp.array([[1.0, 3.0]])).tolist()
         [14.0]
     """
 
-    start: float = 1.0
+    initial: float = 1.0
     """Initial value of x."""
 
     def _build(self, input_shape: Shape, num_outputs: int) -> Model:
@@ -37,7 +37,7 @@ class Polynomial(Architecture):
             )
 
         def init(key: Array) -> Params:
-            return {"x": jnp.asarray(self.start, float)}
+            return {"x": jnp.asarray(self.initial, float)}
 
         def apply(params: Params, x: Array, key: Array | None = None) -> Array:
             return x @ params["x"] ** jnp.arange(1, input_shape[0] + 1)

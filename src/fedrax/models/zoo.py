@@ -96,13 +96,13 @@ class MLP(Architecture):
     """Units of each hidden layer."""
     activation: Literal["relu", "tanh", "gelu", "elu", "sigmoid"] = "relu"
     """Activation after each hidden layer."""
-    start: Initialization = "pytorch"
+    initialization: Initialization = "pytorch"
     """Initialization of the parameters: "pytorch" is uniform in ±1/sqrt(fan_in), "glorot" and "he" are normal."""
 
     def _build(self, input_shape: Shape, num_outputs: int) -> Model:
         sizes = [math.prod(input_shape), *self.hidden]
         return _with_initialization(
-            _build_model("mlp", sizes[-1], num_outputs, *_dense_layers(sizes, self.activation)), self.start
+            _build_model("mlp", sizes[-1], num_outputs, *_dense_layers(sizes, self.activation)), self.initialization
         )
 
 
@@ -118,12 +118,13 @@ class TwoNN(Architecture):
         199210
     """
 
-    start: Initialization = "pytorch"
+    initialization: Initialization = "pytorch"
     """Initialization of the parameters: "pytorch" is uniform in ±1/sqrt(fan_in), "glorot" and "he" are normal."""
 
     def _build(self, input_shape: Shape, num_outputs: int) -> Model:
         sizes = [math.prod(input_shape), 200, 200]
-        return _with_initialization(_build_model("2nn", 200, num_outputs, *_dense_layers(sizes, "relu")), self.start)
+        layers = _dense_layers(sizes, "relu")
+        return _with_initialization(_build_model("2nn", 200, num_outputs, *layers), self.initialization)
 
 
 def _with_initialization(model: Model, initialization: Initialization) -> Model:

@@ -124,38 +124,38 @@ class RoundTimer:
             self._storage.close(failed=True)
         return made
 
-    def _compile(self, made: Measurement, portion: RoundBlock) -> None:
+    def _compile(self, made: Measurement, block: RoundBlock) -> None:
         """Compile the program of a block without the cache, and keep it and its text."""
         sim = self.setup
-        self._bring(portion)
+        self._bring(block)
         program = sim.engine.block(sim.algorithm)
         began = time.perf_counter()
         with without_compilation_cache():
-            lowered = program.lower(sim.algorithm, self._carry, sim.engine.samples, sim.key, portion.xs, np.int32(1))
+            lowered = program.lower(sim.algorithm, self._carry, sim.engine.samples, sim.key, block.inputs, np.int32(1))
             compiled = lowered.compile()
         made.compile = time.perf_counter() - began
         made.program = ProgramText(compiled.as_text() or "")
 
-        def run(algorithm: Any, carry: Any, key: Any, xs: RoundInputs, rounds: int) -> tuple[Any, dict]:
-            carry, records, *_ = compiled(algorithm, carry, sim.engine.samples, key, xs, np.int32(rounds))
+        def run(algorithm: Any, carry: Any, key: Any, inputs: RoundInputs, rounds: int) -> tuple[Any, dict]:
+            carry, records, *_ = compiled(algorithm, carry, sim.engine.samples, key, inputs, np.int32(rounds))
             return carry, {name: np.asarray(value)[:rounds] for name, value in records.items()}
 
         self._run = run
-        self._carry = self._storage.save_states(self._carry, portion)
+        self._carry = self._storage.save_states(self._carry, block)
 
-    def _bring(self, portion: RoundBlock) -> None:
+    def _bring(self, block: RoundBlock) -> None:
         """Move samples and client states of a block to the devices if they are stored elsewhere."""
-        if portion.samples is not None:
-            self.setup.engine.samples = portion.samples
-        self._carry = self._storage.load_states(self._carry, portion)
+        if block.samples is not None:
+            self.setup.engine.samples = block.samples
+        self._carry = self._storage.load_states(self._carry, block)
 
-    def _call(self, portion: RoundBlock) -> tuple[float, dict]:
+    def _call(self, block: RoundBlock) -> tuple[float, dict]:
         """Run a block; returns (seconds, records)."""
         sim, began = self.setup, time.perf_counter()
-        self._bring(portion)
-        self._carry, records = self._run(sim.algorithm, self._carry, sim.key, portion.xs, portion.rounds)
+        self._bring(block)
+        self._carry, records = self._run(sim.algorithm, self._carry, sim.key, block.inputs, block.rounds)
         jax.block_until_ready(self._carry)
-        self._carry = self._storage.save_states(self._carry, portion)
+        self._carry = self._storage.save_states(self._carry, block)
         seconds = time.perf_counter() - began
         if not np.all(records["sound"]):
             raise FedraxError(f"{sim.info.algorithm} diverges in the rounds to profile: try a smaller learning rate")
@@ -169,14 +169,14 @@ class RoundTimer:
         spent = 0.0
         while len(rows) < wanted if wanted else spent < _SECONDS or (len(rows) < 3 and spent < _AT_MOST):
             began = time.perf_counter()
-            portion = self._storage.next_block(len(rows) % places * made.rounds, made.rounds)
+            block = self._storage.next_block(len(rows) % places * made.rounds, made.rounds)
             planning = time.perf_counter() - began
-            seconds, records = self._call(portion)
+            seconds, records = self._call(block)
             called = time.perf_counter()
-            events_of(sim.info, records, portion.xs.count, [], 0.0)
+            events_of(sim.info, records, block.inputs.count, [], 0.0)
             host = planning + time.perf_counter() - called
-            share = made.rounds / portion.rounds  # blocks are shorter if samples or states are streamed to devices
-            clients = portion.xs.count[: portion.rounds].sum(1).mean()
+            share = made.rounds / block.rounds  # blocks are shorter if samples or states are streamed to devices
+            clients = block.inputs.count[: block.rounds].sum(1).mean()
             rows.append((share * seconds, share * host, clients, np.mean(records["gradients"])))
             spent += share * seconds
         made.calls = len(rows)
@@ -211,16 +211,16 @@ class RoundTimer:
     def _traced(self, made: Measurement, program: ProgramText, most: float, keep: Path | None) -> TracedRounds:
         """Trace as many rounds as take ``most`` seconds, or part of one round's clients."""
         seconds = made.call / made.rounds
-        portion, share, idle = self._storage.next_block(0, max(1, min(made.rounds, int(most / seconds)))), 1.0, None
+        block, share, idle = self._storage.next_block(0, max(1, min(made.rounds, int(most / seconds)))), 1.0, None
         if seconds > most:
-            kept = np.ceil(portion.xs.count * most / seconds).astype(np.int32)
-            share = float(kept.sum() / portion.xs.count.sum())
-            portion = portion._replace(xs=portion.xs._replace(count=kept))
+            kept = np.ceil(block.inputs.count * most / seconds).astype(np.int32)
+            share = float(kept.sum() / block.inputs.count.sum())
+            block = block._replace(inputs=block.inputs._replace(count=kept))
             idle = self.setup.planner.idle_share(0)
         # the minimum: other programs only add time
-        untraced = min(self._call(portion)[0] for _ in range(3))
-        (seconds, _), timelines = trace.record(lambda: self._call(portion), program, keep)
-        return TracedRounds(portion.rounds, share, seconds, untraced, timelines, idle)
+        untraced = min(self._call(block)[0] for _ in range(3))
+        (seconds, _), timelines = trace.record(lambda: self._call(block), program, keep)
+        return TracedRounds(block.rounds, share, seconds, untraced, timelines, idle)
 
 
 def other_work() -> list[str]:

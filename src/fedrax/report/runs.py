@@ -165,8 +165,8 @@ def find_runs(path: Path | str) -> list[SavedRun]:
 
 def _settings_left(path: Path) -> Callable[[Path], bool]:
     """Predicate of directories whose runs have settings that a later search of the comparison did not select."""
-    chosen = {path / place for place in read_comparison(path).get("places", [])}
-    methods = {place.parent for place in chosen} - {path}
+    chosen = {path / directory for directory in read_comparison(path).get("directories", [])}
+    methods = {directory.parent for directory in chosen} - {path}
     return lambda directory: directory.parent in methods and directory not in chosen
 
 
@@ -178,8 +178,8 @@ def read_comparison(directory: Path) -> dict[str, Any]:
     try:
         with open_regular_file(path, MAX_COMPARISON) as file:
             found = json.loads(file.read().decode())
-        if not isinstance(found, dict) or not all(isinstance(place, str) for place in found.get("places", [])):
-            raise ValueError("not a table, or places are not strings")
+        if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.get("directories", [])):
+            raise ValueError("not a table, or directories are not strings")
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise FedraxError(f"{path} is damaged: {error!r:.200}.") from error
     return found

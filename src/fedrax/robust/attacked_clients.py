@@ -191,14 +191,14 @@ class Attacked(Wrapper):
                 raise FedraxError(f"Attacked.clients must be numbers from 0 to {num_clients - 1}, not {self.clients}")
             return jnp.isin(clients, jnp.array(self.clients, jnp.int32))
         words = jax.random.key_data(jax.random.key(self.seed))
-        place = shuffled_index(words, 0, jnp.atleast_1d(clients), num_clients).reshape(jnp.shape(clients))
-        return (place < jnp.round(self.share * num_clients)) & (clients < num_clients)
+        rank = shuffled_index(words, 0, jnp.atleast_1d(clients), num_clients).reshape(jnp.shape(clients))
+        return (rank < jnp.round(self.share * num_clients)) & (clients < num_clients)
 
     def around_client(
         self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
     ) -> tuple[ClientOutput, Tree]:
         """Run the client of ``inner``, with flipped labels if they are the attack."""
-        malicious = self.malicious(data.place.client, data.num_clients)
+        malicious = self.malicious(data.assignment.client, data.num_clients)
         if isinstance(self.attack, LabelFlip):
             flip = self.attack
 

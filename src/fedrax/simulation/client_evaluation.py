@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedrax import tree
-from fedrax.config.user_errors import explained
+from fedrax.config.user_errors import translate_errors
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.checks import checked_personal
 from fedrax.contract.client_data import ClientAssignment, TrainState
@@ -88,7 +88,7 @@ class PersonalEvaluator:
     ) -> PersonalEvaluator | None:
         """The evaluator that a run needs, None if it needs none."""
         personal = lambda x, state: checked_personal(algorithm, algorithm.personal(x, state), x)  # noqa: E731
-        with explained(algorithm):
+        with translate_errors(algorithm):
             own = jax.eval_shape(personal, start, initial.state) is not None
         kinds = ("personal",) * own + ("finetuned",) * (settings.finetune is not None)
         if kinds and jax.process_count() > 1:
@@ -223,8 +223,8 @@ class PersonalEvaluator:
         """Sums over each client's samples, {kind: {metric: [clients]}}."""
 
         def one(at: tuple) -> dict[str, dict[str, Array]]:
-            (state, at_home), client, start, size = at
-            own, models = at_home or statistics, {}
+            (state, own_statistics), client, start, size = at
+            own, models = own_statistics or statistics, {}
             if "personal" in self.kinds:
                 models["personal"] = algorithm.personal(params, state)
             if "finetuned" in self.kinds:
@@ -255,10 +255,10 @@ class PersonalEvaluator:
         offsets = jnp.asarray(self.federation.offsets, jnp.int32)
         zero, one = jnp.int32(0), jnp.ones(1)
         size = (offsets[client + 1] - offsets[client])[None]
-        place = ClientAssignment(client[None], zero[None], offsets[client][None], size, one)
-        here = RoundInputs(zero, one[0], jnp.int32(1), place)
+        assignment = ClientAssignment(client[None], zero[None], offsets[client][None], size, one)
+        here = RoundInputs(zero, one[0], jnp.int32(1), assignment)
         carried = TrainState(statistics)
-        keys = client_keys(purpose_key(self.settings.seed, FINETUNING), place.client)
+        keys = client_keys(purpose_key(self.settings.seed, FINETUNING), assignment.client)
         data = client_data(self.program, train, client_inputs(self.program, here, keys, 0)).with_carried(carried)
         tuned = local.run(data.resampled(), params).params
         return with_statistics(tuned, carried.statistics)

@@ -116,11 +116,11 @@ def last_round(ledger: Ledger | None, settings: Settings, sampler: CohortSampler
     return rounds if ledger is None else ledger.last_round(settings.epsilon_budget, rounds, sampler.cohort)
 
 
-def record_spending(ledger: Ledger | None, xs: RoundInputs, events: list[Event], clients: int) -> None:
+def record_spending(ledger: Ledger | None, inputs: RoundInputs, events: list[Event], clients: int) -> None:
     """Record the rounds of ``events``, the first ones of a block, in the ledger, and their cost in the events."""
     if ledger is not None:
-        for places, event in zip(xs.assignments.client, events, strict=False):
-            here = np.asarray(places).ravel()
+        for clients_of_round, event in zip(inputs.assignments.client, events, strict=False):
+            here = np.asarray(clients_of_round).ravel()
             event |= ledger.spend(here[here < clients])
 
 

@@ -81,9 +81,9 @@ class ClientRecord(NamedTuple):
     @classmethod
     def at_first(cls, algorithm: Algorithm, params: Tree, statistics: Tree) -> ClientRecord:
         """The record of a client that has not participated."""
-        at_home = statistics if algorithm.traits.personal_statistics else ()
+        kept = statistics if algorithm.traits.personal_statistics else ()
         state = checked_client(algorithm, algorithm.init_client(tree.rebuilt(params)))
-        return cls(state, init_local_state(algorithm, params), at_home)
+        return cls(state, init_local_state(algorithm, params), kept)
 
 
 class ClientKeys(NamedTuple):
@@ -98,7 +98,7 @@ class ClientKeys(NamedTuple):
 class ClientInputs(NamedTuple):
     """Inputs of one client in a round, besides its samples and its record."""
 
-    place: ClientAssignment
+    assignment: ClientAssignment
     round: Array
     cohort_size: Array
     key: Array
@@ -245,28 +245,27 @@ def client_keys(round_key: Array, clients: Array) -> ClientKeys:
 
 def client_inputs(program: RoundProgram, round_inputs: RoundInputs, keys: ClientKeys, k: Any) -> ClientInputs:
     """Per-client inputs for position ``k``; ``cohort_size`` is the expected size under Poisson sampling."""
-    place = jax.tree.map(lambda a: a[k], round_inputs.assignments)
+    assignment = jax.tree.map(lambda a: a[k], round_inputs.assignments)
     asked = round_inputs.cohort_size if program.expected_cohort_size is None else program.expected_cohort_size
-    size = jnp.asarray(
-        asked, float
-    )  # in the dtype of the run: a product with a learning rate must not be rounded to a shorter one
-    return ClientInputs(place, jnp.asarray(round_inputs.round), size, keys.own[k], keys.shared)
+    size = jnp.asarray(asked, float)  # the run's dtype: products with learning rates are not rounded to a shorter one
+    return ClientInputs(assignment, jnp.asarray(round_inputs.round), size, keys.own[k], keys.shared)
 
 
-def client_data(program: RoundProgram, samples: Tree, turn: ClientInputs, phase: int = 0) -> ClientData:
-    """The view of a client that algorithms receive."""
+def client_data(program: RoundProgram, samples: Tree, inputs: ClientInputs, phase: int = 0) -> ClientData:
+    """The view of a client that algorithms receive.
+
+    It has no weight, which depends on the other clients of the cohort and which no client of a federation knows.
+    """
     return ClientData(
         program.task,
         program.layout,
         samples,
-        turn.place._replace(
-            weight=()
-        ),  # the weight depends on the other clients of the cohort, which a client does not know
-        turn.key,
-        shared_key=turn.shared_key,
-        round=turn.round,
+        inputs.assignment._replace(weight=()),
+        inputs.key,
+        shared_key=inputs.shared_key,
+        round=inputs.round,
         num_clients=program.num_clients,
-        cohort_size=turn.cohort_size,
+        cohort_size=inputs.cohort_size,
         phase=phase,
         unroll=program.unroll,
         precision=program.precision,
@@ -286,25 +285,25 @@ def run_client(
     record: ClientRecord,
     statistics: Tree,
     samples: Tree,
-    turn: ClientInputs,
+    inputs: ClientInputs,
 ) -> ClientResult:
     """Run phase ``p`` on one client, and ``receive`` on its upload."""
-    return run_client_phase(p, algorithm, message, record, statistics, client_data(program, samples, turn, p))
+    return run_client_phase(p, algorithm, message, record, statistics, client_data(program, samples, inputs, p))
 
 
 def run_client_phase(
     p: int, algorithm: Algorithm, message: Tree, record: ClientRecord, statistics: Tree, data: ClientData
 ) -> ClientResult:
     """As :func:`run_client`, with the client's data as algorithms see them."""
-    at_home = algorithm.traits.personal_statistics
-    carried = TrainState(record.statistics if at_home else statistics, record.optimizer)
+    personal = algorithm.traits.personal_statistics
+    carried = TrainState(record.statistics if personal else statistics, record.optimizer)
     phase, message = algorithm.phases[p], tree.rebuilt(message)  # other clients receive the same message
     output = checked_output(algorithm, phase.client(message, record.state, data.with_carried(carried)))
     received = checked_received(algorithm, phase.receive(output.upload))
     moved = carried.statistics
-    after = ClientRecord(output.state, carried.optimizer, moved if at_home else ())
+    after = ClientRecord(output.state, carried.optimizer, moved if personal else ())
     per_client = (output.each, received if phase.stacked else ())
-    return ClientResult(output._replace(state=()), received, per_client, after, () if at_home else moved)
+    return ClientResult(output._replace(state=()), received, per_client, after, () if personal else moved)
 
 
 class SingleClientExecutor(Executor):
@@ -329,8 +328,8 @@ class SingleClientExecutor(Executor):
     def clients(self, p: int, message: Tree, statistics: Tree) -> PhaseResult:
         """Run the phase on the client."""
         assignments = self.round_inputs.assignments
-        turn = client_inputs(self.program, self.round_inputs, client_keys(self.round_key, assignments.client), 0)
-        done = run_client(self.program, p, self.algorithm, message, self.record, statistics, self.samples, turn)
+        inputs = client_inputs(self.program, self.round_inputs, client_keys(self.round_key, assignments.client), 0)
+        done = run_client(self.program, p, self.algorithm, message, self.record, statistics, self.samples, inputs)
         sums = zero_sums(self.program, self.algorithm, p, self.initial or done.record, done)
         sums = add_client(self.program, sums, done, assignments.weight[0], jnp.bool_(True), assignments.client[0])
         self.record = done.record

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Unpack
 import jax
 import numpy as np
 
-from fedrax.config.user_errors import explained
+from fedrax.config.user_errors import translate_errors
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.task import Task
 from fedrax.data import Federation
@@ -26,7 +26,7 @@ from fedrax.simulation.executors.compiled import CLIENT_INFO, RECORDED_PHASES, R
 from fedrax.simulation.executors.debug import NonFiniteError, describe_nonfinite_samples, diagnose_divergence
 from fedrax.simulation.persistence import checkpoint
 from fedrax.simulation.persistence.client_summary import write_client_summary
-from fedrax.simulation.persistence.resume import RunStart, check_can_continue, check_kept, save, start_run
+from fedrax.simulation.persistence.resume import RunStart, check_can_continue, check_identity, save, start_run
 from fedrax.simulation.persistence.run_directory import CHECKPOINT, FAILURE, RunDirectory, lock_directory
 from fedrax.simulation.placement.streaming import BlockLoader, RoundBlock, SampleStreamer, StateSpill
 from fedrax.simulation.privacy_ledger import check_not_spent, last_round, ledger_of, record_spending
@@ -132,10 +132,10 @@ def simulate(
         if record is not None:
             _check_record(record, setup)
         ledger = ledger_of(algorithm, settings, setup.planner.sampler)
-        with nullcontext() if setup.directory is None else lock_directory(setup.directory, resume) as place:
+        with nullcontext() if setup.directory is None else lock_directory(setup.directory, resume) as run_directory:
             kept = trajectory_rounds(trajectory, settings.rounds)
             return Run(
-                setup, make_block_loader(setup), sinks, keep_clients, place, kept, record, ledger, callbacks
+                setup, make_block_loader(setup), sinks, keep_clients, run_directory, kept, record, ledger, callbacks
             ).finish(resume)
 
 
@@ -147,7 +147,7 @@ def check_possible(
     with numeric_context(settings.dtype):
         setup = prepare(algorithm, task, federation, settings, directory=None if directory is None else Path(directory))
         if directory is not None:
-            check_kept(setup)
+            check_identity(setup)
 
 
 def _check_record(record: Any, setup: Setup) -> None:
@@ -180,7 +180,7 @@ class Run:
     storage: BlockLoader
     sinks: Sequence[Sink]
     keep_clients: bool
-    place: RunDirectory | None
+    run_directory: RunDirectory | None
     kept: Collection[int] = ()
     """The rounds after which the parameters are kept for the trajectory."""
     record: MessageSelection | None = None
@@ -204,7 +204,7 @@ class Run:
         setup, result = self.setup, None
         explaining = partial(runtime_errors_explained, setup.alone, setup.directory, setup.engine.program.chunk)
         with explaining():
-            begun = self._begin(resume)
+            start = self._begin(resume)
         started: list[Sink] = []
         try:
             for sink in self.sinks:  # first: without the description that a sink writes a directory cannot be resumed
@@ -216,7 +216,7 @@ class Run:
                 write_environment(setup.directory)
                 write_client_summary(setup.directory, setup.federation)
             with interrupt_flag() as interrupted, explaining():
-                carry, stopped = self._rounds(begun.carry, interrupted)
+                carry, stopped = self._rounds(start.carry, interrupted)
             result = self._result(carry, stopped)
             if interrupted.signal is not None:  # the run is over, and what surrounds it is told to stop, too
                 raise Interrupted(interrupted.signal)
@@ -232,17 +232,17 @@ class Run:
         """The initial state of the run, or that of the directory's checkpoint."""
         setup, settings = self.setup, self.setup.settings
         self.asks = answer_of_any_process(bool(self.callbacks))
-        begun = start_run(setup, self.storage, self.ledger, resume)
-        self.events, self.has_clients, done = begun.events, begun.has_clients, len(begun.events)
+        start = start_run(setup, self.storage, self.ledger, resume)
+        self.events, self.has_clients, done = start.events, start.has_clients, len(start.events)
         self.last = last_round(self.ledger, settings, setup.planner.sampler)
-        reached = self._reached(begun.events)
-        if self.ledger is not None and not reached and not (begun.spent and done == self.last):
+        reached = self._reached(start.events)
+        if self.ledger is not None and not reached and not (start.spent and done == self.last):
             check_not_spent(self.ledger, settings, done, self.last)
         if not reached and done < self.last:
-            check_can_continue(setup, begun)
+            check_can_continue(setup, start)
         elif setup.directory is not None and not self.keep_clients:  # it may have been cut short after its last one
             checkpoint.forget_previous(setup.directory / CHECKPOINT)
-        return begun
+        return start
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
@@ -269,24 +269,24 @@ class Run:
     def _block(self, carry: RoundState, pace: int, began: float) -> tuple[RoundState, int, str]:
         """Run a block of rounds, evaluate if it is due, and report: (carry, rounds, reason to stop or None)."""
         setup, events = self.setup, self.events
-        portion = self.storage.next_block(len(events), min(pace, self._until_stop(len(events))))
-        portion, recorded = self._to_record(portion, len(events) + 1)
-        rounds, after = portion.rounds, len(events) + portion.rounds
+        block = self.storage.next_block(len(events), min(pace, self._until_stop(len(events))))
+        block, recorded = self._to_record(block, len(events) + 1)
+        rounds, after = block.rounds, len(events) + block.rounds
         sampler = setup.planner.sampler
         if after < self.last and not sampler.adaptive:
             self.storage.prefetch(after, min(pace, self._until_stop(after)))
-        carry, records = run_block_of_rounds(setup, self.storage, carry, portion)
+        carry, records = run_block_of_rounds(setup, self.storage, carry, block)
         client_info = records.pop(CLIENT_INFO, ())
         if not records["sound"].all():
-            self._fail(carry, portion, records)
+            self._fail(carry, block, records)
         for phases in records.pop(RECORDED_PHASES, ()):
             self.exchanges += exchanges(recorded, len(events) + 1, phases)
-        carry = self.storage.save_states(carry, portion)
+        carry = self.storage.save_states(carry, block)
         if sampler.adaptive:
-            clients = np.asarray(portion.xs.assignments.client[0]).ravel()
+            clients = np.asarray(block.inputs.assignments.client[0]).ravel()
             sampler.observe(len(events), clients[clients < setup.info.num_clients], client_info[0])
-        new = events_of(setup.info, records, portion.xs.count, events, compute_clock() - began)
-        record_spending(self.ledger, portion.xs, new, setup.info.num_clients)
+        new = events_of(setup.info, records, block.inputs.count, events, compute_clock() - began)
+        record_spending(self.ledger, block.inputs, new, setup.info.num_clients)
         due, lost = after % setup.settings.eval_every == 0 or after == self.last, None
         if due:
             metrics, lost = self._evaluate(carry)
@@ -318,13 +318,13 @@ class Run:
         kept = next((n for n in range(1, LONGEST_BLOCK) if done + n in self.kept), LONGEST_BLOCK)
         return min(self.last - done, *(n - done % n for n in every), others, kept)
 
-    def _to_record(self, portion: RoundBlock, round: int) -> tuple[RoundBlock, list[int]]:
+    def _to_record(self, block: RoundBlock, round: int) -> tuple[RoundBlock, list[int]]:
         """The block that begins with ``round``, with the clients to record if that round is recorded."""
         if self.record is None or not self.record.holds(round):
-            return portion, []
+            return block, []
         clients = sorted({int(client) for client in self.record.clients})
-        xs = jax.tree.map(lambda a: a[:1], portion.xs)  # one round: no room for the messages of others
-        return portion._replace(xs=xs._replace(recorded=np.asarray([clients], np.int32))), clients
+        inputs = jax.tree.map(lambda a: a[:1], block.inputs)  # one round: no room for the messages of others
+        return block._replace(inputs=inputs._replace(recorded=np.asarray([clients], np.int32))), clients
 
     def _checkpoint_due(self, due: float) -> bool:
         every = self.setup.settings.checkpoint_every
@@ -332,8 +332,8 @@ class Run:
 
     def _checkpoint(self, carry: RoundState, over: bool) -> float:
         """Write a checkpoint; the time when the next one is due."""
-        if self.place is not None:
-            self.place.check_present()
+        if self.run_directory is not None:
+            self.run_directory.check_present()
         if self.log is not None:
             self.log.sync()
         began = time.monotonic()
@@ -392,19 +392,19 @@ class Run:
 
     # -- failure -----------------------------------------------------------------------------------------------
 
-    def _fail(self, carry: RoundState, portion: RoundBlock, records: dict) -> NoReturn:
+    def _fail(self, carry: RoundState, block: RoundBlock, records: dict) -> NoReturn:
         """Raise an error with the client and tensor of the non-finite round, after storing the state before it."""
         setup, r = self.setup, int(np.argmin(records["sound"]))
         if r:
             sound = {name: values[:r] for name, values in records.items()}
-            new = events_of(setup.info, sound, portion.xs.count, self.events, 0.0)
-            record_spending(self.ledger, portion.xs, new, setup.info.num_clients)
+            new = events_of(setup.info, sound, block.inputs.count, self.events, 0.0)
+            record_spending(self.ledger, block.inputs, new, setup.info.num_clients)
             report(new, self.events, self.log, self.sinks)
         if setup.alone:
-            message = diagnose_divergence(setup.engine, setup.algorithm, carry, setup.key, portion.xs, r)
+            message = diagnose_divergence(setup.engine, setup.algorithm, carry, setup.key, block.inputs, r)
         else:
             message = f"{setup.info.algorithm}, round {len(self.events) + 1}: a number is not finite"
-        self._stop(message, self.storage.save_states(carry, portion), "the server's state it starts from")
+        self._stop(message, self.storage.save_states(carry, block), "the server's state it starts from")
 
     def _stop(self, message: str, carry: RoundState, what: str) -> NoReturn:
         """Keep the state and raise NonFiniteError."""
@@ -418,11 +418,11 @@ class Run:
 
 
 def run_block_of_rounds(
-    setup: Setup, storage: BlockLoader, carry: RoundState, portion: RoundBlock
+    setup: Setup, storage: BlockLoader, carry: RoundState, block: RoundBlock
 ) -> tuple[RoundState, dict]:
     """Run a block of rounds: (carry, records [rounds] by name); ``storage.save_states`` comes after it."""
-    if portion.samples is not None:
-        setup.engine.samples = portion.samples
-    carry = storage.load_states(carry, portion)
-    with explained(setup.algorithm):
-        return setup.engine.run(setup.algorithm, carry, setup.key, portion.xs, portion.rounds)
+    if block.samples is not None:
+        setup.engine.samples = block.samples
+    carry = storage.load_states(carry, block)
+    with translate_errors(setup.algorithm):
+        return setup.engine.run(setup.algorithm, carry, setup.key, block.inputs, block.rounds)

@@ -142,8 +142,8 @@ def prepare(
         client_info=sampler.adaptive,
         code=CodeFingerprint(algorithm, task),
     )
-    place = jax.tree.map(lambda a: a[0, 0, :1], planner.block(0, 1, 1).assignments)
-    traced = trace_round(program, algorithm, start, statistics, run.initial, samples, place, run.broken)
+    assignment = jax.tree.map(lambda a: a[0, 0, :1], planner.block(0, 1, 1).assignments)
+    traced = trace_round(program, algorithm, start, statistics, run.initial, samples, assignment, run.broken)
     budget.check_server(algorithm, start, federation.num_clients, mesh.devices.size)
     program = _side_by_side(program, settings, planner, budget, traced) if plan == "vmap" else program
     start, statistics = run.draw_start()  # until here shapes were enough

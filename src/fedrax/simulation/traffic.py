@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from fedrax import tree
-from fedrax.config.user_errors import collecting_errors, explained, refuse
+from fedrax.config.user_errors import collecting_errors, raise_collected, translate_errors
 from fedrax.contract.algorithm import Algorithm, Info
 from fedrax.contract.checks import checked_init, checked_message, checked_round
 from fedrax.contract.client_data import ClientAssignment
@@ -98,19 +98,19 @@ def trace_round(
     statistics: Tree,
     record: ClientRecord,
     samples: Tree,
-    place: ClientAssignment,
+    assignment: ClientAssignment,
     broken: list[FedraxError],
 ) -> TracedRound:
     """Trace a round with one client; raises FedraxError for violations of the algorithm contract.
 
-    This is the first time that the algorithm is traced. place: the assignment of any client, with fields of shape [1,
-    ...]. broken: violations that are known already.
+    This is the first time that the algorithm is traced. assignment: that of any client, with fields of shape [1, ...].
+    broken: violations that are known already.
     """
 
     def one_round(
-        params: Tree, statistics: Tree, record: ClientRecord, samples: Tree, place: ClientAssignment = place
+        params: Tree, statistics: Tree, record: ClientRecord, samples: Tree, assignment: ClientAssignment = assignment
     ) -> tuple[Tree, Tree, Tree]:
-        round_inputs = RoundInputs(jnp.int32(0), jnp.float32(1), jnp.int32(1), jax.tree.map(jnp.asarray, place))
+        round_inputs = RoundInputs(jnp.int32(0), jnp.float32(1), jnp.int32(1), jax.tree.map(jnp.asarray, assignment))
         executor = ShapeTracer(program, algorithm, round_inputs, jax.random.key(0), record, samples, broken=broken)
         server = checked_init(algorithm, params, algorithm.init(tree.rebuilt(params), program.num_clients))
         after = run_round(executor, server, statistics)[0]
@@ -120,14 +120,14 @@ def trace_round(
 
     shapes = jax.eval_shape(lambda *trees: trees, params, statistics, record, samples)
     try:
-        with explained(algorithm):
+        with translate_errors(algorithm):
             made, (received, sent, _) = jax.make_jaxpr(one_round, return_shape=True)(*shapes)
     except FedraxError as error:
-        refuse([*broken, error])
+        raise_collected([*broken, error])
         raise
-    refuse(broken)
-    outcome = lambda work, p, v, k, x: one_round(p, v, k, x, place._replace(work=work))[1:]  # noqa: E731
-    if place.work is not None and not dependent_leaves(outcome, place.work, *shapes):
+    raise_collected(broken)
+    outcome = lambda work, p, v, k, x: one_round(p, v, k, x, assignment._replace(work=work))[1:]  # noqa: E731
+    if assignment.work is not None and not dependent_leaves(outcome, assignment.work, *shapes):
         warn(f"{type(algorithm).__name__} does the same work at slow clients: stragglers is ignored")
     return TracedRound(_bytes_once(received, output_sources(made)), tree.num_bytes(sent), made)
 

@@ -244,12 +244,18 @@ class _VectorizedRuns:
         grid = vmap(partial(run_block, program, None), in_axes=(0, 0, None, None, None, None, 0))
 
         def on_device(
-            algorithms: Algorithm, carry: RoundState, samples: Tree, keys: Array, xs: Any, rounds: Array, alive: Array
+            algorithms: Algorithm,
+            carry: RoundState,
+            samples: Tree,
+            keys: Array,
+            inputs: Any,
+            rounds: Array,
+            alive: Array,
         ) -> tuple:
             def one_seed(c: tuple) -> tuple:
                 return grid(algorithms, c[0], samples, c[1], c[2], rounds, c[3])
 
-            return jax.lax.map(one_seed, (carry, keys, xs, alive))
+            return jax.lax.map(one_seed, (carry, keys, inputs, alive))
 
         lanes = P(None, CLIENT_AXIS)
         self._lanes = NamedSharding(mesh, lanes)
@@ -294,8 +300,8 @@ class _VectorizedRuns:
             began = compute_clock()
             rounds = min(every - done % every, total - done, LONGEST_BLOCK)
             blocks = [setup.planner.block(done, rounds, LONGEST_BLOCK) for setup in self.setups]
-            xs = jax.tree.map(lambda *x: np.stack(x), *blocks)
-            carry, records = self._block(self.stacked, carry, self.samples, keys, xs, np.int32(rounds), alive)
+            inputs = jax.tree.map(lambda *x: np.stack(x), *blocks)
+            carry, records = self._block(self.stacked, carry, self.samples, keys, inputs, np.int32(rounds), alive)
             done += rounds
             records = {name: np.asarray(value) for name, value in records.items()}
             host = jax.tree.map(np.asarray, carry) if done % every == 0 or done == total else None
@@ -313,7 +319,7 @@ class _VectorizedRuns:
         z: int,
         g: int,
         records: dict,
-        xs: RoundInputs,
+        inputs: RoundInputs,
         seconds: float,
         carry: RoundState | None,
     ) -> None:
@@ -323,8 +329,8 @@ class _VectorizedRuns:
         sound = records["sound"]
         kept = len(sound) if sound.all() else int(np.argmin(sound))
         cut = {name: value[:kept] for name, value in records.items()}
-        new, diverged = events_of(self.setups[z].info, cut, xs.count, events, seconds), kept < len(sound)
-        record_spending(self.ledgers[g][z], xs, new, self.setups[z].info.num_clients)
+        new, diverged = events_of(self.setups[z].info, cut, inputs.count, events, seconds), kept < len(sound)
+        record_spending(self.ledgers[g][z], inputs, new, self.setups[z].info.num_clients)
         if carry is not None and not diverged:
             lane, initial = jax.tree.map(lambda a: a[z, g], (carry, self.initial))
             metrics, self.personal_metrics[z, g] = self.setups[z].evaluate(

@@ -177,7 +177,7 @@ def accumulate_gradients(
     params: Tree,
     batch: Tree,
     counts: Array | None,
-    joined: Array | None = None,
+    shared: Array | None = None,
 ) -> Tree:
     """Compute ``gradient(params, batch, counts)`` by a plan.
 
@@ -187,7 +187,7 @@ def accumulate_gradients(
         params: parameters.
         batch: pytree of arrays [B, ...].
         counts: bool [B]; None for all examples.
-        joined: bool; whether all devices along `CLIENT_AXIS` have the same batch now, so that they can share it; None
+        shared: bool; whether all devices along `CLIENT_AXIS` have the same batch now, so that they can share it; None
             if they never have.
 
     Returns:
@@ -196,7 +196,7 @@ def accumulate_gradients(
     if plan is None:
         return gradient(params, batch, counts)
     if plan.overhead is not None:
-        return _share_batch(gradient, plan.overhead, params, batch, counts, joined)
+        return _share_batch(gradient, plan.overhead, params, batch, counts, shared)
     rows = len(jax.tree.leaves(batch)[0])
     number = -(-rows // plan.rows)
     if number * plan.rows > rows:  # padded with masked copies of the last example
@@ -211,19 +211,19 @@ def accumulate_gradients(
 
     zero = (jnp.zeros((), plan.dtype), tree.zeros_like(params))
     with jax.named_scope(_SCOPE):
-        if joined is None:
+        if shared is None:
             return lax.scan(add, zero, cut)[0]
         share = lax.axis_index(CLIENT_AXIS) + jnp.arange(2)
-        first, last = jnp.where(joined, number * share // lax.axis_size(CLIENT_AXIS), jnp.array([0, number]))
+        first, last = jnp.where(shared, number * share // lax.axis_size(CLIENT_AXIS), jnp.array([0, number]))
         total = lax.fori_loop(first, last, lambda i, total: add(total, tree.row(cut, i))[0], zero)
-        return lax.cond(joined, lambda t: lax.psum(t, CLIENT_AXIS), lambda t: t, total)
+        return lax.cond(shared, lambda t: lax.psum(t, CLIENT_AXIS), lambda t: t, total)
 
 
 def _share_batch(
-    gradient: Callable, overhead: float, params: Tree, batch: Tree, counts: Array | None, joined: Array | None
+    gradient: Callable, overhead: float, params: Tree, batch: Tree, counts: Array | None, shared: Array | None
 ) -> Tree:
-    """:func:`accumulate_gradients` of a whole batch, or of a share of it where ``joined``."""
-    if joined is None:
+    """:func:`accumulate_gradients` of a whole batch, or of a share of it where ``shared``."""
+    if shared is None:
         loss, found = gradient(params, batch, counts)
         return checkpoint_name(loss, f"{_WHOLE_BATCH}{overhead}"), found
     rows, me = len(jax.tree.leaves(batch)[0]), lax.axis_index(CLIENT_AXIS)
@@ -234,7 +234,7 @@ def _share_batch(
         inside = first + jnp.arange(share) >= me * share
         own = inside if own is None else inside & own
     return lax.cond(
-        joined, lambda: lax.psum(gradient(params, part, own), CLIENT_AXIS), lambda: gradient(params, batch, counts)
+        shared, lambda: lax.psum(gradient(params, part, own), CLIENT_AXIS), lambda: gradient(params, batch, counts)
     )
 
 

@@ -145,13 +145,13 @@ def _transformed(one: Pass, closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
 def _noted(name: PassName, rule: Rule) -> Rule:
     """``rule``, recorded where it gives an output."""
 
-    def noted(inputs: list[Array], equation: core.JaxprEqn) -> Any:
+    def recording(inputs: list[Array], equation: core.JaxprEqn) -> Any:
         output = rule(inputs, equation)
         if output is not None:
             note_applied(name)
         return output
 
-    return noted
+    return recording
 
 
 @lru_cache

@@ -58,10 +58,10 @@ def run_trials(
     Trials that differ in float hyper-parameters only are one vectorized sweep if that is faster. A group of which some
     trials are finished is run again as a whole: run one by one, the others would differ by rounding.
     """
-    left = {job.place for job in unfinished(jobs, out)}
-    sequential = {job.place for job in jobs if checkpoint.exists(job.directory_in(out) / CHECKPOINT)}
-    for group in _vectorizable([job for job in jobs if job.place not in sequential], comparison.search_seeds):
-        if not any(job.place in left for jobs_of_point in group for job in jobs_of_point):
+    left = {job.path for job in unfinished(jobs, out)}
+    sequential = {job.path for job in jobs if checkpoint.exists(job.directory_in(out) / CHECKPOINT)}
+    for group in _vectorizable([job for job in jobs if job.path not in sequential], comparison.search_seeds):
+        if not any(job.path in left for jobs_of_point in group for job in jobs_of_point):
             continue
         task, federation = problem()
         algorithms = [jobs_of_point[0].spec.algorithm for jobs_of_point in group]
@@ -74,7 +74,7 @@ def run_trials(
         )
         for jobs_of_point, runs in zip(group, results, strict=True):
             for job, result in zip(jobs_of_point, runs, strict=True):
-                if job.place in left:
+                if job.path in left:
                     _save(job, out, result)
     run_here(jobs, out, problem, watcher)
 
@@ -83,7 +83,7 @@ def _vectorizable(jobs: Sequence[RunJob], seeds: Sequence[int]) -> list[list[lis
     """Groups of points that one program can run, each point a list of its jobs; points need all seeds."""
     points: dict[Path, list[RunJob]] = {}
     for job in jobs:
-        points.setdefault(job.place.parent, []).append(job)
+        points.setdefault(job.path.parent, []).append(job)
     complete = [jobs for jobs in points.values() if len(jobs) == len(seeds)]
     groups: dict[str, list[list[RunJob]]] = {}
     for jobs in complete:

@@ -168,13 +168,13 @@ def _program(options: _StaticOptions, code: CodeFingerprint) -> Callable[..., Ar
             options.task, layout, 1, 0, precision=options.precision, expected_cohort_size=1.0, code=code
         )
         zero = jnp.zeros(1, jnp.int32)
-        places = ClientAssignment(zero, zero, zero, size[None], jnp.ones(1))
+        assignments = ClientAssignment(zero, zero, zero, size[None], jnp.ones(1))
         server, kept = algorithm.init(params, 1), (ClientRecord.at_first(algorithm, params, ()),) * 2
         for r in range(options.rounds):
             there = jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, r), _DRAW)) < rate
             choose = partial(jax.tree.map, lambda a, b: a if always else jnp.where(there, a, b))  # noqa: B023
             participant = (choose(*kept), choose(*clients)) if options.drawn == "fixed" else (kept[0], clients[0])
-            round_inputs = RoundInputs(jnp.int32(r), jnp.float32(1), jnp.int32(1), places)
+            round_inputs = RoundInputs(jnp.int32(r), jnp.float32(1), jnp.int32(1), assignments)
             executor = _AuditedRound(
                 program, algorithm, round_inputs, key, *participant, there=there if options.drawn == "poisson" else None
             )

@@ -43,7 +43,7 @@ class _LocalModelWrapper(Wrapper):
         leak = self._leak(client, message, state, data)
         if leak is not None:
             local = self.inner.local_steps
-            in_epochs = local is not None and local.steps is None and data.place.steps is None
+            in_epochs = local is not None and local.steps is None and data.assignment.steps is None
             by_steps = in_epochs and self._leak(client, message, state, data.with_steps(jnp.int32(1))) is None
             hint = ": epochs depend on the number of samples, so set local.steps instead" if by_steps else ""
             raise FedraxError(f"{self._requirement} also sends {leak}, computed from data without noise{hint}")

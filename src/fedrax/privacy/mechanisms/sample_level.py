@@ -99,7 +99,7 @@ class SampleDP(Wrapper):
         self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
     ) -> tuple[ClientOutput, Tree]:
         """The client step of ``inner`` with noised gradients."""
-        if data.place.steps is not None or data.given_rows is not None:
+        if data.assignment.steps is not None or data.given_rows is not None:
             raise FedraxError(
                 "SampleDP accounts for the steps and batches of local, but a script or an outer wrapper sets others:"
                 " remove it"
@@ -143,9 +143,9 @@ class SampleDP(Wrapper):
         """
         stream = data.key("noise")
 
-        def rule(losses: Callable, params: Tree, batch: Any, weights: Array | None, key: Array) -> tuple[Array, Tree]:
+        def rule(losses: Callable, params: Tree, batch: Any, mask: Array | None, key: Array) -> tuple[Array, Tree]:
             rows = len(jax.tree.leaves(batch)[0])
-            real = jnp.ones(rows, bool) if weights is None else weights
+            real = jnp.ones(rows, bool) if mask is None else mask
             of_one = with_operand_format(jax.grad(_one_loss(losses)), data.precision)
             single = jax.eval_shape(lambda batch: take(batch, jnp.zeros(1, jnp.int32)), batch)
             width = min(self.microbatch or _fitting_gradients(of_one, params, single, key, most), rows)
@@ -166,7 +166,7 @@ class SampleDP(Wrapper):
             words = jax.random.key_data(key)
             mine = jax.random.fold_in(jax.random.fold_in(stream, words[0]), words[1])
             noisy = with_noise(mine, summed, self.noise * self.clip)
-            count = rows if weights is None else jnp.maximum(jnp.sum(weights), 1)
+            count = rows if mask is None else jnp.maximum(jnp.sum(mask), 1)
             none = jnp.zeros((), jax.tree.leaves(params)[0].dtype)  # a batch's loss is not released
             return none, tree.scale(count / batch_size, noisy)
 

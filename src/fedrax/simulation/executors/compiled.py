@@ -38,7 +38,7 @@ from fedrax.simulation.round import (
 from fedrax.tree import Tree
 from fedrax.xla import AGGREGATE, CACHE_SIZE, CLIENT_AXIS, INLINE, SERVER, garbage_collection_paused, phase_scope, scope
 
-RECORDED_PHASES = "noted"
+RECORDED_PHASES = "recorded"
 """Key of a round's record for recorded messages, if clients are recorded."""
 CLIENT_INFO = "client info"
 """Key of a round's record for the info of each client, arrays [S] by name, if ``RoundProgram.client_info`` is set."""
@@ -87,7 +87,7 @@ class MeshExecutor(Executor):
 
     def clients(self, p: int, message: Tree, statistics: Tree) -> PhaseResult:
         """Run this device's clients, then sum over all devices."""
-        places = self.round_inputs.assignments
+        assignments = self.round_inputs.assignments
         kind = DataParallelRunner if self.program.data_parallel_devices else PhaseRunner
         runner = kind(self.program, self.algorithm, p, message, statistics, self.samples, self.round_inputs, self.keys)
         with phase_scope(p):
@@ -100,7 +100,9 @@ class MeshExecutor(Executor):
         share = partial(exchanged, axis=self.vectors_axis) if self.vectors_axis else partial(jax.tree.map, self.gather)
         with scope(AGGREGATE):
             sums = self.join(sums._replace(diverged=()))._replace(diverged=self.least(sums.diverged))
-            per_client, clients, weights = map_vectors(share, (per_client, places.client, places.weight), self.gather)
+            per_client, clients, weights = map_vectors(
+                share, (per_client, assignments.client, assignments.weight), self.gather
+            )
         return PhaseResult(sums, per_client, clients, weights)
 
     def server(self, p: int, server: Any, gathered: PhaseResult) -> tuple[Any, Info]:
@@ -153,22 +155,22 @@ def run_block(
     carry: RoundState,
     samples: Tree,
     key: Array,
-    xs: RoundInputs,
+    inputs: RoundInputs,
     rounds: Array,
     running: Array | None = None,
     vectors_axis: str | None = None,
 ) -> tuple[RoundState, dict[str, Array]]:
-    """Up to len(xs.round) rounds, up to the first with values that are not finite: (carry, records [B] by name).
+    """Up to len(inputs.round) rounds, up to the first with values that are not finite: (carry, records [B] by name).
 
     running: for vectorized runs, which continue together, whether this run has been finite so far.
     """
-    xs = jax.tree.map(jnp.asarray, xs)
-    xs = xs._replace(count=xs.count[:, 0], assignments=jax.tree.map(lambda a: a[:, 0], xs.assignments))
-    at = lambda r: jax.tree.map(lambda a: a[r], xs)  # noqa: E731
+    inputs = jax.tree.map(jnp.asarray, inputs)
+    inputs = inputs._replace(count=inputs.count[:, 0], assignments=jax.tree.map(lambda a: a[:, 0], inputs.assignments))
+    at = lambda r: jax.tree.map(lambda a: a[r], inputs)  # noqa: E731
     one = partial(run_device_round, program, algorithm, samples=samples, key=key, axis=axis, vectors_axis=vectors_axis)
     step = jax.jit(one, inline=INLINE)  # traced once, for the records' shapes and for the loop
     _, shapes = jax.eval_shape(lambda c: step(c, round_inputs=at(0), running=jnp.bool_(True)), carry)
-    records = jax.tree.map(lambda s: jnp.zeros((xs.round.shape[0], *s.shape), s.dtype), shapes)
+    records = jax.tree.map(lambda s: jnp.zeros((inputs.round.shape[0], *s.shape), s.dtype), shapes)
 
     def unfinished(loop: tuple) -> Array:
         r, sound, _, _ = loop
@@ -313,10 +315,10 @@ class Engine:
         """Place server state, statistics and store on the mesh; the next block donates these arrays."""
         if share_vectors(self.mesh):
             server = padded(server, self.devices)
-        places = jax.tree.map(partial(NamedSharding, self.mesh), server_specs(server, self.mesh))
+        shardings = jax.tree.map(partial(NamedSharding, self.mesh), server_specs(server, self.mesh))
         # The copy parts them from the caller's arrays and from each other: device_put shares the first device's.
         return RoundState(
-            jax.device_put(_copy(server), places, may_alias=False),
+            jax.device_put(_copy(server), shardings, may_alias=False),
             jax.device_put(_copy(statistics), NamedSharding(self.mesh, P()), may_alias=False),
             jax.device_put(store, self.store_sharding, may_alias=False),
         )
@@ -330,7 +332,7 @@ class Engine:
         return repeat_rows(self.store_sharding)(capacity * self.devices, client)
 
     def run(
-        self, algorithm: Algorithm, carry: RoundState, key: Array, xs: RoundInputs, rounds: int
+        self, algorithm: Algorithm, carry: RoundState, key: Array, inputs: RoundInputs, rounds: int
     ) -> tuple[RoundState, dict]:
         """Run up to ``rounds`` rounds; ``carry`` is donated. Returns the carry and records as NumPy arrays [rounds].
 
@@ -338,10 +340,10 @@ class Engine:
         """
         with garbage_collection_paused():  # the first time it is traced
             run = self.block(algorithm)
-            carry, records, recorded, info = run(algorithm, carry, self.samples, key, xs, np.int32(rounds))
+            carry, records, recorded, info = run(algorithm, carry, self.samples, key, inputs, np.int32(rounds))
         found: dict[str, Any] = {name: np.asarray(value)[:rounds] for name, value in records.items()}
         if info:
-            real = [np.asarray(xs.assignments.client[r]).ravel() < self.program.num_clients for r in range(rounds)]
+            real = [np.asarray(inputs.assignments.client[r]).ravel() < self.program.num_clients for r in range(rounds)]
             found[CLIENT_INFO] = [{name: np.asarray(a[r])[real[r]] for name, a in info.items()} for r in range(rounds)]
         if recorded:
             found[RECORDED_PHASES] = [

@@ -26,21 +26,21 @@ _WAITING = 0.05
 
 
 def clients_to_share(assigned: Sequence[Sequence[int]], cost: Sequence[float], speed: float) -> set[int]:
-    """The clients of a round, by place in the cohort, that all devices share; mostly none.
+    """The clients of a round, by position in the cohort, that all devices share; mostly none.
 
     Args:
-        assigned: the places of each device.
-        cost: the work of each place.
+        assigned: the positions of each device.
+        cost: the work of each position.
         speed: the speed of all devices together, in units of one device's.
 
     Returns:
-        The places that are shared.
+        The positions that are shared.
     """
-    load = [sum(cost[p] for p in places) for places in assigned]
+    load = [sum(cost[p] for p in positions) for positions in assigned]
     best, least = (1 - _WAITING) * max(load), sum(load) / len(load)
     if speed <= 1 or least >= best:
         return set()
-    left = [sorted(places, key=lambda p: (-cost[p], p)) for places in assigned]
+    left = [sorted(positions, key=lambda p: (-cost[p], p)) for positions in assigned]
     taken: list[int] = []
     together, chosen = 0.0, 0
     while any(left) and together < best:
@@ -57,21 +57,21 @@ def clients_to_share(assigned: Sequence[Sequence[int]], cost: Sequence[float], s
 class DataParallelRunner(PhaseRunner):
     """A phase on one of several devices that share the batches of some clients.
 
-    ``keys``, ``everyone`` and ``order`` are those of the places of all devices, concatenated by device.
+    ``keys``, ``everyone`` and ``order`` are those of the positions of all devices, concatenated by device.
     """
 
     def __init__(self, *inputs: Any):
         super().__init__(*inputs)
         program, algorithm, p, message, statistics, samples, round_inputs, keys = inputs
         self.me, self.room = lax.axis_index(CLIENT_AXIS), round_inputs.assignments.client.shape[0]
-        places, counts = jax.tree.map(
+        assignments, counts = jax.tree.map(
             partial(lax.all_gather, axis_name=CLIENT_AXIS), (round_inputs.assignments, round_inputs.count)
         )
-        shared = places.joined & (jnp.arange(self.room) < counts[:, None])
+        shared = assignments.data_parallel & (jnp.arange(self.room) < counts[:, None])
         self.together = shared.sum(dtype=jnp.int32)
         self.alone = round_inputs.count - shared[self.me].sum(dtype=jnp.int32)
         self.order = jnp.flatnonzero(shared, size=shared.size, fill_value=0).astype(jnp.int32)
-        everyone = round_inputs._replace(assignments=jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), places))
+        everyone = round_inputs._replace(assignments=jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), assignments))
         self.one = lambda client_records, k: run_client(
             program,
             p,
@@ -85,8 +85,8 @@ class DataParallelRunner(PhaseRunner):
 
     def step(self, i: Array, before: Tree, progress: PhaseState) -> PhaseState:
         """Run client i of this device, or after its own clients the next shared one, whose result one device stores."""
-        joined = i >= self.alone
-        k = jnp.where(joined, self.order[i - self.alone], self.me * self.room + i)
+        is_shared = i >= self.alone
+        k = jnp.where(is_shared, self.order[i - self.alone], self.me * self.room + i)
         owner = k // self.room
         mine = owner == self.me
         at = jnp.where(mine, k % self.room, 0)  # of a client of another device, what is in place 0 is put back there
@@ -94,7 +94,7 @@ class DataParallelRunner(PhaseRunner):
         put = lambda table, row, value: tree.set_row(table, row, where_mine(value, tree.row(table, row)))  # noqa: E731
         with scope(STATES):
             source, row = (progress.store, self.round_inputs.assignments.slot[at]) if self.first else (before, at)
-            begins = lax.cond(joined, lambda t: _of_device(owner, t), lambda t: t, tree.row(source, row))
+            begins = lax.cond(is_shared, lambda t: _of_device(owner, t), lambda t: t, tree.row(source, row))
         after = self.after(progress, at, self.one(begins, k), jnp.bool_(True), put, put)
         with scope(AGGREGATE):
             sums, notes = where_mine((after.sums, after.notes), (progress.sums, progress.notes))

@@ -55,13 +55,13 @@ class DebugEngine(Engine):
     """No compilation, one client after another; the first non-finite number is named."""
 
     def run(
-        self, algorithm: Algorithm, carry: RoundState, key: Array, xs: RoundInputs, rounds: int
+        self, algorithm: Algorithm, carry: RoundState, key: Array, inputs: RoundInputs, rounds: int
     ) -> tuple[RoundState, dict]:
         """As :meth:`Engine.run`: an unsound round is not applied."""
         records: list[dict] = []
         for r in range(rounds):
             try:
-                carry, record = self.round(algorithm, carry, key, device_round(xs, r, 0))
+                carry, record = self.round(algorithm, carry, key, device_round(inputs, r, 0))
             except NonFiniteError:
                 records.append({"sound": False, "bad": self.program.num_clients})
                 break
@@ -158,14 +158,14 @@ def require_finite(values: Tree, where: str) -> None:
 
 
 def diagnose_divergence(
-    engine: Engine, algorithm: Algorithm, carry: RoundState, key: Array, xs: RoundInputs, r: int
+    engine: Engine, algorithm: Algorithm, carry: RoundState, key: Array, inputs: RoundInputs, r: int
 ) -> str:
     """Repeat round ``r`` of a block client by client from its starting state; its first non-finite tensor, in words."""
     program = engine.program._replace(chunk=0, sharded_samples=False, data_parallel_devices=0)
     debug = DebugEngine(program, Mesh(engine.mesh.devices.flat[:1], engine.mesh.axis_names), engine.samples)
     a_device = lambda rows: next((len(a) // engine.devices for a in jax.tree.leaves(rows)), 0)  # noqa: E731
     round_inputs = merge_devices(
-        xs, r, a_device(carry.store), a_device(engine.samples) if engine.program.sharded_samples else 0
+        inputs, r, a_device(carry.store), a_device(engine.samples) if engine.program.sharded_samples else 0
     )
     at_the_server = f"{type(algorithm).__name__}, round {int(round_inputs.round) + 1}: the server state is not finite"
     slots = round_inputs.assignments.slot

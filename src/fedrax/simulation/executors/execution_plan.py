@@ -33,8 +33,8 @@ def clients_per_vmap(settings: Settings, devices: int, cohort: int, budget: Memo
     share = -(-cohort // devices)
     if settings.chunk is not None:
         return min(settings.chunk, share)
-    turns = -(-share // budget.clients_that_fit(size))
-    return -(-share // turns)
+    chunks = -(-share // budget.clients_that_fit(size))
+    return -(-share // chunks)
 
 
 def describe_plan(
@@ -50,8 +50,8 @@ def describe_plan(
 
     program: the traced round. joining: whether devices share the batches of some clients.
     """
-    piece = max((cut.rows for cut in batch_splits(program)), default=0)
-    turns = " or ".join(map(str, sorted(set(scanned_layers(program)))))  # a round may take several gradients
+    microbatch = max((cut.rows for cut in batch_splits(program)), default=0)
+    layers = " or ".join(map(str, sorted(set(scanned_layers(program)))))  # a round may take several gradients
     blocks = has_blockwise_attention(program)
     devices = list(mesh.devices.flat)
     kind = {"cpu": "CPU core", "gpu": "GPU", "tpu": "TPU"}.get(devices[0].platform, devices[0].platform)
@@ -63,11 +63,11 @@ def describe_plan(
         "debug": "step by step without compilation",
     }[plan]
     if plan == "debug":  # what was written, batches whole
-        piece, turns, blocks = 0, "", False
+        microbatch, layers, blocks = 0, "", False
     extra = ", clients left over on all of them together" * joining
     extra += ", their convolutions as products" * (chunk > 1 and devices[0].platform != "cpu" and _convolves(program))
-    extra += f", gradients of {piece} samples at a time, which fit its cache" if piece else ""
-    extra += f", {turns} layers of one shape in a loop" if turns else ""
+    extra += f", gradients of {microbatch} samples at a time, which fit its cache" if microbatch else ""
+    extra += f", {layers} layers of one shape in a loop" if layers else ""
     extra += ", attention in blocks of rows" * blocks
     extra += ", samples streamed" * streamed + ", client states on disk" * spilled
     return f"{plan}: {how} on {where}{extra}"

@@ -41,21 +41,21 @@ class LoopEngine(Engine):
         self.compiled = CompiledSteps(self.program)
 
     def run(
-        self, algorithm: Algorithm, carry: RoundState, key: Array, xs: RoundInputs, rounds: int
+        self, algorithm: Algorithm, carry: RoundState, key: Array, inputs: RoundInputs, rounds: int
     ) -> tuple[RoundState, dict]:
         """As :meth:`Engine.run`."""
         records: list[dict] = []
         for r in range(rounds):
-            carry, record = self._round(algorithm, carry, key, xs, r)
+            carry, record = self._round(algorithm, carry, key, inputs, r)
             records.append(record)
             if not record["sound"]:
                 break
         return carry, stack_records(records)
 
     def _round(
-        self, algorithm: Algorithm, carry: RoundState, key: Array, xs: RoundInputs, r: int
+        self, algorithm: Algorithm, carry: RoundState, key: Array, inputs: RoundInputs, r: int
     ) -> tuple[RoundState, dict]:
-        executor = LoopExecutor(self, algorithm, carry, key, xs, r)
+        executor = LoopExecutor(self, algorithm, carry, key, inputs, r)
         server, statistics, record, bad = run_round(executor, self.whole_server(carry), carry.statistics)
         # apart, because statistics that no client uploads (FedBN) are on all devices and the server's state is on one
         finite = bool(self.compiled.finite(server)) and bool(self.compiled.finite(statistics))
@@ -112,12 +112,14 @@ class LoopExecutor(Executor):
     """One round whose clients are compiled calls on the devices of a mesh."""
 
     def __init__(
-        self, engine: LoopEngine, algorithm: Algorithm, carry: RoundState, key: Array, xs: RoundInputs, r: int
+        self, engine: LoopEngine, algorithm: Algorithm, carry: RoundState, key: Array, inputs: RoundInputs, r: int
     ):
         self.devices, self.compiled = list(engine.mesh.devices.flat), engine.compiled
-        whole = RoundInputs(xs.round[r], xs.cohort_size[r], xs.count[r], jax.tree.map(lambda a: a[r], xs.assignments))
+        whole = RoundInputs(
+            inputs.round[r], inputs.cohort_size[r], inputs.count[r], jax.tree.map(lambda a: a[r], inputs.assignments)
+        )
         super().__init__(engine.program, algorithm, whole, key)
-        self.shares = [device_round(xs, r, d) for d in range(len(self.devices))]
+        self.shares = [device_round(inputs, r, d) for d in range(len(self.devices))]
         self.inputs_by_device = [
             jax.device_put(mine, device) for mine, device in zip(self.shares, self.devices, strict=True)
         ]
@@ -149,9 +151,9 @@ class LoopExecutor(Executor):
         for i in range(int(max(share.count for share in self.shares))):
             for d, device in enumerate(self.devices):
                 if i < self.shares[d].count:
-                    place = jax.device_put(np.int32(i), device)
+                    position = jax.device_put(np.int32(i), device)
                     progress[d] = self.compiled.step(
-                        p, self.algorithm, progress[d], inputs[d], self.client_records[d], place
+                        p, self.algorithm, progress[d], inputs[d], self.client_records[d], position
                     )
         self.stores, self.client_records = [q.store for q in progress], [q.client_records for q in progress]
         counted = [(q.client_info, int(share.count)) for q, share in zip(progress, self.shares, strict=True)]

@@ -38,7 +38,7 @@ class PhaseState(NamedTuple):
     notes: Any = ()
     """Recorded uploads."""
     client_info: Any = ()
-    """The info of each client by its place on the device, if ``RoundProgram.client_info`` is set."""
+    """The info of each client by its position on the device, if ``RoundProgram.client_info`` is set."""
 
 
 class PhaseRunner:
@@ -70,10 +70,10 @@ class PhaseRunner:
             samples,
             client_inputs(program, round_inputs, keys, k),
         )
-        """(client record, k) -> the result of the client in place k."""
+        """(client record, k) -> the result of the client in position k."""
 
     def start(self, client_records: Tree, store: Tree) -> PhaseState:
-        """The loop state before the first client: zero sums, and buffers with one entry for each place."""
+        """The loop state before the first client: zero sums, and buffers with one entry for each position."""
         n = self.round_inputs.assignments.client.shape[0]
         begins = jax.eval_shape(self.get_state, store if self.first else client_records, jnp.int32(0))
         shape = jax.eval_shape(
@@ -91,13 +91,13 @@ class PhaseRunner:
     def step(self, i: Array, before: Tree, progress: PhaseState) -> PhaseState:
         """Client i (or chunk i of clients) of this device; a chunk beyond the last client repeats that one.
 
-        What a client keeps comes from the store in the first phase and from ``before`` (by place) in later ones; it
+        What a client keeps comes from the store in the first phase and from ``before`` (by position) in later ones; it
         goes to the store in the last phase and to ``PhaseState.client_records`` before.
         """
         chunk = self.program.chunk
-        place: Any = i * chunk + jnp.arange(chunk, dtype=jnp.int32) if chunk else i
-        real = place < self.round_inputs.count
-        at = jnp.minimum(place, self.round_inputs.count - 1) if chunk else place
+        position: Any = i * chunk + jnp.arange(chunk, dtype=jnp.int32) if chunk else i
+        real = position < self.round_inputs.count
+        at = jnp.minimum(position, self.round_inputs.count - 1) if chunk else position
         source, rows = (progress.store, self.round_inputs.assignments.slot[at]) if self.first else (before, at)
         if chunk:
             done: ClientResult = vmap(self.one)(_get_rows(source, rows), at)
@@ -109,7 +109,7 @@ class PhaseRunner:
     def after(
         self, progress: PhaseState, at: Array, done: ClientResult, real: Any, put: Callable, put_state: Callable
     ) -> PhaseState:
-        """The loop state after the client in place ``at``, or after several vectorized clients.
+        """The loop state after the client in position ``at``, or after several vectorized clients.
 
         real: as in :func:`add_client`. put, put_state: (table, rows, values) -> the table with these rows set to the
         values.

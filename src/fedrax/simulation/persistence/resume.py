@@ -63,19 +63,19 @@ def start_run(setup: Setup, storage: BlockLoader, ledger: Ledger | None, resume:
     """
     if not resume or setup.run_directory is None:
         return RunStart(initial_state(setup, storage), [])
-    begun = _restored(setup, storage, ledger)
-    done = np.int32(len(begun.events))
+    start = _restored(setup, storage, ledger)
+    done = np.int32(len(start.events))
     if not setup.alone and len(np.unique(multihost_utils.process_allgather(done))) > 1:
         raise FedraxError(
             f"the processes of this run find different checkpoints in {setup.run_directory}: resume from a directory"
             " on a file system that all of them share"
         )
-    return begun
+    return start
 
 
-def check_can_continue(setup: Setup, begun: RunStart) -> None:
+def check_can_continue(setup: Setup, start: RunStart) -> None:
     """Raise FedraxError where more rounds are asked of a run that was saved without its client states."""
-    if not begun.has_clients:
+    if not start.has_clients:
         raise FedraxError(
             f"the finished run in {setup.run_directory} was saved without client states and cannot be continued: run it"
             " again in another directory with keep_clients=True"
@@ -149,7 +149,7 @@ def _at_checkpoint(setup: Setup, storage: BlockLoader, where: Path, ledger: Ledg
     return RunStart(carry, events[:done], has_clients, meta.get("stopped") == "budget")
 
 
-def check_kept(setup: Setup) -> None:
+def check_identity(setup: Setup) -> None:
     """Raise FedraxError unless the run in the directory has the identity of this one.
 
     The identity is that of its checkpoint, or of the state that a failed run left.

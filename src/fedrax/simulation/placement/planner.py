@@ -117,7 +117,7 @@ class Planner:
         return owners
 
     def _assign(self, round: int, cohort: np.ndarray) -> list[list[int]]:
-        """For each device, the places of its clients in the cohort.
+        """For each device, the positions of its clients in the cohort.
 
         A client with a home device runs there. The others are assigned to the least loaded device, largest work first;
         those with state have their home there from then on.
@@ -126,26 +126,26 @@ class Planner:
         chosen: list[list[int]] = [[] for _ in range(self.devices)]
         load = [0.0] * self.devices
         newcomers = []
-        for place, client in enumerate(cohort.tolist()):
+        for position, client in enumerate(cohort.tolist()):
             if client in self.home:
                 device = self.home[client][0]
-                chosen[device].append(place)
-                load[device] += cost[place]
+                chosen[device].append(position)
+                load[device] += cost[position]
             else:
-                newcomers.append(place)
+                newcomers.append(position)
         heap: list[tuple[float, int]] = [(load[d], d) for d in range(self.devices)]
         heapq.heapify(heap)
-        for place in sorted(newcomers, key=lambda p: (-cost[p], p)):
+        for position in sorted(newcomers, key=lambda p: (-cost[p], p)):
             popped = []
             while self._full(heap[0][1], chosen) and len(heap) > 1:
                 popped.append(heapq.heappop(heap))
             used, device = heapq.heappop(heap)
-            chosen[device].append(place)
-            heapq.heappush(heap, (used + float(cost[place]), device))
+            chosen[device].append(position)
+            heapq.heappush(heap, (used + float(cost[position]), device))
             for entry in popped:
                 heapq.heappush(heap, entry)
             if self.stateful:
-                self.home[int(cohort[place])] = (device, self._used[device])
+                self.home[int(cohort[position])] = (device, self._used[device])
                 self._used[device] += 1
         if self.chunk > 1:  # clients side by side wait for the slowest of them: put those of like work together
             return [sorted(positions, key=lambda p: (-cost[p], p)) for positions in chosen]
@@ -163,7 +163,7 @@ class Planner:
         the number of devices, or 0 if sharing does not help.
         """
         self.data_parallel_speed = speed if speed > 1 else None
-        if self.data_parallel_speed and not self._like(_LOOKED_AT)._ever_joined(speed):
+        if self.data_parallel_speed and not self._like(_LOOKED_AT)._ever_data_parallel(speed):
             self.data_parallel_speed = None
         return self.devices if self.data_parallel_speed else 0
 
@@ -173,14 +173,14 @@ class Planner:
         kinds = {"devices": self.devices, "stateful": self.stateful, "by_samples": self.by_samples}
         return Planner(other, self.offsets, row_bytes=self._row_bytes, **kinds)
 
-    def _ever_joined(self, speed: float) -> bool:
+    def _ever_data_parallel(self, speed: float) -> bool:
         if self.sampler.adaptive:
             return False
         self.data_parallel_speed = speed
         cohorts = ((r, self.sampler.cohort(r)) for r in range(self.sampler.rounds))
-        return any(self._joined(r, cohort, self._assign(r, cohort)) for r, cohort in cohorts)
+        return any(self._shared_positions(r, cohort, self._assign(r, cohort)) for r, cohort in cohorts)
 
-    def _joined(self, round: int, cohort: np.ndarray, assigned: list[list[int]]) -> set[int]:
+    def _shared_positions(self, round: int, cohort: np.ndarray, assigned: list[list[int]]) -> set[int]:
         if self.data_parallel_speed is None:
             return set()
         return clients_to_share(assigned, self._cost(round, cohort).tolist(), self.data_parallel_speed)
@@ -189,12 +189,12 @@ class Planner:
         """Idle time of the devices until the slowest one finishes, relative to the total work of the round."""
         cohort = self.sampler.cohort(round)
         assigned, cost = self._assign(round, cohort), self._cost(round, cohort)
-        joined = self._joined(round, cohort, assigned)
-        load = [sum(cost[p] for p in positions if p not in joined) for positions in assigned]
+        shared = self._shared_positions(round, cohort, assigned)
+        load = [sum(cost[p] for p in positions if p not in shared) for positions in assigned]
         return float((len(load) * max(load) - sum(load)) / cost.sum())
 
     def _full(self, device: int, chosen: list[list[int]]) -> bool:
-        """Whether a device has no free place in this round, or no free row."""
+        """Whether a device has no free position in this round, or no free row."""
         return len(chosen[device]) >= self.positions or (self.stateful and self._used[device] >= self.capacity)
 
     def block(self, first: int, rounds: int, length: int) -> RoundInputs:
@@ -209,7 +209,7 @@ class Planner:
             size=room(int(s.sizes[0])),
             weight=room(0, self._dtype),
             work=room(1, np.float32) if self.straggling else None,
-            joined=None if self.data_parallel_speed is None else room(False, bool),
+            data_parallel=None if self.data_parallel_speed is None else room(False, bool),
             **given,
         )
         numbers = np.arange(first, first + length, dtype=np.int32)
@@ -222,8 +222,8 @@ class Planner:
         s = self.sampler
         cohort = s.cohort(round)
         assigned = self._assign(round, cohort)
-        joined = self._joined(round, cohort, assigned)
-        assigned = [sorted(positions, key=joined.__contains__) for positions in assigned]  # these at the end
+        shared = self._shared_positions(round, cohort, assigned)
+        assigned = [sorted(positions, key=shared.__contains__) for positions in assigned]  # these at the end
         weight = s.sizes[cohort].astype(float) if self._weights == "samples" else np.ones(len(cohort))
         found: dict[str, Any] = {
             "client": cohort,
@@ -237,7 +237,7 @@ class Planner:
         if self.straggling:
             found["work"] = s.work(round, len(cohort))
         if self.data_parallel_speed is not None:
-            found["joined"] = np.isin(np.arange(len(cohort)), list(joined))
+            found["data_parallel"] = np.isin(np.arange(len(cohort)), list(shared))
         out.cohort_size[b] = len(cohort)
         for d, chosen in enumerate(assigned):
             out.count[b, d] = len(chosen)
@@ -248,23 +248,25 @@ class Planner:
 # -- parts of a plan -----------------------------------------------------------------------------------------------
 
 
-def device_round(xs: RoundInputs, r: int, d: int) -> RoundInputs:
+def device_round(inputs: RoundInputs, r: int, d: int) -> RoundInputs:
     """Round ``r`` on device ``d``, without these two axes."""
-    recorded = None if xs.recorded is None else xs.recorded[r]
-    positions = jax.tree.map(lambda a: a[r, d], xs.assignments)
-    return RoundInputs(xs.round[r], xs.cohort_size[r], xs.count[r, d], positions, recorded)
+    recorded = None if inputs.recorded is None else inputs.recorded[r]
+    positions = jax.tree.map(lambda a: a[r, d], inputs.assignments)
+    return RoundInputs(inputs.round[r], inputs.cohort_size[r], inputs.count[r, d], positions, recorded)
 
 
-def merge_devices(xs: RoundInputs, r: int, rows: int, samples: int = 0) -> RoundInputs:
+def merge_devices(inputs: RoundInputs, r: int, rows: int, samples: int = 0) -> RoundInputs:
     """Round ``r`` of all devices, as for one device: slots index the concatenated stores of ``rows`` rows each.
 
     If each device has its own samples, offsets index the concatenation of ``samples`` samples for each device.
     """
     shares = []
-    for d in range(xs.count.shape[1]):
-        positions = jax.tree.map(lambda a, d=d: a[r, d, : xs.count[r, d]], xs.assignments)
+    for d in range(inputs.count.shape[1]):
+        positions = jax.tree.map(lambda a, d=d: a[r, d, : inputs.count[r, d]], inputs.assignments)
         shares.append(
-            positions._replace(slot=positions.slot + d * rows, offset=positions.offset + d * samples, joined=None)
+            positions._replace(
+                slot=positions.slot + d * rows, offset=positions.offset + d * samples, data_parallel=None
+            )
         )
-    joined = jax.tree.map(lambda *parts: np.concatenate(parts), *shares)
-    return RoundInputs(xs.round[r], xs.cohort_size[r], xs.count[r].sum(), joined)
+    merged = jax.tree.map(lambda *parts: np.concatenate(parts), *shares)
+    return RoundInputs(inputs.round[r], inputs.cohort_size[r], inputs.count[r].sum(), merged)

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedrax import tree
-from fedrax.background_thread import begun
+from fedrax.background_thread import run_in_background
 from fedrax.data.federation import allocate_aligned
 from fedrax.errors import FedraxError
 from fedrax.simulation.executors.compiled import RoundState
@@ -122,18 +122,18 @@ class SampleStreamer:
         self.room = max(largest, min(fits, len(leaves[0]), longest * planner.positions * largest))
         self.x64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
 
-    def rounds_that_fit(self, xs: RoundInputs, rounds: int) -> int:
+    def rounds_that_fit(self, inputs: RoundInputs, rounds: int) -> int:
         """How many of the first rounds have room."""
-        return rounds_that_fit(xs.assignments.client[:rounds], xs.count[:rounds], self.sizes, self.room)
+        return rounds_that_fit(inputs.assignments.client[:rounds], inputs.count[:rounds], self.sizes, self.room)
 
-    def place(self, xs: RoundInputs, rounds: int) -> tuple[RoundInputs, Tree]:
+    def place(self, inputs: RoundInputs, rounds: int) -> tuple[RoundInputs, Tree]:
         """The block with the ``offset`` of each client's samples on its device, and the samples."""
-        clients, positions = unique_entries(xs.assignments.client[:rounds], xs.count[:rounds])
+        clients, positions = unique_entries(inputs.assignments.client[:rounds], inputs.count[:rounds])
         ends = [np.cumsum(self.sizes[mine]) for mine in clients]
         starts = [end - self.sizes[mine] for end, mine in zip(ends, clients, strict=True)]
         need = max(int(end[-1]) if len(end) else 0 for end in ends)
         self.room = max(self.room, round_up_size(need))
-        offset = np.zeros_like(xs.assignments.offset)
+        offset = np.zeros_like(inputs.assignments.offset)
         for d, start in enumerate(starts):
             if len(start):
                 offset[:rounds, d] = start[positions[:, d]]
@@ -143,7 +143,7 @@ class SampleStreamer:
         ]
         with jax.enable_x64(self.x64):  # a thread of its own has its own setting
             samples = jax.tree.map(lambda a: self._gather(a, rows), self.samples)
-        return xs._replace(assignments=xs.assignments._replace(offset=offset)), samples
+        return inputs._replace(assignments=inputs.assignments._replace(offset=offset)), samples
 
     def _gather(self, array: np.ndarray, rows: list[np.ndarray]) -> jax.Array:
         dtype, parts = jax.dtypes.canonicalize_dtype(array.dtype), []
@@ -178,16 +178,16 @@ class StateSpill:
         room = lambda file: np.zeros((self.devices, self.room, *file.shape[1:]), file.dtype)  # noqa: E731
         self._tables = jax.tree.map(room, self.files)
 
-    def rounds_that_fit(self, xs: RoundInputs, rounds: int) -> int:
+    def rounds_that_fit(self, inputs: RoundInputs, rounds: int) -> int:
         """How many of the first rounds have room."""
-        return rounds_that_fit(xs.assignments.slot[:rounds], xs.count[:rounds], None, self.room)
+        return rounds_that_fit(inputs.assignments.slot[:rounds], inputs.count[:rounds], None, self.room)
 
-    def place(self, xs: RoundInputs, rounds: int) -> tuple[RoundInputs, list[np.ndarray]]:
+    def place(self, inputs: RoundInputs, rounds: int) -> tuple[RoundInputs, list[np.ndarray]]:
         """The block with the ``slot`` of each client on its device, and the rows of each device."""
-        found, positions = unique_entries(xs.assignments.slot[:rounds], xs.count[:rounds])
-        slot = np.zeros_like(xs.assignments.slot)
+        found, positions = unique_entries(inputs.assignments.slot[:rounds], inputs.count[:rounds])
+        slot = np.zeros_like(inputs.assignments.slot)
         slot[:rounds] = positions
-        return xs._replace(assignments=xs.assignments._replace(slot=slot)), [
+        return inputs._replace(assignments=inputs.assignments._replace(slot=slot)), [
             mine + d * self.capacity for d, mine in enumerate(found)
         ]
 
@@ -233,7 +233,7 @@ class StateSpill:
 class RoundBlock(NamedTuple):
     """A block of rounds with what it needs."""
 
-    xs: RoundInputs
+    inputs: RoundInputs
     rounds: int
     samples: Tree | None
     """On the devices; None where they always are."""
@@ -257,29 +257,29 @@ class BlockLoader:
     def prefetch(self, first: int, rounds: int) -> None:
         """Start to prefetch the next block in the background, if that saves time."""
         if self.streamer is not None:
-            self._ahead = begun(self._make, first, rounds)
+            self._ahead = run_in_background(self._make, first, rounds)
 
     def _make(self, first: int, rounds: int) -> RoundBlock:
         rounds = asked = min(rounds, self._most)
-        xs, samples, rows = self.planner.block(first, rounds, self.longest), None, []
+        inputs, samples, rows = self.planner.block(first, rounds, self.longest), None, []
         for part in (self.streamer, self.spill):
-            rounds = rounds if part is None else part.rounds_that_fit(xs, rounds)
+            rounds = rounds if part is None else part.rounds_that_fit(inputs, rounds)
         self._most = min(self.longest, 2 * (rounds if rounds < asked else self._most))  # draw few cohorts in vain
         if self.spill is not None:
-            xs, rows = self.spill.place(xs, rounds)
+            inputs, rows = self.spill.place(inputs, rounds)
         if self.streamer is not None:
-            xs, samples = self.streamer.place(xs, rounds)
-        return RoundBlock(xs, rounds, samples, rows)
+            inputs, samples = self.streamer.place(inputs, rounds)
+        return RoundBlock(inputs, rounds, samples, rows)
 
-    def load_states(self, carry: RoundState, portion: RoundBlock) -> RoundState:
+    def load_states(self, carry: RoundState, block: RoundBlock) -> RoundState:
         """The carry with the client states at the start of a block."""
-        return carry if self.spill is None else carry._replace(store=self.spill.read(portion.rows))
+        return carry if self.spill is None else carry._replace(store=self.spill.read(block.rows))
 
-    def save_states(self, carry: RoundState, portion: RoundBlock) -> RoundState:
+    def save_states(self, carry: RoundState, block: RoundBlock) -> RoundState:
         """The carry after a block, with spilled states written to disk."""
         if self.spill is None:
             return carry
-        self.spill.write(portion.rows, carry.store)
+        self.spill.write(block.rows, carry.store)
         return carry._replace(store=())
 
     def store(self, carry: RoundState) -> Tree:
