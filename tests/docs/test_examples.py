@@ -1,13 +1,16 @@
 """Every example runs, as a person would run it."""
 
+import ast
 import json
+import re
 import runpy
+import tomllib
 from pathlib import Path
 
 import matplotlib as mpl
 import pytest
 
-from tests.docs.test_code_blocks import ROOT
+from tests.docs.test_code_blocks import ROOT, blocks
 
 EXAMPLES = ROOT / "examples"
 mpl.use("agg")
@@ -43,3 +46,62 @@ def test_cells_of_notebook_run(path: Path):
     names: dict = {}
     for number, source in enumerate(code, 1):
         exec(compile(source, f"{path.name}, cell {number}", "exec"), names)
+
+
+# -- the Flower app ----------------------------------------------------------------------------------------------------
+
+APP, PAGE = EXAMPLES / "flower", ROOT / "docs" / "deployment.md"
+NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+
+
+def read(path: Path) -> str:
+    return path.read_text("utf-8")
+
+
+def is_text(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
+
+
+def program(text: str) -> str:
+    """The code of a module without docstrings and comments, whichever package the other modules are in."""
+    module = ast.parse(text.replace("from digits.", "from "))
+    for node in ast.walk(module):
+        if isinstance(node, ast.Module | ast.FunctionDef):
+            node.body = [line for line in node.body if not (isinstance(line, ast.Expr) and is_text(line.value))]
+    return ast.unparse(module)
+
+
+def test_the_page_on_deployment_shows_the_example():
+    shown = {block.file: block.text for block in blocks(PAGE) if block.file}
+    files = sorted((APP / "digits").glob("[a-z]*.py"))
+    assert len(files) == 3
+    for file in files:
+        assert program(shown[file.name]) == program(read(file)), file.name
+    apps = tomllib.loads(read(APP / "pyproject.toml"))["tool"]["flwr"]["app"]["components"]
+    for name, place in apps.items():
+        assert place == f"digits.{name.removesuffix('app')}_app:app"
+        assert re.search(
+            r"^app = \w+_app\(", read(APP / f"{place.partition(':')[0].replace('.', '/')}.py"), re.MULTILINE
+        )
+
+
+def test_the_commands_of_a_federation_are_those_of_the_example():
+    page, federation = read(PAGE), read(APP / "digits" / "federation.py")
+    clients = int(re.findall(r"^CLIENTS = (\d+)$", federation, re.MULTILINE)[0])
+    nodes = [line for line in page.splitlines() if line.startswith("flower-supernode")]
+    assert [re.findall(r"partition-id=(\d+)", line) for line in nodes] == [[str(k)] for k in range(clients)]
+    assert len({re.findall(r"--port (\d+)", line)[0] for line in nodes}) == clients
+    assert len(set(re.findall(r"127\.0\.0\.1:\d+", page))) == 1  # of the SuperNodes and of the connection
+    for folder, connection in re.findall(r"^flwr run (\S+) (\w+)", page, re.MULTILINE):
+        assert ROOT / folder == APP and f"[superlink.{connection}]" in page
+
+
+def test_all_texts_about_the_example_have_its_number_of_clients():
+    federation = read(APP / "digits" / "federation.py")
+    clients = int(re.findall(r"^CLIENTS = (\d+)$", federation, re.MULTILINE)[0])
+    about = read(ROOT / "README.md").partition("## On real clients")[2].partition("\n## ")[0]
+    files = [PAGE, APP / "pyproject.toml", *(APP / "digits").glob("*.py")]
+    for text in (about, *map(read, files)):
+        for word in re.findall(r"\b(\w+) clients", text):
+            number = NUMBERS.index(word) + 1 if word in NUMBERS else int(word) if word.isdecimal() else clients
+            assert number == clients, f"{word} clients"
