@@ -41,7 +41,7 @@ def test_a_search_and_the_same_again(
     monkeypatch.setattr("fedrax.experiments.search.trials.should_vectorize", lambda *_: False)
     printed = fedrax("compare", file, "--out", "c")
     assert printed.status == 0, printed.err
-    assert "of up to 6 settings a method that Optuna proposed" in printed.out
+    assert "up to 6 settings of each method that Optuna proposed" in printed.out
     found = json.loads((tmp_path / "c/comparison.json").read_text())["search"]
     trials = found["methods"]["fedavg"]["trials"]
     assert found["trials"] == 6 and len(trials) == 6
