@@ -121,6 +121,8 @@ class Task:
     """Whether the outputs [B, ..., classes] have a number for each class, so that there must be as many as classes."""
     labels_within: tuple[float, float] | None = None
     """The least and the largest label that the loss is meant for."""
+    as_stored: bool = False
+    """Whether the model receives the samples as they are stored, without preprocessing."""
     reads_amounts: bool = False
     """Whether a model that reads integers as amounts receives the stored samples, see `Model`."""
     words: int | None = None
@@ -436,6 +438,7 @@ def supervised(
         measures=None if measures is None else lambda params: measures(params, truth),
         lower_is_better=lower_is_better,
         whole_set=dict(whole_set or {}),
+        as_stored=preprocess is None,
         reads_amounts=model.reads_amounts and preprocess is None,
         words=model.words if preprocess is None else None,
     )

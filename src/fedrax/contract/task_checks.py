@@ -14,7 +14,7 @@ from jax.sharding import use_abstract_mesh
 
 from fedrax import xla
 from fedrax.config.user_errors import innermost_user_frame, tracing_message
-from fedrax.errors import FedraxError
+from fedrax.errors import FedraxError, warn
 
 MANY = 16 * xla.TRACE_BATCH
 """Batch size of the second attempt, for models that need a multiple of two, four, eight or sixteen samples."""
@@ -42,6 +42,7 @@ def check_task(task: Any, variables: Any, samples: Any, federation: Any) -> None
             not one number for each sample.
     """
     check_words(task, federation)
+    _warn_of_bytes(task, federation)
     _within(task, samples.y)
     try:
         _check_of(xla.TRACE_BATCH, task, variables, samples, federation)
@@ -91,6 +92,20 @@ def check_words(task: Any, federation: Any) -> None:
                     f"the samples of {federation.name!r} are token indices from {least} to {largest}, and the model"
                     f" {task.name.rpartition('/')[2]} has embeddings for 0 (padding) to {task.words - 1}"
                 )
+
+
+def _warn_of_bytes(task: Any, federation: Any) -> None:
+    """Warn of image bytes that the model reads as numbers from 0 to 255."""
+    x = federation.train.x
+    if x.dtype != np.uint8 or not ((federation.pixels and task.as_stored) or (task.reads_amounts and x.ndim > 2)):
+        return
+    remedy = "give the task federation.preprocess(), or a preprocessing of your own"
+    if not federation.pixels:
+        remedy = f"if they are images, set pixels=True where they are read, and {remedy}"
+    warn(
+        f"the samples of {federation.name!r} are bytes, which the task passes to its model as numbers from 0 to 255:"
+        f" {remedy}"
+    )
 
 
 def _within(task: Any, labels: Any) -> None:

@@ -108,8 +108,6 @@ class Dataset:
             raise FedraxError(f"data set {self.name!r}: partition_by must be one number for each training row.")
         if by is not None and by.dtype.kind == "i" and by.min() < 0:
             raise FedraxError(f"data set {self.name!r}: integers in partition_by must be 0 or more.")
-        if len(self.mean) != len(self.std) or any(s <= 0 for s in self.std):
-            raise FedraxError(f"data set {self.name!r}: mean and std need one number per channel, std above 0.")
 
     def preprocess(self, normalize: bool = True) -> "Preprocess | None":
         """The preprocessing of x for ``classification(model, ...)``: see `fedrax.contract.rescale`.
@@ -347,6 +345,23 @@ def check_parts(data: Any, where: str) -> None:
     for part, samples in (("training", data.train), ("test", data.test)):
         check_samples(samples, data.num_classes, f"{where}, {part} part", data.pixels, data.padding)
     check_class_names(data.class_names, data.num_classes, where)
+    _check_scale(data.mean, data.std, data.train.x.dtype, where)
+
+
+def _check_scale(mean: tuple[float, ...], std: tuple[float, ...], dtype: np.dtype, where: str) -> None:
+    """Raise FedraxError, prefixed by ``where``, unless mean and std standardize bytes that are scaled by 1/255."""
+    if len(mean) != len(std) or any(s <= 0 for s in std):
+        raise FedraxError(f"{where}: mean and std need one number per channel, std above 0.")
+    if mean and dtype != np.uint8:
+        raise FedraxError(
+            f"{where}: mean and std standardize image bytes (uint8), and x is {dtype}: standardize x, and leave them"
+            " out."
+        )
+    if any(not 0 <= m <= 1 for m in mean):
+        raise FedraxError(
+            f"{where}: mean must lie in 0 to 1, because pixels are scaled by 1/255 first, not be {list(mean)}: divide"
+            " mean and std by 255."
+        )
 
 
 def check_class_names(names: tuple[str, ...], num_classes: int | None, where: str) -> None:

@@ -326,18 +326,14 @@ def _from_npz(
         pixels=pixels,
         padding=padding,
         client_names=names,
-        notes=_npz_notes(train, test, pixels, padding, class_names),
+        notes=_npz_notes(train, test, padding, class_names),
     )
 
 
-def _npz_notes(
-    train: Samples, test: Samples, pixels: bool, padding: int | None, class_names: tuple[str, ...]
-) -> tuple[str, ...]:
-    """Warnings for arrays that may be misinterpreted: image bytes without ``pixels``, labels not from 0."""
+def _npz_notes(train: Samples, test: Samples, padding: int | None, class_names: tuple[str, ...]) -> tuple[str, ...]:
+    """Warnings for arrays that may be misinterpreted: features of unlike scales, labels not from 0."""
     x, y = train
     notes = scale_notes(x) if x.ndim == 2 and x.dtype.kind == "f" else []
-    if x.dtype == np.uint8 and x.ndim > 2 and not pixels:
-        notes.append("warning: x holds bytes, read as numbers from 0 to 255: set pixels = true if they are images")
     counted = y.dtype.kind == "i" and padding is None and not class_names  # the smallest label may be padding
     lowest = int(min(part.y.min() for part in (train, test) if part.y.size)) if counted else 0
     if lowest:
