@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedrax.contract.task import OfOutputs
-from fedrax.errors import FedraxError
+from fedrax.errors import FedraxError, warn
 from fedrax.simulation.placement.streaming import release_pages
 from fedrax.tree import Tree
 from fedrax.xla import CLIENT_AXIS, CodeFingerprint, optimize, optimize_forward
@@ -23,6 +24,8 @@ _ROWS_ON_CPU, _ROWS = 16, 100
 """Samples of a chunk. Activations of 16 images mostly fit a core's cache; accelerators need larger chunks."""
 _STREAMED_BYTES = 16 << 20
 """Bytes of streamed samples that are sent to the devices at a time."""
+_ERRORS = {"loss", "error", "mae", "mse", "rmse", "mape", "nll", "perplexity"}
+"""Words in the names of metrics of which smaller values usually are better."""
 OUTPUTS = "outputs of the model"
 """Key of the model's outputs beside the metrics' names."""
 
@@ -202,6 +205,16 @@ def non_finite_remedy(task: Any, key: str) -> str:
 def is_lower_better(task: Any, name: str) -> bool:
     """Whether smaller values of a metric are better."""
     return name == "loss" or name in task.lower_is_better
+
+
+def warn_of_direction(task: Any, name: str) -> None:
+    """Warn of a metric that is named as an error, where larger values count as better."""
+    words = set(re.split(r"[^a-z]+", name.lower()))
+    if words & _ERRORS and not is_lower_better(task, name):
+        warn(
+            f"larger values of the metric {name!r} count as better, and its name is that of an error: name it in the"
+            f" task's lower_is_better=({name!r},)"
+        )
 
 
 def over_clients(sums: np.ndarray, sizes: np.ndarray, key: str, lower_is_better: bool) -> dict[str, float]:

@@ -27,10 +27,12 @@ from fedrax.contract.model import with_statistics
 from fedrax.contract.task import Task, Variables
 from fedrax.contract.task_checks import check_task
 from fedrax.data import Dataset, Federation
-from fedrax.errors import FedraxError, unknown
+from fedrax.errors import FedraxError, unknown, warn
 from fedrax.models import Model
 from fedrax.participation.cohort_sampler import CohortSampler
+from fedrax.participation.policies import WeightedBySamples
 from fedrax.prng.keys import INITIALIZATION, purpose_key
+from fedrax.simulation.evaluation import warn_of_direction
 from fedrax.simulation.round import ClientRecord
 from fedrax.simulation.settings import Script, Settings, cohort_sampler
 from fedrax.tree import Tree
@@ -95,6 +97,7 @@ def validate(
     check_task(task, variables, samples, federation)
     initial, broken = initial_client_state(algorithm, start, statistics)
     sampler = cohort_sampler(settings, sizes, script)
+    _warn_of_settings(settings, sampler, task)
     _check_traits(algorithm, settings, sampler, task, statistics)
     algorithm.traits.check_parts(task, variables, samples.x)
     given = scripted_work(script, sampler, algorithm.local_steps) | sampler.delays
@@ -130,6 +133,18 @@ def check_resume(directory: Path | None, trajectory: Any, record: Any) -> None:
     if trajectory or record is not None:
         what, option = ("parameters", "trajectory") if trajectory else ("messages", "record")
         raise FedraxError(f"a checkpoint does not contain the {what} of earlier rounds: leave {option} out")
+
+
+def _warn_of_settings(settings: Settings, sampler: CohortSampler, task: Task) -> None:
+    """Warn of settings that give numbers that are probably not meant."""
+    sampled = isinstance(settings.participation, WeightedBySamples) and sampler.uses_sample_counts
+    if sampled and settings.weights == "samples" and sampler.largest < sampler.num_clients:
+        warn(
+            "numbers of samples are counted twice: participation weighted_by_samples samples larger clients more often,"
+            " and weights = 'samples' gives their updates larger weights; set one of them to 'uniform'"
+        )
+    for name in task.metrics if settings.per_client else ():
+        warn_of_direction(task, name)  # it decides which client is the worst
 
 
 def _check_traits(

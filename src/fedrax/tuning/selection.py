@@ -16,7 +16,7 @@ from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.task import Task
 from fedrax.data import Federation, hold_out
 from fedrax.errors import FedraxError, unknown
-from fedrax.simulation.evaluation import is_lower_better
+from fedrax.simulation.evaluation import is_lower_better, warn_of_direction
 from fedrax.simulation.results.events import Event
 from fedrax.simulation.settings import Settings, SettingsOptions
 from fedrax.simulation.validate import changed_settings, check_arguments, check_lists
@@ -220,6 +220,7 @@ def selection_metric(task: Task, name: str | None) -> str:
         return "accuracy" if "accuracy" in known else "loss"
     if name not in known:
         raise unknown("metric of the search:", name, known)
+    warn_of_direction(task, name)
     return name
 
 
