@@ -246,7 +246,7 @@ CASES = {
     "npz array missing": Case(NPZ, "is not", file("d.npz", b"PK nonsense")),
     "one class": Case(NPZ, "all labels of 'd' are one class", npz(y_train=np.zeros(40, int), y_test=np.zeros(8, int))),
     "no rows": Case(NPZ, "holds no training samples", npz(x_train=np.zeros((0, 3)), y_train=np.zeros(0, int))),
-    "no metric": Case("run x.toml", "a list of 'auc', 'f1'", toml(new='[task]\nname = "auto"\nmetrics = ["auk"]\n')),
+    "no metric": Case("run x.toml", "did you mean 'auc'", toml(new='[task]\nname = "auto"\nmetrics = ["auk"]\n')),
     "epochs for blocks": Case("run --algorithm losac --algorithm.local.epochs 1", "give local steps, not epochs"),
     "negative labels": Case(NPZ, "class labels must be 0 or more", npz(y_train=np.arange(40) - 1)),
     "objects": Case(NPZ, "Python objects", npz(x_train=np.array([[{}]] * 40, object))),

@@ -116,7 +116,7 @@ def test_tasks_and_tables_from_flags(fedrax: Callable[..., Outcome], tiny: Path,
     outcome = fedrax("run", tiny, *flags, "--task", "binary", "--task.metrics", "auc", "f1", "--out", "r")
     assert outcome.status == 0, outcome.err
     assert "test auc " in outcome.out and "test f1 " in outcome.out
-    assert "f1 is of the class 'yes' (task.positive)" in outcome.err
+    assert "f1: of the class 'yes'; positive=" in outcome.err
     assert "'sex' is 2 features" in outcome.err and "standardized" in outcome.err
     last = json.loads((tmp_path / "r/events.jsonl").read_text().splitlines()[-1])
     assert {"test_auc", "test_f1", "test_accuracy"} <= last.keys()

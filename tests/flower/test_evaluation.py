@@ -18,7 +18,7 @@ from fedrax import FedAvg, FedraxError, FedraxWarning, LocalSGD, Scaffold, class
 from fedrax.algorithms import Mime
 from fedrax.data import Federation
 from fedrax.flower import LocalGrid, client_app, federate
-from fedrax.models import MLP, from_linen
+from fedrax.models import MLP, Logistic, from_linen
 from fedrax.personalization import Ditto, Personalized
 from fedrax.privacy import ClientDP, SampleDP
 from fedrax.simulation import NonFiniteError, read_events
@@ -73,12 +73,25 @@ def test_clients_evaluate_on_their_own(method: Any):
         np.testing.assert_allclose(ours[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+def test_metrics_by_name_are_those_of_the_simulation(caplog: pytest.LogCaptureFixture):
+    """Clients send sums, of which a mean over all labels is computed; other metrics need the server's samples."""
+    method, task = FedAvg(local=LOCAL), classification(Logistic().build((4,), 3), metrics=["perplexity", "auc"])
+    there = simulate(method, task, OWN_TEST, params=START, per_client=True, **SIMULATED)
+    with caplog.at_level(logging.WARNING, "flwr"):
+        here = deployed(method, grid_of(method, OWN_TEST, task), task, test=None, params=START, per_client=True)
+    assert "auc need all test samples together" in caplog.text
+    ours, theirs = of_clients(here.events), of_clients(there.events)
+    assert ours == pytest.approx({name: value for name, value in theirs.items() if "auc" not in name}, rel=1e-4)
+    assert "test_perplexity_worst_client" in ours and "test_auc" in theirs
+
+
 @pytest.mark.parametrize(
     ("record", "name", "value"),
     [
         ("sums", "loss", float("nan")),
         ("sums", "accuracy", "all of them"),
         ("sums", "honesty", 1e9),
+        ("sums", "loss", [0.5, 0.5]),
         ("rows", "test", 0),
         ("rows", "test", 2.0**70),
     ],
@@ -168,8 +181,11 @@ def test_a_run_leaves_events_and_its_model(tmp_path: Path):
     events = read_events(tmp_path / "run")
     assert [event["round"] for event in events] == [1, 2, 3, 4] and events == here.events
     assert ["test_loss" in event for event in events] == [False, True, False, True]
-    model = fedrax.simulation.load_model(tmp_path / "run" / "model.safetensors", like=TASK.init(jax.random.key(0)))
-    assert_close(model, here.params, 0)
+    model = fedrax.simulation.load_model(tmp_path / "run", like=TASK.init(jax.random.key(0)))
+    assert_close(model, here.model, 0)
+    np.testing.assert_allclose(here.predict(X), TASK.outputs(model, X), rtol=1e-5)
+    with pytest.raises(FedraxError, match="no client states: in a federation on Flower they stay at the clients"):
+        here.client_model(0)
     assert (tmp_path / "run" / "environment.json").is_file()
     with pytest.raises(FedraxError, match="holds a run already"):
         deployed(method, grid_of(method), directory=tmp_path / "run")

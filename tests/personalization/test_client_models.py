@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import pytest
 import fedrax
 from fedrax import Algorithm, FedAvg, FedraxError, LocalSGD
 from fedrax.algorithms import PFedMe
+from fedrax.compression import QuantizedBroadcast, TopK
 from fedrax.contract import Batch, Variables
+from fedrax.experiments import experiment, load_result
 from fedrax.personalization import Ditto, Personalized
 from fedrax.simulation import client_metrics
 from tests.personalization.test_personal_layers import LAYERS, NORM
-from tests.simulation.problems import FEDERATION, run
+from tests.simulation.problems import AWAY, FEDERATION, run
 
 LOCAL = LocalSGD(lr=0.1, steps=3, batch_size=4)
 FEDBN = Personalized(FedAvg(local=LOCAL), personal_params=("norm/*",), statistics=True)
@@ -56,9 +59,9 @@ def test_the_models_of_the_clients_have_the_reported_losses(method: Algorithm, t
 def test_without_personal_models_every_client_has_the_global_one():
     for task in (LAYERS, NORM):
         result = run(FedAvg(local=LOCAL), task=task, rounds=1)
-        jax.tree.map(np.testing.assert_array_equal, result.client_model(2), result.variables)
+        jax.tree.map(np.testing.assert_array_equal, result.client_model(2), result.model)
         x = FEDERATION.test.x
-        np.testing.assert_allclose(result.predict(x), task.outputs(result.variables, x), rtol=1e-6)
+        np.testing.assert_allclose(result.predict(x), task.outputs(result.model, x), rtol=1e-6)
         np.testing.assert_array_equal(result.predict(x), result.predict(x, client=2))
 
 
@@ -69,6 +72,77 @@ def test_a_resumed_run_has_the_models_of_all_clients(tmp_path: Path):
         again = run(FEDBN, task=NORM, **SETTINGS, directory=tmp_path, resume=True)
         for client in range(FEDERATION.num_clients):
             jax.tree.map(np.testing.assert_array_equal, again.client_model(client), whole.client_model(client))
+
+
+def test_a_run_directory_alone_has_the_models(tmp_path: Path):
+    """The global one without data and code; those of the clients from its experiment, also before its last round."""
+    table = {
+        "data": {"name": "synthetic", "devices": 4},
+        "partition": {"name": "natural"},
+        "model": {"name": "logistic"},
+        "algorithm": {"name": "ditto", "inner": {"name": "fedavg"}},
+        "run": {"rounds": 3, "cohort_size": 2, "eval_every": 1},
+    }
+    spec = experiment.from_table(table, "made")
+    algorithm, task, federation = experiment.build(spec)
+    result = fedrax.simulate(algorithm, task, federation, spec.run, directory=tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, fedrax.simulation.load_model(tmp_path), result.model)
+    with pytest.raises(FedraxError, match=r"no experiment.toml: .*load_model .*resume=True"):
+        load_result(tmp_path)
+    experiment.write(spec, tmp_path / "experiment.toml")
+    names = sorted(path.name for path in tmp_path.iterdir())
+    x = federation.train.x[:5]
+    for _ in range(2):
+        again = load_result(tmp_path)
+        assert again.stopped == "rounds" and again.events == result.events
+        np.testing.assert_array_equal(again.predict(x), result.predict(x))
+        for client in range(4):
+            np.testing.assert_array_equal(again.predict(x, client), result.predict(x, client))
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    longer = dataclasses.replace(spec, run=dataclasses.replace(spec.run, rounds=9))
+    experiment.write(longer, tmp_path / "experiment.toml")
+    assert load_result(tmp_path).stopped == "checkpoint" and not np.array_equal(result.predict(x, 0), result.predict(x))
+
+
+def test_a_result_without_client_states_says_why(tmp_path: Path):
+    made: dict[str, Any] = {"directory": tmp_path, "rounds": 1}
+    run(FEDBN, task=NORM, keep_clients=False, **made)
+    again = run(FEDBN, task=NORM, resume=True, **made)
+    assert isinstance(again.model, Variables) and len(again.predict(FEDERATION.test.x))
+    with pytest.raises(FedraxError, match="no client states: the run was finished with keep_clients=False"):
+        again.client_model(0)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FedraxError, match=r"has no model.safetensors: it is not a run directory, or"):
+        fedrax.simulation.load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        QuantizedBroadcast(FedAvg(local=LOCAL)),
+        fedrax.Scaffold(local=LOCAL),
+        Ditto(FedAvg(local=LOCAL)),
+        FEDBN,
+        fedrax.Upcycled(FedAvg(local=LOCAL)),
+        TopK(FedAvg(local=LOCAL), fraction=0.5),
+    ],
+    ids=lambda method: type(method).__name__,
+)
+def test_the_global_model_has_the_reported_loss(method: Algorithm, tmp_path: Path):
+    """From the result, after a resume, and from the directory alone."""
+    settings: dict[str, Any] = {"task": NORM, "rounds": 3, "eval_every": 1, "directory": tmp_path}
+    result = run(method, **settings)
+    again = run(method, **settings, resume=True)
+    loaded = fedrax.simulation.load_model(tmp_path, like=NORM.init(jax.random.key(0)))
+    for model in (result.model, again.model, loaded):
+        losses = NORM.evaluation_loss(model, Batch(*FEDERATION.test))
+        assert float(losses.mean()) == pytest.approx(result.events[-1]["test_loss"], rel=1e-5)
+
+
+def test_client_models_of_spilled_states():
+    away, here = (run(FEDBN, task=NORM, **SETTINGS, **options) for options in (AWAY, {}))
+    for client in range(FEDERATION.num_clients):
+        jax.tree.map(np.testing.assert_array_equal, away.client_model(client), here.client_model(client))
 
 
 def test_lanes_of_a_sweep_have_the_models_of_their_clients():

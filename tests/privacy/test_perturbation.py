@@ -217,6 +217,9 @@ def test_the_theorem_asks_for_a_model_a_bound_and_a_prox():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), a, b)  # features of length 1 in both
     assert np.isfinite(np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(result.params)])).all()
     refuse(method, "linear in the features, not for classification/logistic")
+    weighted = fedrax.contract.binary_classification(Logistic().build((FEATURES,), 1), class_weights=[1, 9])
+    with pytest.raises(FedraxError, match="not for weighted_binary/logistic"):  # gradients of length 9
+        run(method, of_two, task=weighted, rounds=1)
     refuse(ObjectivePerturbation(FedAvg(local=STEPS)), "FedProx with mu above 0")
     refuse(
         ObjectivePerturbation(fedrax.algorithms.MOON(local=STEPS, mu=0.5)), "FedProx with mu above 0"

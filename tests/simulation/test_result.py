@@ -140,9 +140,9 @@ def test_a_callback_sees_parameters_and_ends_the_run(tmp_path):
     assert result.stopped == "callback"
     assert [snapshot.event["round"] for snapshot in seen] == [2, 4]
     jax.tree.map(np.testing.assert_array_equal, seen[-1].params, result.params)
-    assert seen[-1].variables is seen[-1].params and result.variables is result.params
+    assert seen[-1].model is seen[-1].params and result.model is result.params
     moved = dataclasses.replace(result, statistics={"mean": np.ones(2)})
-    assert moved.variables == Variables(result.params, moved.statistics)
+    assert moved.model == Variables(result.params, moved.statistics)
     seen[-1].save(tmp_path / "kept.safetensors")
     jax.tree.map(
         np.testing.assert_array_equal, fedrax.simulation.load_model(tmp_path / "kept.safetensors"), result.params

@@ -14,7 +14,7 @@ from fedrax.config.hyperparameters import NonNegative, Positive, hyperparameters
 from fedrax.contract.algorithm import ClientOutput
 from fedrax.contract.averaging import Averaging
 from fedrax.contract.client_data import ClientData
-from fedrax.contract.task import Batch
+from fedrax.contract.task import Batch, weighted
 from fedrax.contract.traits import Traits
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
@@ -71,6 +71,7 @@ class FedMLB(Averaging):
         if not hybrids:
             return jnp.zeros(len(batch.y), main.dtype)
         own_loss = jnp.stack([data.task.loss_of_outputs(hybrid, batch.y) for hybrid in hybrids]).mean(0)
+        own_loss = weighted(own_loss, data.task.sample_weights, batch)
         apart = jnp.stack([divergence(hybrid, main, self.temperature) for hybrid in hybrids]).mean(0)
         return self.lambda1 * own_loss + self.lambda2 * apart
 

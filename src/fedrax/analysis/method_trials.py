@@ -278,7 +278,7 @@ def _score(run: Result, metric: str) -> float:
     """The mean of the last quarter of a run's evaluations, NaN if it diverged."""
     if run.stopped == "diverged":
         return math.nan
-    values = [event[metric] for event in run.events if metric in event]
+    values = [event[metric] for event in run.events if event.get(metric) is not None]
     return float(np.mean(values[-max(len(values) // 4, 1) :]))
 
 

@@ -7,6 +7,7 @@ losses = task.loss(params, Batch(x, y), jax.random.key(1))     # one for each sa
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,9 +18,11 @@ from jax import Array
 from fedrax.contract.model import Model, Params, Variables
 from fedrax.contract.task_checks import check_function
 from fedrax.errors import FedraxError
+from fedrax.metrics import LabelMean, Labels, Metric, Value, find_metrics
 
 Preprocess = Callable[[Array], Array]
-WholeSetMetric = Callable[[np.ndarray, np.ndarray], float | None]
+SampleWeights = Callable[[Array, Array], Array]
+WholeSetMetric = Callable[[np.ndarray, np.ndarray], Value]
 
 
 class Batch(NamedTuple):
@@ -44,11 +47,31 @@ class OfOutputs:
     outputs: Callable[..., Array]
     """As of `Task`."""
     value: Callable[[Array, Any], Array]
-    """(outputs [B, ...], y [B, ...]) -> values [B]."""
+    """(outputs [B, ...], y [B, ...]) -> values [B], or [B, k] with ``finish``."""
+    finish: Callable[[np.ndarray], float | None] | None = None
+    """The metric from the means [k] of the values; None: the mean of the values."""
+    undefined: str = ""
+    """When ``finish`` gives None, as the reason in a warning."""
+    sample_weights: SampleWeights | None = None
+    """As of `Task`."""
 
     def __call__(self, parameters: Params, batch: Batch) -> Array:
         """The values [B]."""
-        return self.value(self.outputs(parameters, batch.x), batch.y)
+        return self.of(self.outputs(parameters, batch.x), batch)
+
+    def of(self, outputs: Array, batch: Batch) -> Array:
+        """The values [B], given the outputs."""
+        return weighted(self.value(outputs, batch.y), self.sample_weights, batch)
+
+
+def weighted(losses: Array, sample_weights: SampleWeights | None, batch: Batch) -> Array:
+    """The losses [B] of a batch times the weights of its samples, if there are any."""
+    if sample_weights is None:
+        return losses
+    weights = jnp.asarray(sample_weights(jnp.asarray(batch.x), jnp.asarray(batch.y)))
+    if weights.shape != losses.shape:
+        raise FedraxError(f"sample_weights must return one weight for each sample, [B], not an array {weights.shape}")
+    return losses * weights.astype(losses.dtype)
 
 
 @dataclass(frozen=True)
@@ -109,14 +132,17 @@ class Task:
     """Functions (parameters, x, key=None) -> x. Applied one after the other to the samples as they are stored, all with
     one key, they give the outputs: for methods that put networks together."""
     loss_of_outputs: Callable[..., Array] | None = None
-    """(outputs, y) -> losses [B]."""
+    """(outputs, y) -> losses [B], without `sample_weights`."""
+    sample_weights: SampleWeights | None = None
+    """(x as stored [B, ...], y [B, ...]) -> weights [B], by which the losses of `supervised` tasks are multiplied."""
     measures: Callable[[Params], dict[str, Array]] | None = None
     """parameters -> metrics that need no samples, by name; reported with every evaluation."""
     lower_is_better: tuple[str, ...] = ()
     """The metrics of which a smaller value is better, as of a loss; of all others a larger one is."""
     whole_set: Mapping[str, WholeSetMetric] = field(default_factory=dict)
     """Metrics of all samples together, by name: functions of NumPy arrays, the outputs [n, ...] and y [n, ...], to a
-    number, or None where it is not defined. They need `outputs`; see `fedrax.metrics`."""
+    number, to None where it is not defined, or to a dictionary of them by name. They need `outputs`; see
+    `fedrax.metrics`."""
     one_output_a_class: bool = False
     """Whether the outputs [B, ..., classes] have a number for each class, so that there must be as many as classes."""
     labels_within: tuple[float, float] | None = None
@@ -159,7 +185,7 @@ class Task:
         """
         if self.outputs is None or self.loss_of_outputs is None:
             return lambda params, batch: self.loss(params, batch, jax.random.key(0))
-        return OfOutputs(self.outputs, self.loss_of_outputs)
+        return OfOutputs(self.outputs, self.loss_of_outputs, sample_weights=self.sample_weights)
 
 
 def rescale(mean: float | Sequence[float] = 0.0, std: float | Sequence[float] = 1.0) -> Preprocess:
@@ -194,7 +220,17 @@ def rescale(mean: float | Sequence[float] = 0.0, std: float | Sequence[float] = 
     return preprocess
 
 
-def classification(model: Model, preprocess: Preprocess | None = None, padding: int | None = None) -> Task:
+def classification(
+    model: Model,
+    preprocess: Preprocess | None = None,
+    padding: int | None = None,
+    *,
+    metrics: Sequence[str] = (),
+    positive: int | str | None = None,
+    class_names: Sequence[str] | None = None,
+    class_weights: Sequence[float] | np.ndarray | None = None,
+    sample_weights: SampleWeights | None = None,
+) -> Task:
     """Create a task with cross entropy of logits [B, ..., classes] and integer labels [B, ...]; metric: accuracy.
 
     Loss and accuracy of a sample with several labels (tokens, pixels) are means over its positions.
@@ -203,44 +239,62 @@ def classification(model: Model, preprocess: Preprocess | None = None, padding: 
         model: the model.
         preprocess: maps the stored samples to the model's inputs; None: as stored.
         padding: label of positions to ignore; a sample with no other has the loss 0.
+        metrics: names of further metrics, see `fedrax.metrics`: ``"auc"``, ``"f1"``, ``"precision"``, ``"recall"`` (of
+            class 1 of two, of more classes the mean over them; with the ending ``_macro``, ``_micro`` or ``_weighted``
+            averaged like this), ``"balanced_accuracy"``, ``"accuracy_per_class"``, ``"top_5_accuracy"`` (any number),
+            ``"log_loss"``, ``"perplexity"``.
+        positive: number or name of the class that ``"f1"``, ``"precision"`` and ``"recall"`` are of.
+        class_names: names of the classes for ``positive`` and ``"accuracy_per_class"``.
+        class_weights: a weight for each class, by which the losses of its labels are multiplied, in training and in
+            evaluation (the metric ``"log_loss"`` has no weights). They are not divided by their sum over a batch.
+        sample_weights: function (x as stored [B, ...], y [B, ...]) -> weights [B], by which losses are multiplied.
 
     Returns:
         The task.
 
     Raises:
-        FedraxError: if ``padding`` is not a 32-bit integer. The task's loss and metrics raise it if the logits and the
-            labels do not match: one vector of logits for each label, integer labels, and at least two classes.
+        FedraxError: if ``padding`` is not a 32-bit integer, and for unknown metrics and invalid weights. The task's
+            loss and metrics raise it if the logits and the labels do not match: one vector of logits for each label,
+            integer labels, and at least two classes.
 
     Example:
         >>> model = fedrax.models.Logistic().build((4,), 3)
-        >>> fedrax.classification(model).name.split('/')[0]
-        'classification'
+        >>> fedrax.classification(model, metrics=["auc", "log_loss"], class_weights=[1, 1, 5])
+        Task 'weighted_classification/logistic': loss, accuracy, log_loss, auc
     """
     if padding is not None and not -(2**31) <= padding < 2**31:
         raise FedraxError(f"the padding label must be a 32-bit integer, not {padding}.")
-
-    def over_positions(values: Array, labels: Array) -> Array:
-        if padding is None:
-            return _over_positions(values)
-        kept, positions = labels != padding, tuple(range(1, labels.ndim))
-        return jnp.where(kept, values, 0).sum(positions) / jnp.maximum(kept.sum(positions), 1)
+    weights = _checked_weights(class_weights)
 
     def loss(logits: Array, labels: Array) -> Array:
         labels = _labels_of(logits, labels)
         # log-sum-exp by hand: jax.nn.logsumexp also guards against infinite logits, which costs small models
         # an eighth of a step; a run that diverges is stopped elsewhere.
         shifted = logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True))
-        return over_positions(jnp.log(jnp.exp(shifted).sum(-1)) - _pick(shifted, labels), labels)
+        losses = jnp.log(jnp.exp(shifted).sum(-1)) - _pick(shifted, labels)
+        return _over_positions(_class_weighted(losses, logits, labels, weights), labels, padding)
 
     def accuracy(logits: Array, labels: Array) -> Array:
         labels = _labels_of(logits, labels)
-        return over_positions((logits.argmax(-1) == labels).astype(logits.dtype), labels)
+        return _over_positions((logits.argmax(-1) == labels).astype(logits.dtype), labels, padding)
 
-    made = supervised(model, loss, {"accuracy": accuracy}, preprocess=preprocess, name="classification")
-    return replace(made, one_output_a_class=True)
+    made = supervised(
+        model, loss, {"accuracy": accuracy}, preprocess=preprocess, sample_weights=sample_weights,
+        name=_task_name("classification", weights, sample_weights),
+    )  # fmt: skip
+    return _with_metrics(replace(made, one_output_a_class=True), metrics, "classes", positive, class_names, padding)
 
 
-def margin(model: Model, preprocess: Preprocess | None = None) -> Task:
+def margin(
+    model: Model,
+    preprocess: Preprocess | None = None,
+    *,
+    metrics: Sequence[str] = (),
+    positive: int | str | None = None,
+    class_names: Sequence[str] | None = None,
+    class_weights: Sequence[float] | np.ndarray | None = None,
+    sample_weights: SampleWeights | None = None,
+) -> Task:
     """Create a task with the multiclass hinge loss of scores [B, classes] and labels [B]; metric: accuracy.
 
     The labels are integers. The loss is the sum over the other classes j of max(0, 1 - score_y + score_j), divided by
@@ -249,30 +303,56 @@ def margin(model: Model, preprocess: Preprocess | None = None) -> Task:
     Args:
         model: the model.
         preprocess: maps the stored samples to the model's inputs; None: as stored.
+        metrics: as of `fedrax.classification`, but for ``"log_loss"`` and ``"perplexity"``.
+        positive: as of `fedrax.classification`.
+        class_names: as of `fedrax.classification`.
+        class_weights: as of `fedrax.classification`.
+        sample_weights: as of `fedrax.classification`.
 
     Returns:
         The task. Its loss and metrics raise FedraxError if the scores and the labels do not match.
+
+    Raises:
+        FedraxError: for unknown metrics and invalid weights.
 
     Example:
         >>> task = fedrax.contract.margin(fedrax.models.Logistic().build((4,), 3))
         >>> list(task.metrics)
         ['accuracy']
     """
+    weights = _checked_weights(class_weights)
 
     def loss(scores: Array, labels: Array) -> Array:
         labels = _labels_of(scores, labels)
         short = jax.nn.relu(1 + scores - _pick(scores, labels)[..., None])
         others = labels[..., None] != jnp.arange(scores.shape[-1])
-        return _over_positions(jnp.where(others, short, 0).sum(-1) / scores.shape[-1])
+        losses = jnp.where(others, short, 0).sum(-1) / scores.shape[-1]
+        return _over_positions(_class_weighted(losses, scores, labels, weights))
 
     def accuracy(scores: Array, labels: Array) -> Array:
         return _over_positions((scores.argmax(-1) == _labels_of(scores, labels)).astype(scores.dtype))
 
-    made = supervised(model, loss, {"accuracy": accuracy}, preprocess=preprocess, name="margin")
-    return replace(made, one_output_a_class=True)
+    made = supervised(
+        model, loss, {"accuracy": accuracy}, preprocess=preprocess, sample_weights=sample_weights,
+        name=_task_name("margin", weights, sample_weights),
+    )  # fmt: skip
+    made = _with_metrics(replace(made, one_output_a_class=True), metrics, "classes", positive, class_names)
+    for name in ("log_loss", "perplexity"):
+        if name in made.metrics:
+            raise FedraxError(f"{name} needs probabilities, and the outputs of a hinge loss are scores: leave it out")
+    return made
 
 
-def binary_classification(model: Model, preprocess: Preprocess | None = None) -> Task:
+def binary_classification(
+    model: Model,
+    preprocess: Preprocess | None = None,
+    *,
+    metrics: Sequence[str] = (),
+    positive: int | str | None = None,
+    class_names: Sequence[str] | None = None,
+    class_weights: Sequence[float] | np.ndarray | None = None,
+    sample_weights: SampleWeights | None = None,
+) -> Task:
     """Create a task with the logistic loss of one logit for each label, 0 or 1; metric: accuracy.
 
     The logits have the shape of the labels, [B] (or [B, 1]) or [B, ...]. Loss and accuracy of a sample with several
@@ -281,43 +361,72 @@ def binary_classification(model: Model, preprocess: Preprocess | None = None) ->
     Args:
         model: the model.
         preprocess: maps the stored samples to the model's inputs; None: as stored.
+        metrics: as of `fedrax.classification`.
+        positive: as of `fedrax.classification`.
+        class_names: as of `fedrax.classification`.
+        class_weights: as of `fedrax.classification`, of class 0 and of class 1.
+        sample_weights: as of `fedrax.classification`.
 
     Returns:
         The task.
+
+    Raises:
+        FedraxError: for unknown metrics and invalid weights.
 
     Example:
         >>> task = fedrax.contract.binary_classification(fedrax.models.Logistic().build((4,), 1))
         >>> task.labels_within
         (0, 1)
     """
+    weights = _checked_weights(class_weights, 2)
 
     def loss(logit: Array, labels: Array) -> Array:
         logit = _match_targets(logit, labels)
-        return _over_positions(jax.nn.softplus(logit) - logit * labels.astype(logit.dtype))
+        losses = jax.nn.softplus(logit) - logit * labels.astype(logit.dtype)
+        if weights is not None:
+            losses *= jnp.where(labels > 0, weights[1], weights[0]).astype(losses.dtype)
+        return _over_positions(losses)
 
     def accuracy(logit: Array, labels: Array) -> Array:
         logit = _match_targets(logit, labels)
         return _over_positions(((logit > 0) == (labels > 0)).astype(logit.dtype))
 
-    made = supervised(model, loss, {"accuracy": accuracy}, preprocess=preprocess, name="binary")
-    return replace(made, labels_within=(0, 1))
+    made = supervised(
+        model, loss, {"accuracy": accuracy}, preprocess=preprocess, sample_weights=sample_weights,
+        name=_task_name("binary", weights, sample_weights),
+    )  # fmt: skip
+    return _with_metrics(replace(made, labels_within=(0, 1)), metrics, "classes", positive, class_names)
 
 
-def regression(model: Model, preprocess: Preprocess | None = None, truth: Any = None) -> Task:
+def regression(
+    model: Model,
+    preprocess: Preprocess | None = None,
+    truth: Any = None,
+    *,
+    metrics: Sequence[str] = (),
+    sample_weights: SampleWeights | None = None,
+) -> Task:
     """Create a task with the squared error (output - y)^2, averaged over the targets of a sample; metric: mse.
 
     Args:
         model: the model.
         preprocess: maps the stored samples to the model's inputs; None: as stored.
         truth: what generated the data, for models that measure their distance from it.
+        metrics: names of further metrics, see `fedrax.metrics`: ``"r2"``, ``"mean_absolute_error"`` (or ``"mae"``),
+            ``"root_mean_squared_error"``.
+        sample_weights: function (x as stored [B, ...], y [B, ...]) -> weights [B], by which losses are multiplied; the
+            metrics have no weights.
 
     Returns:
         The task.
 
+    Raises:
+        FedraxError: for unknown metrics.
+
     Example:
         >>> model = fedrax.models.Logistic().build((4,), 1)
-        >>> list(fedrax.regression(model).metrics)
-        ['mse']
+        >>> list(fedrax.regression(model, metrics=["mae"]).metrics)
+        ['mse', 'mae']
     """
 
     def squared_error(output: Array, y: Array) -> Array:
@@ -325,10 +434,11 @@ def regression(model: Model, preprocess: Preprocess | None = None, truth: Any = 
         return _over_positions((output - y.astype(output.dtype)) ** 2)
 
     falling = ("mse", "frobenius_error")
-    return supervised(
-        model, squared_error, {"mse": squared_error}, preprocess=preprocess, name="regression", lower_is_better=falling,
-        truth=truth,
+    made = supervised(
+        model, squared_error, {"mse": squared_error}, preprocess=preprocess, lower_is_better=falling,
+        truth=truth, sample_weights=sample_weights, name=_task_name("regression", None, sample_weights),
     )  # fmt: skip
+    return _with_metrics(made, metrics, "numbers")
 
 
 def objective(model: Model, preprocess: Preprocess | None = None, truth: Any = None) -> Task:
@@ -370,6 +480,7 @@ def supervised(
     lower_is_better: tuple[str, ...] = (),
     whole_set: Mapping[str, WholeSetMetric] | None = None,
     truth: Any = None,
+    sample_weights: SampleWeights | None = None,
 ) -> Task:
     """Create a task from a model, a loss of its outputs and metrics of its outputs.
 
@@ -381,8 +492,10 @@ def supervised(
         name: the first part of the task's name; the second one is the model's.
         lower_is_better: names of the metrics of which a smaller value is better.
         whole_set: metrics of all samples together, by name: functions (outputs [n, ...], y [n, ...]) of NumPy arrays to
-            a number, or None where it is not defined.
+            a number, to None where it is not defined, or to a dictionary of them by name, such as those of
+            `fedrax.metrics.METRICS`.
         truth: what generated the data, for models that measure their distance from it.
+        sample_weights: function (x as stored [B, ...], y [B, ...]) -> weights [B], by which the losses are multiplied.
 
     Returns:
         The task.
@@ -399,7 +512,7 @@ def supervised(
         if model.train is not None and not isinstance(params, Variables):
             raise FedraxError(
                 f"the model {model.name} has running statistics: pass fedrax.contract.Variables(params, statistics),"
-                " such as result.variables, in place of the parameters"
+                " such as result.model, in place of the parameters"
             )
         x = jnp.asarray(x) if preprocess is None else preprocess(jnp.asarray(x))
         if jnp.issubdtype(x.dtype, jnp.integer):
@@ -417,12 +530,12 @@ def supervised(
         return loss(_at_least_float32(outputs), y)
 
     def training_loss(params: Params, batch: Batch, key: Array) -> Array:
-        return loss(apply(params, batch.x, key), batch.y)
+        return weighted(loss(apply(params, batch.x, key), batch.y), sample_weights, batch)
 
     def loss_and_statistics(variables: Variables, batch: Batch, key: Array) -> tuple[Array, Any]:
         assert model.train is not None
         outputs, statistics = model.train(variables, inputs(variables, batch.x), key)
-        return loss_of_outputs(outputs, batch.y), statistics
+        return weighted(loss_of_outputs(outputs, batch.y), sample_weights, batch), statistics
 
     measures, moving = model.measures, None if model.train is None else OfModel(loss_and_statistics)
     return Task(
@@ -435,6 +548,7 @@ def supervised(
         outputs=apply,
         blocks=(on_inputs(model.blocks[0]), *model.blocks[1:]) if model.blocks else None,
         loss_of_outputs=loss_of_outputs,
+        sample_weights=sample_weights,
         measures=None if measures is None else lambda params: measures(params, truth),
         lower_is_better=lower_is_better,
         whole_set=dict(whole_set or {}),
@@ -442,6 +556,84 @@ def supervised(
         reads_amounts=model.reads_amounts and preprocess is None,
         words=model.words if preprocess is None else None,
     )
+
+
+def _task_name(name: str, class_weights: np.ndarray | None, sample_weights: SampleWeights | None) -> str:
+    """The first part of the name: a weighted loss is another task, for which bounds of gradients may not hold."""
+    return name if class_weights is None and sample_weights is None else f"weighted_{name}"
+
+
+def _with_metrics(
+    task: Task,
+    names: Sequence[str],
+    labels: Labels,
+    positive: int | str | None = None,
+    class_names: Sequence[str] | None = None,
+    padding: int | None = None,
+) -> Task:
+    """The task with further metrics by name."""
+    assert task.outputs is not None
+    found, notes = find_metrics(names, labels, task.metrics, positive, class_names)
+    means, whole_set = dict(task.metrics), dict(task.whole_set)
+    for name, metric in found.items():
+        if isinstance(metric, LabelMean):
+            finish = None if metric.finish is None else partial(_of_ratio, metric.finish)
+            means[name] = OfOutputs(task.outputs, partial(_values_of, metric, padding), finish, metric.undefined)
+        elif padding is None:
+            whole_set[name] = metric
+        else:
+            whole_set[name] = replace(metric, function=partial(_without_padding, metric, padding))
+    falling = tuple(name for name, metric in found.items() if metric.lower_is_better)
+    lower = (*task.lower_is_better, *falling)
+    return replace(task, metrics=means, whole_set=whole_set, lower_is_better=lower, notes=notes)
+
+
+def _values_of(metric: LabelMean, padding: int | None, outputs: Array, y: Array) -> Array:
+    """The means [B] over the labels of each sample or, for a metric with ``finish``, (sum, number of labels) [B, 2]."""
+    values = metric.values(outputs, jnp.asarray(y)).astype(outputs.dtype)
+    if metric.finish is None:
+        return _over_positions(values, y, padding)
+    kept = jnp.ones(y.shape, bool) if padding is None else y != padding
+    parts = (jnp.where(kept, values, 0), kept.astype(values.dtype))
+    return jnp.stack([part.reshape(len(y), -1).sum(1) for part in parts], -1)
+
+
+def _of_ratio(finish: Callable[[float], float | None], means: np.ndarray) -> float | None:
+    """``finish`` of the mean over all labels, None without labels."""
+    return finish(float(means[0] / means[1])) if means[1] else None
+
+
+def _without_padding(metric: Metric, padding: int, outputs: np.ndarray, y: np.ndarray) -> Value:
+    """The metric of the labels that are not padding."""
+    kept = y != padding
+    return metric(outputs[kept], y[kept]) if kept.any() else None
+
+
+def _checked_weights(class_weights: Any, classes: int | None = None) -> np.ndarray | None:
+    """The weights of classes as an array; raises FedraxError for others than numbers of at least zero."""
+    if class_weights is None:
+        return None
+    try:
+        weights = np.asarray(class_weights, float)
+    except (TypeError, ValueError):
+        weights = np.empty(0)
+    if weights.ndim != 1 or not weights.size or not np.isfinite(weights).all() or (weights < 0).any():
+        raise FedraxError(
+            f"class_weights must be a list of one number for each class, at least 0, not {class_weights!r:.100}: of"
+            " labels y, len(y) / (C * np.bincount(y)) gives all classes the same total weight"
+        )
+    if classes is not None and len(weights) != classes:
+        raise FedraxError(f"class_weights has {len(weights)} weights for {classes} classes")
+    return weights
+
+
+def _class_weighted(losses: Array, logits: Array, labels: Array, weights: np.ndarray | None) -> Array:
+    """Losses [B, ...] times the weights of the labels' classes."""
+    if weights is None:
+        return losses
+    if len(weights) != logits.shape[-1]:
+        raise FedraxError(f"class_weights has {len(weights)} weights for a model with {logits.shape[-1]} outputs")
+    return losses * _pick(jnp.asarray(weights, losses.dtype), labels)
 
 
 def _at_least_float32(outputs: Any) -> Array:
@@ -457,9 +649,12 @@ def _pick(logits: Array, labels: Array) -> Array:
     return jnp.where(labels[..., None] == jnp.arange(logits.shape[-1]), logits, 0).sum(-1)
 
 
-def _over_positions(values: Array) -> Array:
-    """Means [B] of values [B, ...] over all positions of a sample; values [B] as they are."""
-    return values if values.ndim == 1 else values.reshape(len(values), -1).mean(-1)
+def _over_positions(values: Array, labels: Any = None, padding: int | None = None) -> Array:
+    """Means [B] of values [B, ...] over the positions of a sample whose label is not ``padding``."""
+    if padding is None:
+        return values if values.ndim == 1 else values.reshape(len(values), -1).mean(-1)
+    kept, positions = labels != padding, tuple(range(1, labels.ndim))
+    return jnp.where(kept, values, 0).sum(positions) / jnp.maximum(kept.sum(positions), 1)
 
 
 def _labels_of(logits: Array, labels: Array | np.ndarray) -> Array:

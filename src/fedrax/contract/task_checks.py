@@ -66,11 +66,14 @@ def _check_of(rows: int, task: Any, variables: Any, samples: Any, federation: An
     _check_per_sample("loss", losses, rows)
     if not jnp.issubdtype(losses.dtype, jnp.floating):
         raise FedraxError(f"the task's loss must be floating-point numbers, not {losses.dtype}, which have no gradient")
-    if task.one_output_a_class and task.outputs is not None:  # the metric is built in
+    metrics = dict(task.metrics)
+    if task.one_output_a_class and task.outputs is not None:
         _enough_outputs(traced("model", about, task.outputs, variables, batch.x).shape[-1:], federation.num_classes)
-        return
-    for name, metric in task.metrics.items():
-        _check_per_sample(f"metric {name!r}", traced(f"metric {name!r}", about, metric, variables, batch), rows)
+        metrics.pop("accuracy", None)  # built in
+    for name, metric in metrics.items():
+        values = traced(f"metric {name!r}", about, metric, variables, batch)
+        if getattr(metric, "finish", None) is None:
+            _check_per_sample(f"metric {name!r}", values, rows)
 
 
 def check_words(task: Any, federation: Any) -> None:

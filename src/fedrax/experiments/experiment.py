@@ -53,6 +53,10 @@ from fedrax.experiments.task_specs import TASK, Auto
 from fedrax.experiments.user_code import Trust, trust_in
 from fedrax.files import read_toml, write_text
 from fedrax.models import MODELS, Model
+from fedrax.simulation.persistence.checkpoint import check_format
+from fedrax.simulation.persistence.run_directory import CHECKPOINT
+from fedrax.simulation.results.result import Result
+from fedrax.simulation.run import restore
 from fedrax.simulation.settings import Seed, Settings
 
 
@@ -278,3 +282,44 @@ def build(experiment: Experiment, data_dir: str | Path | None = None) -> tuple[A
     """The algorithm, task and federation, which are the first arguments of ``fedrax.simulate``."""
     federation = load_federation(experiment, data_dir)
     return experiment.algorithm, make_task(experiment, federation), federation
+
+
+def load_result(directory: str | Path, data_dir: str | Path | None = None, trust: bool = False) -> Result:
+    """Read the result of a run directory: models, also those of the clients, states and events. No round is run.
+
+    The directory is that of ``fedrax run`` or of a run of ``fedrax compare``, whose experiment.toml names the data, the
+    model and the method; the data are read again. The global model alone needs neither:
+    :func:`fedrax.simulation.load_model`. For a run of `fedrax.simulate`, call it with the same arguments and
+    ``resume=True``, which returns the result of a finished run.
+
+    Args:
+        directory: The run directory.
+        data_dir: Directory of data files, by default ``$FEDRAX_DATA``.
+        trust: Whether to run the Python code that the experiment names.
+
+    Returns:
+        The result at the last checkpoint, without trajectory and messages. Runs of a comparison are saved without
+        client states.
+
+    Raises:
+        FedraxError: If the directory has no experiment or no checkpoint, or another run is writing to it.
+
+    Example:
+        >>> data = {"data": {"name": "synthetic"}, "partition": {"name": "natural"}}
+        >>> file = fedrax.experiments.experiment.from_table(data | {"run": {"rounds": 2, "cohort_size": 2}}, "example")
+        >>> problem = fedrax.experiments.experiment.build(file)
+        >>> _ = fedrax.simulate(*problem, file.run, directory="run", progress=False)
+        >>> fedrax.experiments.experiment.write(file, "run/experiment.toml")
+        >>> len(fedrax.experiments.load_result("run").events)
+        2
+    """
+    directory = Path(directory)
+    file = directory / "experiment.toml"
+    if not file.is_file():
+        raise FedraxError(
+            f"{directory} has no experiment.toml: fedrax.simulation.load_model reads the global model of a run of"
+            " fedrax.simulate, and simulate(..., directory=..., resume=True) with its own arguments returns its result"
+        )
+    check_format(directory / CHECKPOINT)  # before the experiment, whose names may be of that version too
+    spec = read(file, "typed" if trust else "none")
+    return restore(*build(spec, data_dir), spec.run, directory)

@@ -11,36 +11,63 @@ that returns a Task; its other parameters are keys of the table.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
+
+import numpy as np
 
 from fedrax.contract import task as tasks
 from fedrax.contract.task import Task
 from fedrax.data import Federation
-from fedrax.errors import FedraxError, unknown
+from fedrax.errors import FedraxError
 from fedrax.experiments import serialization
 from fedrax.experiments.serialization import ClassChoice
-from fedrax.metrics import METRICS, f1
+from fedrax.metrics import check_names
 from fedrax.models import Model
 
-Metrics = tuple[Literal["auc", "f1", "r2"], ...]
-"""Names of whole-set metrics."""
+Metrics = tuple[str, ...]
+"""Names of `fedrax.metrics.METRICS`."""
 GIVEN = ("model", "preprocess", "padding", "num_classes")
 """Parameters of a user's task function that are not keys of the table."""
 
 
 @dataclass(frozen=True)
-class _ClassificationOptions:
-    """Options of tasks whose labels are classes."""
+class _Options:
+    """Options of all tasks."""
 
     metrics: Metrics = ()
-    """Additional whole-set metrics: auc, f1."""
+    """Further metrics by scikit-learn's names. Of classes: auc, f1, precision, recall, balanced_accuracy,
+    accuracy_per_class, top_5_accuracy, log_loss, perplexity; of numbers: r2, mean_absolute_error,
+    root_mean_squared_error."""
+
+    def __post_init__(self) -> None:
+        check_names(self.metrics)
+
+
+@dataclass(frozen=True)
+class _ClassificationOptions(_Options):
+    """Options of tasks whose labels are classes."""
+
     positive: str | None = None
-    """Name of the positive class of f1. By default the second of two classes in sorted order; for more classes f1 is
-    the mean over classes."""
+    """Name of the positive class of f1, precision and recall. By default the second of two classes in sorted order; for
+    more classes they are the mean over classes."""
+    class_weights: tuple[float, ...] | Literal["balanced"] | None = None
+    """Weights of the classes in the loss, in sorted order; "balanced": inversely proportional to their numbers of
+    training labels."""
+
+    def of(self, federation: Federation) -> dict[str, Any]:
+        """The options as arguments of `fedrax.classification`."""
+        names = federation.class_names or tuple(map(str, range(federation.num_classes or 0)))
+        weights = balanced_weights(federation) if self.class_weights == "balanced" else self.class_weights
+        return {"metrics": self.metrics, "positive": self.positive, "class_names": names, "class_weights": weights}
+
+
+def balanced_weights(federation: Federation) -> np.ndarray:
+    """Weights by which all classes have the same total weight in the training data, and a label 1 on average."""
+    labels, classes = federation.train.y, federation.num_classes or 0
+    counts = np.bincount(labels[(labels >= 0) & (labels < classes)].ravel(), minlength=classes)
+    return np.where(counts > 0, counts.sum() / (np.count_nonzero(counts) * np.maximum(counts, 1)), 1.0)
 
 
 @dataclass(frozen=True)
@@ -60,7 +87,7 @@ class Classification(_ClassificationOptions):
 
     def build(self, model: Model, federation: Federation, preprocess: Any) -> Task:
         """The task."""
-        return _with_metrics(tasks.classification(model, preprocess, federation.padding), self, federation)
+        return tasks.classification(model, preprocess, federation.padding, **self.of(federation))
 
 
 @dataclass(frozen=True)
@@ -77,15 +104,12 @@ class Binary(_ClassificationOptions):
 
     def build(self, model: Model, federation: Federation, preprocess: Any) -> Task:
         """The task."""
-        return _with_metrics(tasks.binary_classification(model, preprocess), self, federation)
+        return tasks.binary_classification(model, preprocess, **self.of(federation))
 
 
 @dataclass(frozen=True)
-class Regression:
+class Regression(_Options):
     """Squared error; metric: mse."""
-
-    metrics: Metrics = ()
-    """Additional whole-set metrics: r2."""
 
     def outputs(self, federation: Federation) -> int:
         """The number of targets."""
@@ -99,15 +123,12 @@ class Regression:
 
     def build(self, model: Model, federation: Federation, preprocess: Any) -> Task:
         """The task."""
-        return _with_metrics(tasks.regression(model, preprocess, federation.truth), self, federation)
+        return tasks.regression(model, preprocess, federation.truth, metrics=self.metrics)
 
 
 @dataclass(frozen=True)
 class Auto(_ClassificationOptions):
     """A classification for classes, a regression for numbers; or the loss that the model prescribes."""
-
-    metrics: Metrics = ()
-    """Additional whole-set metrics: auc, f1 for classes, r2 for numbers."""
 
     def outputs(self, federation: Federation) -> int:
         """The number of classes or targets."""
@@ -116,46 +137,21 @@ class Auto(_ClassificationOptions):
     def build(self, model: Model, federation: Federation, preprocess: Any) -> Task:
         """The task."""
         if model.loss == "value":
-            return _with_metrics(tasks.objective(model, preprocess, federation.truth), self, federation)
+            if self != Auto():
+                raise FedraxError("the loss of this model is its output, which has no other metrics: leave [task] out")
+            return tasks.objective(model, preprocess, federation.truth)
         if model.loss == "hinge" and federation.num_classes is not None:
-            return _with_metrics(tasks.margin(model, preprocess), self, federation)
+            return tasks.margin(model, preprocess, **self.of(federation))
         return self._task(federation).build(model, federation, preprocess)
 
     def _task(self, federation: Federation) -> Classification | Regression:
         """The task for the kind of labels."""
         if federation.num_classes is not None:
-            return Classification(self.metrics, self.positive)
-        if self.positive is not None:
-            raise FedraxError(f"positive names a class, and the labels of {federation.name!r} are numbers")
+            return Classification(self.metrics, self.positive, self.class_weights)
+        for key in ("positive", "class_weights"):
+            if getattr(self, key) is not None:
+                raise FedraxError(f"{key} is of classes, and the labels of {federation.name!r} are numbers")
         return Regression(self.metrics)
-
-
-_REGRESSION_METRICS = {"r2"}
-"""Metrics of numbers; all others are of classes."""
-
-
-def _with_metrics(task: Task, spec: Classification | Binary | Regression | Auto, federation: Federation) -> Task:
-    """The task with whole-set metrics; raises FedraxError for those that do not fit the labels."""
-    classes = federation.num_classes is not None
-    odd = next((name for name in spec.metrics if (name in _REGRESSION_METRICS) == classes), None)
-    if odd is not None:
-        found = "classes" if classes else "numbers"
-        raise FedraxError(f"the labels of {federation.name!r} are {found}: {odd} is not a metric of {found}")
-    whole_set, notes = {name: METRICS[name] for name in spec.metrics}, ()
-    positive = None if isinstance(spec, Regression) else spec.positive
-    if positive is not None and "f1" not in whole_set:
-        raise FedraxError(f"positive = {positive!r} has no effect without the metric f1: leave it out, or add f1")
-    if "f1" in whole_set:
-        names = federation.class_names or tuple(map(str, range(federation.num_classes or 0)))
-        if positive is not None and positive not in names:
-            raise unknown(f"class of {federation.name}", positive, names)
-        if positive is not None:
-            whole_set["f1"] = partial(f1, positive=names.index(positive))
-        chosen = names[1] if positive is None and len(names) == 2 else positive
-        notes = (
-            f"f1 is {'the mean over the classes' if chosen is None else f'of the class {chosen!r}'} (task.positive)",
-        )
-    return dataclasses.replace(task, whole_set=whole_set, notes=notes)
 
 
 def user_task(found: Any) -> type:

@@ -194,7 +194,7 @@ class _Client:
 
     def _metric_sums(
         self, instructions: RoundInstructions, own: Federation, content: RecordDict, store: ClientStore
-    ) -> dict[str, float]:
+    ) -> dict[str, float | list[float]]:
         """Sums of the metrics over the test samples; names of the personalized model's begin with "personal_"."""
         setup = _ClientSetup.of(self.algorithm, self.task, Batch(*own.train), own, instructions)
         like = (setup.params, setup.statistics)
@@ -205,15 +205,15 @@ class _Client:
         if personal is not None:
             own_statistics = self.algorithm.traits.personal_statistics
             models["personal_"] = with_statistics(personal, record.statistics if own_statistics else statistics)
-        sums: dict[str, float] = {}
+        sums: dict[str, np.ndarray] = {}
         for kind, model in models.items():
             for first in range(0, len(own.test.y), _EVALUATION_BATCH):
                 part = jax.tree.map(
                     lambda a, first=first: jnp.asarray(a[first : first + _EVALUATION_BATCH]), Batch(*own.test)
                 )
                 for name, values in _compiled_metrics(self.task, CodeFingerprint(self.task))(model, part).items():
-                    sums[f"{kind}{name}"] = sums.get(f"{kind}{name}", 0.0) + float(np.asarray(values, float).sum())
-        return sums
+                    sums[f"{kind}{name}"] = sums.get(f"{kind}{name}", np.zeros(())) + np.asarray(values, float).sum(0)
+        return {name: value.tolist() for name, value in sums.items()}
 
 
 @dataclass(frozen=True, eq=False)

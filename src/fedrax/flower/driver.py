@@ -22,8 +22,9 @@ from fedrax.flower.persistence import ServerCheckpoint, load_checkpoint, save_ch
 from fedrax.flower.registry import POLL_SECONDS, ClientRegistry, log
 from fedrax.participation.cohort_sampler import CohortSampler
 from fedrax.privacy.ledger import Ledger
+from fedrax.simulation.evaluation import Metrics, split_finite
 from fedrax.simulation.executors.debug import NonFiniteError
-from fedrax.simulation.persistence.run_directory import lock_directory
+from fedrax.simulation.persistence.run_directory import MODEL, lock_directory
 from fedrax.simulation.process import write_environment
 from fedrax.simulation.results.events import Event, EventFile, RunInfo, Sink, events_of, report
 from fedrax.simulation.results.result import Result, Snapshot
@@ -32,7 +33,6 @@ from fedrax.simulation.run import Callback
 from fedrax.simulation.settings import Settings
 from fedrax.tree import Tree
 
-MODEL = "model.safetensors"
 """File of the latest model in the run directory."""
 _CHECKPOINT_SECONDS = 30.0
 """Seconds between checkpoints. Rounds after the last one are repeated at resume."""
@@ -222,12 +222,11 @@ class RoundDriver:
         event = events_of(self.info, records, np.array([[len(replied)]]), self.events, seconds)[0]
         return event | {"bytes_down": self.delivery.bytes_down, "bytes_up": self.delivery.bytes_up}
 
-    def _evaluate(self, r: int, server: Any, statistics: Tree, available: np.ndarray) -> dict[str, float]:
-        """Finite metrics of the global model after round ``r``."""
+    def _evaluate(self, r: int, server: Any, statistics: Tree, available: np.ndarray) -> Metrics:
+        """The metrics of the global model after round ``r`` that are finite or not defined."""
         params = self.algorithm.params(server)
         instructions = RoundInstructions(r, 0, 0, self.registry.num_clients, 1.0, -1, [0, 0], self.settings.dtype)
-        metrics = self.evaluate(params, statistics, instructions, available)
-        return {name: value for name, value in metrics.items() if np.isfinite(value)}
+        return split_finite(self.evaluate(params, statistics, instructions, available))[0]
 
     def _target_reached(self, event: Event) -> bool:
         """Whether the test accuracy has reached the target."""
@@ -251,6 +250,8 @@ class RoundDriver:
             spent=None if self.ledger is None else self.ledger.spent,
             lower_is_better=self.task.lower_is_better,
             statistics=statistics,
+            algorithm=self.algorithm,
+            task=self.task,
         )
 
 

@@ -20,11 +20,21 @@ from fedrax.flower.instructions import RoundInstructions
 from fedrax.flower.registry import ClientRegistry, log
 from fedrax.flower.schema import shapes_of_samples
 from fedrax.flower.serialization import pack
-from fedrax.simulation.evaluation import Evaluator, is_lower_better, over_clients, parameter_metrics, sample_values
+from fedrax.simulation.evaluation import (
+    Evaluator,
+    Metrics,
+    UndefinedMetrics,
+    is_lower_better,
+    metric_of_means,
+    over_clients,
+    parameter_metrics,
+    sample_values,
+    values_of_clients,
+)
 from fedrax.simulation.executors.execution_plan import make_mesh
 from fedrax.tree import Tree
 
-Evaluate = Callable[[Tree, Tree, RoundInstructions, np.ndarray], dict[str, float]]
+Evaluate = Callable[[Tree, Tree, RoundInstructions, np.ndarray], Metrics]
 """(parameters, statistics, instructions of a round, available clients) -> metrics by their names in events."""
 
 
@@ -34,9 +44,7 @@ def evaluate_on_server(task: Task, test: tuple[Any, Any], samples: Batch) -> Eva
     x, y = (np.asarray(part) for part in test)
     evaluator = Evaluator(task, make_mesh(1), Batch(*as_samples(x, y)))
 
-    def evaluate(
-        params: Tree, statistics: Tree, instructions: RoundInstructions, available: np.ndarray
-    ) -> dict[str, float]:
+    def evaluate(params: Tree, statistics: Tree, instructions: RoundInstructions, available: np.ndarray) -> Metrics:
         return parameter_metrics(task, params) | evaluator(with_statistics(params, statistics), "test")
 
     return evaluate
@@ -49,12 +57,16 @@ def evaluate_on_clients(task: Task, registry: ClientRegistry, delivery: Delivery
     """
     if not registry.test_sizes.any():
         log.warning("no client has test samples, and the server has none: nothing is evaluated")
+    if task.whole_set:
+        log.warning(
+            "%s need all test samples together, which the clients do not send: give the server test samples (test=)",
+            ", ".join(task.whole_set),
+        )
+    undefined = UndefinedMetrics(task)
 
-    def evaluate(
-        params: Tree, statistics: Tree, instructions: RoundInstructions, available: np.ndarray
-    ) -> dict[str, float]:
+    def evaluate(params: Tree, statistics: Tree, instructions: RoundInstructions, available: np.ndarray) -> Metrics:
         model, contents = pack((params, statistics)), {}
-        names = _metric_names(task, with_statistics(params, statistics), shapes_of_samples(registry.samples))
+        shapes = _metric_shapes(task, with_statistics(params, statistics), shapes_of_samples(registry.samples))
         for client in map(int, available[registry.test_sizes[available] > 0]):
             own = RoundInstructions(
                 **{**vars(instructions), "client": client, "last_aggregated": delivery.last_aggregated.get(client, -1)}
@@ -66,41 +78,51 @@ def evaluate_on_clients(task: Task, registry: ClientRegistry, delivery: Delivery
             delivery.record_reply(client, registry.node_of[client], client in replies)
         sums = []
         for client, reply in replies.items():
-            if (one := _parse_sums(reply, names)) is not None:
+            if (one := _parse_sums(reply, shapes)) is not None:
                 sums.append(one)
             else:
                 log.warning("client %d is left out of the evaluation: its metrics are not those of this task", client)
-        return parameter_metrics(task, params) | _aggregate_metrics(task, sums, per_client)
+        metrics = _aggregate_metrics(task, sums, per_client)
+        undefined.warn_of({name: value for name, value in metrics.items() if "_client" not in name})
+        return parameter_metrics(task, params) | metrics
 
     return evaluate
 
 
-def _metric_names(task: Task, variables: Tree, samples: Any) -> set[str]:
-    """Names of the metrics that a client may send, of the global and the personalized model."""
-    names = jax.eval_shape(partial(sample_values, task), variables, samples)
-    return {f"{kind}{name}" for kind in ("", "personal_") for name in names}
+def _metric_shapes(task: Task, variables: Tree, samples: Any) -> dict[str, tuple[int, ...]]:
+    """The metrics that a client may send, of the global and the personalized model, and the shape of each sum."""
+    values = jax.eval_shape(partial(sample_values, task), variables, samples)
+    return {f"{kind}{name}": value.shape[1:] for kind in ("", "personal_") for name, value in values.items()}
 
 
-def _parse_sums(reply: RecordDict, names: set[str]) -> tuple[int, dict[str, float]] | None:
+def _parse_sums(reply: RecordDict, shapes: dict[str, tuple[int, ...]]) -> tuple[int, dict[str, np.ndarray]] | None:
     """(number of test samples, sums of metrics over them); None where the reply is malformed or not finite."""
     rows, sums = reply.get("rows"), reply.get("sums")
     if not isinstance(rows, ConfigRecord) or not isinstance(sums, ConfigRecord):
         return None
-    count, known = rows.get("test"), bool(sums) and set(sums) <= names
-    numbers = all(isinstance(value, float) and math.isfinite(value) for value in sums.values())
-    return (count, dict(sums)) if type(count) is int and 0 < count < 2**31 and known and numbers else None  # type: ignore[return-value]
+    count, known = rows.get("test"), bool(sums) and set(sums) <= set(shapes)
+    if type(count) is not int or not 0 < count < 2**31 or not known:
+        return None
+    found: dict[str, np.ndarray] = {}
+    for name, value in sums.items():
+        numbers = value if isinstance(value, list) else [value]
+        if not all(isinstance(number, float) and math.isfinite(number) for number in numbers):
+            return None
+        found[name] = np.array(value, float)
+    return (count, found) if all(value.shape == shapes[name] for name, value in found.items()) else None
 
 
-def _aggregate_metrics(task: Task, replies: list[tuple[int, dict[str, float]]], per_client: bool) -> dict[str, float]:
+def _aggregate_metrics(task: Task, replies: list[tuple[int, dict[str, np.ndarray]]], per_client: bool) -> Metrics:
     """Means over all test samples of the clients that sent the metric."""
-    metrics: dict[str, float] = {}
+    metrics: Metrics = {}
     for name in sorted({name for _, sums in replies for name in sums}):
         sent = [(rows, sums[name]) for rows, sums in replies if name in sums]
         rows, values = np.array([r for r, _ in sent]), np.array([value for _, value in sent])
-        metrics[f"test_{name}"] = float(values.sum() / rows.sum())
+        own = name.removeprefix("personal_")
+        metrics[f"test_{name}"] = metric_of_means(task, own, values.sum(0) / rows.sum())
         if per_client:
-            lower = is_lower_better(task, name.removeprefix("personal_"))
-            metrics |= over_clients(values, rows, f"test_{name}", lower)
+            each = values_of_clients(task, own, values, rows)
+            metrics |= over_clients(each, rows, f"test_{name}", is_lower_better(task, own))
     return metrics
 
 

@@ -13,15 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from fedrax.escaping import escape_markdown, printable_line
+from fedrax.metrics import better, is_share
 from fedrax.report.runs import MethodSummary, Statistic, finite
 
 COLUMNS = ("accuracy", "loss", "best", "epsilon", "epsilon_paper", "rounds", "megabytes", "seconds")
 """Columns that are fields of `MethodSummary`, in the order of the table."""
 _TO_TARGET = ("rounds", "megabytes", "seconds")
 """Columns of the cost to reach the target."""
-_SHARES = ("accuracy", "auc", "f1")
-"""Metrics in [0, 1]."""
-_HIGHER_IS_BETTER, _LOWER_IS_BETTER = (*_SHARES, "r2"), ("loss", "mse")
 _OVER_CLIENTS = {
     "_worst_client": ", worst client",
     "_client_p10": ", 10 % of clients",
@@ -90,19 +88,21 @@ def best(rows: Sequence[MethodSummary], column: str, metric: str = "test_accurac
     }
     if len(means) < 2 or "epsilon" in column:  # a guarantee, not a result
         return set()
-    kind = _kind(column)
-    if column.startswith(("test_", "train_")) and kind not in (*_HIGHER_IS_BETTER, *_LOWER_IS_BETTER):
+    wanted = better(metric_name(metric if column == "best" else column))
+    if column.startswith(("test_", "train_")) and wanted is None:
         return set()
-    higher = (_kind(metric) if column == "best" else kind) in _HIGHER_IS_BETTER
+    higher = wanted == "higher"
     top = max(means.values()) if higher else min(means.values())
     return {i for i, mean in means.items() if mean == top}
 
 
-def _kind(column: str) -> str:
-    """The kind of metric in a column: the last word of its name without the suffix of metrics over clients."""
+def metric_name(column: str) -> str:
+    """The name of the metric of a key in events: without the data set, the kind of model and the statistic."""
     for over in _OVER_CLIENTS:
         column = column.removesuffix(over)
-    return column.rpartition("_")[2]
+    for part in ("test_", "train_", "personal_", "finetuned_"):
+        column = column.removeprefix(part)
+    return column
 
 
 def _heading(column: str) -> str:
@@ -122,16 +122,16 @@ def _columns(rows: Sequence[MethodSummary], target: float | None) -> list[str]:
     """The columns that any row has a value for; those of the target only with a target."""
     others = sorted({name for row in rows for name in row.others})
     rest = [c for c in COLUMNS[1:] if c not in _TO_TARGET]
-    columns = [c for c in ("accuracy", *others, *rest) if any(_value(row, c) is not None for row in rows)]
+    shown = [c for c in ("accuracy", *rest) if any(_value(row, c) is not None for row in rows)]
+    columns = [c for c in ("accuracy", *others, *rest) if c in shown or c in others]
     return columns + (list(_TO_TARGET) if target is not None else [])
 
 
 def amount(value: Statistic, column: str, metric: str = "test_accuracy") -> str:
     """Format a mean and its deviation: metrics in [0, 1] with four decimals, rounds as integers, others to 4 digits."""
-    kind = _kind(metric if column == "best" else column)
     if column == "rounds":
         mean, spread = ".0f", ".1f"
-    elif kind in _SHARES:
+    elif is_share(metric_name(metric if column == "best" else column)):
         mean, spread = ".4f", ".4f"
     else:
         mean, spread = ".4g", ".2g"
@@ -141,6 +141,8 @@ def amount(value: Statistic, column: str, metric: str = "test_accuracy") -> str:
 def _cell(row: MethodSummary, column: str, metric: str) -> str:
     """The text of a cell."""
     value = _value(row, column)
+    if value is None and column in row.others:
+        return "undefined"
     if value is None:
         return f"{row.reached} of {row.seeds} seeds" if column == "rounds" and row.reached else "–"
     if column == "best":

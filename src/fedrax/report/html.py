@@ -351,7 +351,7 @@ def _runs(data: ReportData) -> str:
     listed = [(method, run) for method in data.methods for run in method.runs]
     for method, run in listed[:_MOST_RUNS]:
         last = last_values(run.events)
-        value = number(last[metric]) if metric in last else "–"
+        value = "–" if last.get(metric) is None else number(last[metric])
         sent = f"{megabytes(run.events[-1]):.4g}" if run.events else "–"
         took = f"{last['seconds']:.3g}" if run.events else "–"
         cells = (str(run.seed), f"{len(run.events)} of {run.rounds}", value, sent, took)

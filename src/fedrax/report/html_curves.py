@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from fedrax.metrics import is_share
+from fedrax.report.comparison_table import metric_name
 from fedrax.report.curves import METRICS, PERSONAL_METRICS
 from fedrax.report.report_data import ReportData
 from fedrax.report.runs import MethodRuns, last_values, mean_and_deviation, megabytes
@@ -75,7 +77,7 @@ def _charts(data: ReportData, metric: str, most: int) -> str:
     for key, (_, axis, place) in X_AXES.items():
         curves = [_curve(method, i, metric, place, most) for i, method in enumerate(data.methods)]
         target = data.target if metric == data.metric else None
-        share = metric.endswith(("accuracy", "auc", "f1"))
+        share = is_share(metric_name(metric))
         made.append(chart(curves, axis, name, target=target, share=share, css=f"on-{key}"))
     return f"<h3>{shown(name)}</h3>{''.join(made)}"
 

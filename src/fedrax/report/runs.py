@@ -316,8 +316,8 @@ class MethodSummary:
     """The best value of the metric to compare by."""
     best_round: Statistic | None = None
     """Its round."""
-    others: dict[str, Statistic] = field(default_factory=dict)
-    """Final values of other metrics, see `other_metrics`."""
+    others: dict[str, Statistic | None] = field(default_factory=dict)
+    """Final values of other metrics, see `other_metrics`; None where one is not defined."""
     settings: str = ""
     """Settings of the method, as text."""
     worst_samples: tuple[int, ...] = ()
@@ -328,8 +328,8 @@ OWN_MODELS = ("_personal_", "_finetuned_")
 """Parts of the names of metrics of personal models."""
 
 
-def other_metrics(lasts: Sequence[dict[str, float]]) -> dict[str, Statistic]:
-    """The metrics besides test accuracy and loss.
+def other_metrics(lasts: Sequence[dict[str, Any]]) -> dict[str, Statistic | None]:
+    """The metrics besides test accuracy and loss, None where one is not defined in any run.
 
     Other test metrics, those of personal models, and of per-client metrics the worst client and the 10th or 90th
     percentile: the 10th of accuracies, the 90th of losses.
@@ -341,14 +341,18 @@ def other_metrics(lasts: Sequence[dict[str, float]]) -> dict[str, Statistic]:
     bad = "p10" if kind == "accuracy" else "p90"
     chosen |= {name for name in known if name.endswith((f"_{kind}_worst_client", f"_{kind}_client_{bad}"))}
     names = sorted(chosen)
-    found = {name: Statistic.of([last[name] for last in lasts if name in last]) for name in names}
     hidden = ("test_accuracy", "test_loss", "test_mse")  # the mean squared error is the loss
-    return {name: value for name, value in found.items() if value is not None and name not in hidden}
+    return {name: Statistic.of(_defined(lasts, name)) for name in names if name not in hidden}
+
+
+def _defined(lasts: Sequence[dict[str, Any]], name: str) -> list[float]:
+    """The values of a metric in the runs that have one."""
+    return [last[name] for last in lasts if last.get(name) is not None]
 
 
 def best_of(run: SavedRun, metric: str) -> tuple[float, int] | None:
     """(best value, its first round) of a metric in a run."""
-    values = [(event[metric], event["round"]) for event in run.events if metric in event]
+    values = [(event[metric], event["round"]) for event in run.events if event.get(metric) is not None]
     sign = -1 if metric == "test_accuracy" else 1
     return min(values, key=lambda entry: sign * entry[0], default=None)
 
@@ -364,14 +368,14 @@ def summarize(method: MethodRuns, target: float | None, metric: str = "test_accu
         label=method.label,
         seeds=len(method.runs),
         state=method.failure or _state(method.runs),
-        accuracy=Statistic.of([last["test_accuracy"] for last in lasts if "test_accuracy" in last]),
-        loss=Statistic.of([last["test_loss"] for last in lasts if "test_loss" in last]),
+        accuracy=Statistic.of(_defined(lasts, "test_accuracy")),
+        loss=Statistic.of(_defined(lasts, "test_loss")),
         reached=len(costs),
         rounds=Statistic.of([entry["rounds"] for entry in costs]) if complete else None,
         megabytes=Statistic.of([entry["bytes"] / 1e6 for entry in costs]) if complete else None,
         seconds=Statistic.of([entry["seconds"] for entry in costs]) if complete else None,
-        epsilon=Statistic.of([last["epsilon"] for last in lasts if last.get("epsilon") is not None]),
-        epsilon_paper=Statistic.of([last["epsilon_paper"] for last in lasts if last.get("epsilon_paper") is not None]),
+        epsilon=Statistic.of(_defined(lasts, "epsilon")),
+        epsilon_paper=Statistic.of(_defined(lasts, "epsilon_paper")),
         best=Statistic.of([value for value, _ in best_values]),
         best_round=Statistic.of([at for _, at in best_values]),
         others=other_metrics(lasts),
@@ -394,7 +398,8 @@ def _state(runs: Sequence[SavedRun]) -> str:
 def _worst_client_samples(last: dict[str, float]) -> list[int]:
     """Sample counts of the worst clients."""
     kind = "accuracy" if any(name.endswith("_accuracy_worst_client") for name in last) else "loss"
-    return [int(samples) for name, samples in last.items() if name.endswith(f"_{kind}_worst_client_samples")]
+    ending = f"_{kind}_worst_client_samples"
+    return [int(samples) for name, samples in last.items() if name.endswith(ending) and samples is not None]
 
 
 def target_of(methods: Sequence[MethodRuns], given: float | None = None) -> tuple[float | None, bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -29,10 +29,16 @@ from fedrax.prng.keys import FINETUNING, purpose_key
 from fedrax.simulation.evaluation import (
     OUTPUTS,
     Evaluator,
+    Metrics,
+    UndefinedMetrics,
+    evaluate_samples,
     is_lower_better,
+    means_of_clients,
+    metric_of_means,
     over_clients,
-    sample_values,
-    whole_set_values,
+    values_of_clients,
+    whole_set_metrics,
+    whole_set_of_clients,
 )
 from fedrax.simulation.executors.compiled import Engine
 from fedrax.simulation.executors.execution_plan import make_mesh
@@ -56,8 +62,8 @@ _AT_ONCE_BYTES = 64 << 20
 class EvaluationMetrics(NamedTuple):
     """Metrics of a state of the run."""
 
-    overall: dict[str, float]
-    """Means over all samples as ``{test or train}_{kind}_{metric}``, and statistics over clients if asked for."""
+    overall: Metrics
+    """Those of all samples as ``{test or train}_{kind}_{metric}``, and statistics over clients if asked for."""
     personal_metrics: PersonalMetrics | None
 
 
@@ -71,6 +77,9 @@ class PersonalEvaluator:
     program: RoundProgram
     engine: Engine
     initial: ClientRecord
+    undefined: UndefinedMetrics
+    outputs: jax.ShapeDtypeStruct | None
+    """The outputs of a client's model for a sample [...], where ``whole_set`` metrics need them."""
     kinds: tuple[str, ...]
     """"personal", where the method has such models, "finetuned", where the settings ask for it."""
 
@@ -84,6 +93,7 @@ class PersonalEvaluator:
         program: RoundProgram,
         engine: Engine,
         start: Tree,
+        statistics: Tree,
         initial: ClientRecord,
     ) -> PersonalEvaluator | None:
         """The evaluator that a run needs, None if it needs none."""
@@ -100,7 +110,12 @@ class PersonalEvaluator:
             raise FedraxError("fine-tuning needs the training samples on the devices: leave samples or finetune out")
         if not kinds:
             return None
-        return cls(task, federation, settings, program, engine, initial, kinds)
+        outputs = None
+        if task.whole_set:
+            few = jax.tree.map(lambda a: a[:1], Batch(*federation.train))
+            made = jax.eval_shape(partial(evaluate_samples, task), with_statistics(start, statistics), few)[OUTPUTS]
+            outputs = jax.ShapeDtypeStruct(made.shape[1:], made.dtype)
+        return cls(task, federation, settings, program, engine, initial, UndefinedMetrics(task), outputs, kinds)
 
     def __call__(
         self,
@@ -113,32 +128,62 @@ class PersonalEvaluator:
     ) -> EvaluationMetrics:
         """Evaluate all clients' models; ``initial`` is the state of clients that have not participated."""
         sums: list[dict] = []
+        outputs = {kind: self._room_for_outputs() for kind in self.kinds if self.outputs is not None}
         for clients in self._groups:
             kept = read_rows(store, homes, initial, clients)
             sizes = np.diff(self._offsets)[clients]
             mine = (kept.state, kept.statistics)
             starts, samples = self._placed(clients)
             found = self._compiled(algorithm, params, statistics, mine, clients, starts, sizes, samples)
-            sums.append(jax.tree.map(np.asarray, found))
+            found = jax.tree.map(np.asarray, found)
+            for kind, whole in outputs.items():
+                for client, size, own in zip(clients, sizes, found[kind].pop(OUTPUTS), strict=True):
+                    whole[self._offsets[client] : self._offsets[client + 1]] = own[:size]
+            sums.append(found)
         together = jax.tree.map(lambda *parts: np.concatenate(parts)[: self.federation.num_clients], *sums)
-        sizes = np.where(np.diff(self._offsets) > 0, np.diff(self._offsets), np.nan)
-        means = {f"{kind}_{name}": of / sizes for kind, values in together.items() for name, of in values.items()}
-        return EvaluationMetrics(self._metrics(together), PersonalMetrics(means, self._digest))
+        overall: Metrics = {}
+        per_client: dict[str, list[float | None]] = {}
+        for kind, values in together.items():
+            overall |= self._metrics(kind, values, outputs.get(kind))
+            per_client |= self._of_clients(kind, values, outputs.get(kind))
+        sizes = np.diff(self._offsets)
+        self.undefined.warn_of(overall)
+        if self.settings.per_client:
+            self.undefined.warn_of_clients(per_client, sizes)
+            for name, each in per_client.items():
+                lower = is_lower_better(self.task, name.partition("_")[2])
+                overall |= over_clients(each, sizes, f"{self._prefix}_{name}", lower)
+        means = {name: np.array([np.nan if v is None else v for v in each]) for name, each in per_client.items()}
+        return EvaluationMetrics(overall, PersonalMetrics(means, self._digest))
+
+    def _room_for_outputs(self) -> np.ndarray:
+        """An array for the outputs of all samples [n, ...]."""
+        assert self.outputs is not None
+        return np.zeros((self._offsets[-1], *self.outputs.shape))
+
+    def _metrics(self, kind: str, sums: dict[str, np.ndarray], outputs: np.ndarray | None) -> Metrics:
+        """The metrics of all samples, each evaluated with its client's model."""
+        prefix, rows = f"{self._prefix}_{kind}_", np.diff(self._offsets).sum()
+        found = {f"{prefix}{name}": metric_of_means(self.task, name, of.sum(0) / rows) for name, of in sums.items()}
+        return found if outputs is None else found | whole_set_metrics(self.task, outputs, self._labels[:rows], prefix)
+
+    def _of_clients(
+        self, kind: str, sums: dict[str, np.ndarray], outputs: np.ndarray | None
+    ) -> dict[str, list[float | None]]:
+        """The metrics of each client's samples."""
+        sizes = np.diff(self._offsets)
+        found = {name: values_of_clients(self.task, name, of, sizes) for name, of in sums.items()}
+        if outputs is not None:
+            found |= whole_set_of_clients(self.task, outputs, self._labels, self._offsets)
+        return {f"{kind}_{name}": values for name, values in found.items()}
+
+    @property
+    def _labels(self) -> np.ndarray:
+        return self.federation.train.y if self.federation.test_offsets is None else self.federation.test.y
 
     @cached_property
     def _digest(self) -> int:
-        labels = self.federation.train.y if self.federation.test_offsets is None else self.federation.test.y
-        return PersonalMetrics.digest_of(labels, self._offsets)
-
-    def _metrics(self, sums: dict[str, dict[str, np.ndarray]]) -> dict[str, float]:
-        sizes, result = np.diff(self._offsets), {}
-        for kind, values in sums.items():
-            for name, of_clients in values.items():
-                key = f"{self._prefix}_{kind}_{name}"
-                result[key] = float(of_clients.sum() / sizes.sum())
-                if self.settings.per_client:
-                    result |= over_clients(of_clients, sizes, key, is_lower_better(self.task, name))
-        return result
+        return PersonalMetrics.digest_of(self._labels, self._offsets)
 
     @property
     def _prefix(self) -> str:
@@ -189,7 +234,10 @@ class PersonalEvaluator:
     def _groups(self) -> list[np.ndarray]:
         """All clients in groups of one size; the last group is padded with the last client."""
         clients, devices = self.federation.num_clients, self.engine.devices
-        fits = max(1, _AT_ONCE_BYTES // max(1, tree.num_bytes(self.initial)))
+        each_bytes = tree.num_bytes(self.initial)
+        if self.outputs is not None:
+            each_bytes += len(self.kinds) * self._chunks * self._rows * self.outputs.size * self.outputs.dtype.itemsize
+        fits = max(1, _AT_ONCE_BYTES // max(1, each_bytes))
         each, train = -(-min(clients, fits) // devices), self.federation.train
         row_bytes = sum(part.nbytes for part in train) / len(train.y)
         # two at least: a loop of a single trip is compiled to other code, which may round otherwise
@@ -236,16 +284,37 @@ class PersonalEvaluator:
     def _sums(self, model: Tree, statistics: Tree, samples: Batch, start: Array, size: Array) -> dict[str, Array]:
         if statistics and not isinstance(model, Variables):
             model = Variables(model, statistics)
-        last, rows = len(samples.y) - 1, min(_ROWS, int(np.diff(self._offsets).max()))
+        last, rows = len(samples.y) - 1, self._rows
 
-        def values(i: Array | int) -> dict[str, Array]:
+        def values(i: Array | int) -> tuple[dict[str, Array], Array | None]:
             lanes = i * rows + jnp.arange(rows)
             part = jax.tree.map(lambda a: a[jnp.minimum(start + lanes, last)], samples)
-            found = sample_values(self.task, model, part)
-            return {name: jnp.where(lanes < size, value, 0).sum() for name, value in found.items()}
+            found = evaluate_samples(self.task, model, part)
+            outputs = found.pop(OUTPUTS, None)
+            real = {name: jnp.where((lanes < size).reshape(-1, *[1] * (v.ndim - 1)), v, 0) for name, v in found.items()}
+            return {name: value.sum(0) for name, value in real.items()}, outputs
 
-        zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(values, 0))
-        return jax.lax.fori_loop(0, -(-size // rows), lambda i, total: tree.add(total, values(i)), zero)
+        def add(i: Array, carry: tuple[dict[str, Array], Array | None]) -> tuple[dict[str, Array], Array | None]:
+            (sums, outputs), (total, whole) = values(i), carry
+            if outputs is not None and whole is not None:
+                whole = jax.lax.dynamic_update_slice_in_dim(whole, outputs, i * rows, 0)
+            return tree.add(total, sums), whole
+
+        sums, outputs = jax.eval_shape(values, 0)
+        zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), sums)
+        room = None if outputs is None else jnp.zeros((self._chunks * rows, *outputs.shape[1:]), outputs.dtype)
+        total, whole = jax.lax.fori_loop(0, -(-size // rows), add, (zero, room))
+        return total if whole is None else total | {OUTPUTS: whole}
+
+    @property
+    def _rows(self) -> int:
+        """Samples of a client that are evaluated at a time."""
+        return min(_ROWS, int(np.diff(self._offsets).max()))
+
+    @property
+    def _chunks(self) -> int:
+        """Chunks of samples of the largest client."""
+        return -(-int(np.diff(self._offsets).max()) // self._rows)
 
     def _finetuned(self, algorithm: Algorithm, params: Tree, statistics: Tree, client: Array, train: Batch) -> Tree:
         """The global model after ``settings.finetune`` local epochs on the client's training samples."""
@@ -296,27 +365,21 @@ def client_metrics(result: Result, task: Task, federation: Federation) -> pl.Dat
     owned = federation.test_offsets is not None
     samples, offsets = (federation.test, federation.test_offsets) if owned else (federation.train, federation.offsets)
     assert offsets is not None
-    params = result.variables
+    params = result.model
     if jax.tree.structure(jax.eval_shape(task.init, jax.random.key(0))) != jax.tree.structure(params):
         raise FedraxError("the result is not of this task: its parameters have other names")
     params = jax.tree.map(np.asarray, params)  # a run may have used several devices; one is enough here
 
     values = Evaluator(task, make_mesh(1), Batch(*samples)).per_sample(params)
-    sizes, columns = np.diff(offsets), {}
-    for name, each in values.items():
-        if name not in ("loss", *task.metrics):
-            continue
-        sums = np.add.reduceat(np.append(each, 0.0), offsets)[:-1]
-        columns[name] = [float(total / size) if size else None for total, size in zip(sums, sizes, strict=True)]
+    sizes = np.diff(offsets)
+    columns = {name: means_of_clients(task, name, each, offsets) for name, each in values.items() if name != OUTPUTS}
     if task.whole_set:
-        rows = [slice(start, start + size) for start, size in zip(offsets[:-1], sizes, strict=True)]
-        undefined = dict.fromkeys(task.whole_set)
-        at = [whole_set_values(task, values[OUTPUTS][r], samples.y[r]) if r.stop > r.start else undefined for r in rows]
-        columns |= {name: [found[name] for found in at] for name in task.whole_set}
+        columns |= whole_set_of_clients(task, values[OUTPUTS], samples.y, offsets)
     if result.personal_metrics is not None and result.personal_metrics.digest == PersonalMetrics.digest_of(
         samples.y, offsets
     ):
         for name, found in result.personal_metrics.values.items():
             columns[name] = [None if np.isnan(value) else float(value) for value in found]
+    UndefinedMetrics(task).warn_of_clients(columns, sizes)
     names = [federation.client_name(i) for i in range(federation.num_clients)]
     return pl.DataFrame({"client": names, "train_samples": federation.sizes, "samples": sizes, **columns})

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache, partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,8 @@ from fedrax.simulation.placement.streaming import release_pages
 from fedrax.tree import Tree
 from fedrax.xla import CLIENT_AXIS, CodeFingerprint, optimize, optimize_forward
 
+Metrics = dict[str, float | None]
+"""Metrics by name, None where one is not defined for the samples."""
 _ROWS_ON_CPU, _ROWS = 16, 100
 """Samples of a chunk. Activations of 16 images mostly fit a core's cache; accelerators need larger chunks."""
 _STREAMED_BYTES = 16 << 20
@@ -45,7 +48,7 @@ def _evaluate(task: Any, params: Tree, samples: Any) -> dict[str, Array]:
 
     def value(metric: Any) -> Array:
         shared = isinstance(metric, OfOutputs) and metric.outputs is task.outputs
-        return metric.value(outputs(), samples.y) if shared else metric(params, samples)
+        return metric.of(outputs(), samples) if shared else metric(params, samples)
 
     metrics = {"loss": task.evaluation_loss, **task.metrics}
     values = {name: value(metric) for name, metric in metrics.items()}
@@ -133,7 +136,7 @@ class Evaluator:
     def __init__(self, task: Any, mesh: Mesh, samples: Any, offsets: np.ndarray | None = None):
         self.rows = len(jax.tree.leaves(samples)[0])
         self.samples = jax.device_put(samples, NamedSharding(mesh, P()))
-        self.task, self.offsets = task, offsets
+        self.task, self.offsets, self._undefined = task, offsets, UndefinedMetrics(task)
         self._run, self._starts = compiled_evaluation(task, mesh, self.rows, CodeFingerprint(task))
 
     def per_sample(self, params: Tree) -> dict[str, np.ndarray]:
@@ -149,45 +152,111 @@ class Evaluator:
             rows = starts[:, None] + np.arange(found.shape[1])
             flat[rows.reshape(-1)] = found.reshape(-1, *found.shape[2:])
 
-    def __call__(self, params: Tree, prefix: str, per_client: bool = False) -> dict[str, float]:
-        """Means over samples as ``{prefix}_{name}``; with ``per_client`` also the statistics of `over_clients`."""
+    def __call__(self, params: Tree, prefix: str, per_client: bool = False) -> Metrics:
+        """The metrics as ``{prefix}_{name}``; with ``per_client`` also the statistics of `over_clients`."""
         found, result = self.per_sample(params), {}
         outputs = found.pop(OUTPUTS, None)
         for name, values in found.items():
-            result |= self.summary(values, f"{prefix}_{name}", name, per_client)
+            result[f"{prefix}_{name}"] = metric_of_means(self.task, name, values.mean(0))
         if outputs is not None:
-            result |= self._of_all(outputs, prefix)
-        return result
-
-    def _of_all(self, outputs: np.ndarray, prefix: str) -> dict[str, float]:
-        """The ``whole_set`` metrics that are defined for these samples."""
-        if not np.isfinite(outputs).all():
-            return {f"{prefix}_{name}": np.nan for name in self.task.whole_set}
-        y = np.asarray(self.samples[1])
-        found = whole_set_values(self.task, outputs, y)
-        return {f"{prefix}_{name}": value for name, value in found.items() if value is not None}
-
-    def summary(self, values: np.ndarray, key: str, name: str, per_client: bool) -> dict[str, float]:
-        """The reported values of one metric from its values for each sample."""
-        result = {key: float(values.mean())}
+            result |= whole_set_metrics(self.task, outputs, np.asarray(self.samples[1]), f"{prefix}_")
+        self._undefined.warn_of(result)
         if per_client and self.offsets is not None:
             sizes = np.diff(self.offsets)
-            # the last offset ends the last client: rows after it are of clients outside the federation
-            sums = np.add.reduceat(np.append(values, 0.0), self.offsets)[:-1]
-            result |= over_clients(sums, sizes, key, is_lower_better(self.task, name))
+            each = {name: means_of_clients(self.task, name, values, self.offsets) for name, values in found.items()}
+            if outputs is not None:
+                each |= whole_set_of_clients(self.task, outputs, np.asarray(self.samples[1]), self.offsets)
+            for name, values in each.items():
+                result |= over_clients(values, sizes, f"{prefix}_{name}", is_lower_better(self.task, name))
+            self._undefined.warn_of_clients(each, sizes)
         return result
 
 
-def whole_set_values(task: Any, outputs: np.ndarray, y: np.ndarray) -> dict[str, float | None]:
-    """The ``whole_set`` metrics of these samples; None where one is not defined."""
-    values = {name: metric(outputs, y) for name, metric in task.whole_set.items()}
+def metric_of_means(task: Any, name: str, means: np.ndarray) -> float | None:
+    """A metric from the mean, or the means [k], of its values over samples."""
+    finish = getattr(task.metrics.get(name), "finish", None)
+    return float(means) if finish is None else finish(means)
+
+
+def means_of_clients(task: Any, name: str, values: np.ndarray, offsets: np.ndarray) -> list[float | None]:
+    """A metric of each client's samples from its values [rows] or [rows, k], None without samples."""
+    # the last offset ends the last client: rows after it are of clients outside the federation
+    sums = np.add.reduceat(np.append(values, np.zeros_like(values[:1]), 0), offsets)[:-1]
+    return values_of_clients(task, name, sums, np.diff(offsets))
+
+
+def values_of_clients(task: Any, name: str, sums: np.ndarray, sizes: np.ndarray) -> list[float | None]:
+    """A metric of each client's samples from the sums [N] or [N, k] of its values, None without samples."""
+    means = (sums.T / np.maximum(sizes, 1)).T
+    found = means.tolist() if means.ndim == 1 else [metric_of_means(task, name, mean) for mean in means]
+    return [value if size else None for value, size in zip(found, sizes, strict=True)]
+
+
+def whole_set_metrics(task: Any, outputs: np.ndarray, y: np.ndarray, prefix: str = "") -> Metrics:
+    """The ``whole_set`` metrics of these samples; NaN where an output is not finite."""
+    if not np.isfinite(outputs).all():
+        return {f"{prefix}{name}": np.nan for name in task.whole_set}
+    values: dict[str, Any] = {}
+    for name, metric in task.whole_set.items():
+        value = metric(outputs, y)
+        values |= (
+            {f"{name}_{key}": part for key, part in value.items()} if isinstance(value, Mapping) else {name: value}
+        )
     for name, value in values.items():
         if value is not None and np.shape(value) != ():
             raise FedraxError(
-                f"the metric {name!r} of a whole set returns an array of shape {np.shape(value)}: return one number, or"
-                " None; compute other values from task.outputs(result.variables, x) after the run"
+                f"the metric {name!r} of a whole set returns an array of shape {np.shape(value)}: return one number,"
+                " None, or a dictionary of numbers by name; compute other values from task.outputs(result.model, x)"
+                " after the run"
             )
-    return {name: None if value is None else float(value) for name, value in values.items()}
+    return {f"{prefix}{name}": None if value is None else float(value) for name, value in values.items()}
+
+
+def whole_set_of_clients(
+    task: Any, outputs: np.ndarray, y: np.ndarray, offsets: np.ndarray
+) -> dict[str, list[float | None]]:
+    """The ``whole_set`` metrics of each client's samples, None without samples."""
+    rows = [slice(start, end) for start, end in pairwise(offsets)]
+    found = [whole_set_metrics(task, outputs[r], y[r]) if r.stop > r.start else {} for r in rows]
+    return {name: [each.get(name) for each in found] for name in dict.fromkeys(key for each in found for key in each)}
+
+
+def split_finite(metrics: Metrics) -> tuple[Metrics, str | None]:
+    """The metrics that are finite or not defined, and the name of one that is neither: of a loss where there is one."""
+    kept = {name: value for name, value in metrics.items() if value is None or np.isfinite(value)}
+    lost = [name for name in metrics if name not in kept]
+    return kept, min(lost, key=lambda name: not name.endswith("_loss"), default=None)
+
+
+class UndefinedMetrics:
+    """Warns of metrics that are not defined for the samples, once for each."""
+
+    def __init__(self, task: Any):
+        self._task, self._told = task, set[str]()
+
+    def warn_of(self, metrics: Metrics) -> None:
+        """Warn of each metric that is None."""
+        for key in [key for key, value in metrics.items() if value is None]:
+            self._tell(key, f"{key} is undefined (null)", key)
+
+    def warn_of_clients(self, each: Mapping[str, Sequence[float | None]], sizes: np.ndarray) -> None:
+        """Warn of each metric that is None for clients with samples."""
+        having = int((sizes > 0).sum())
+        for name, values in each.items():
+            missing = having - sum(value is not None for value in values)
+            if missing:
+                self._tell(f"{name} of clients", f"{name} is undefined (null) for {missing} of {having} clients", name)
+
+    def _tell(self, key: str, what: str, name: str) -> None:
+        if key not in self._told:
+            self._told.add(key)
+            warn(f"{what}: {self._reason(name)}")
+
+    def _reason(self, name: str) -> str:
+        """Why a metric is None."""
+        metrics = {**self._task.metrics, **self._task.whole_set}
+        own = [known for known in metrics if f"_{known}_" in f"_{name}_"]
+        return getattr(metrics[max(own, key=len)], "undefined", "") or "its function returned None" if own else ""
 
 
 def non_finite_remedy(task: Any, key: str) -> str:
@@ -217,27 +286,32 @@ def warn_of_direction(task: Any, name: str) -> None:
         )
 
 
-def over_clients(sums: np.ndarray, sizes: np.ndarray, key: str, lower_is_better: bool) -> dict[str, float]:
-    """Statistics of a metric over the clients that have samples.
+def over_clients(values: Sequence[float | None], sizes: np.ndarray, key: str, lower_is_better: bool) -> Metrics:
+    """Statistics of a metric over the clients for which it is defined.
 
     Args:
-        sums: sum of the metric over each client's samples, [N].
+        values: the metric of each client's samples, [N]; None where it is not defined.
         sizes: samples of each client, [N].
         key: the metric's key in events, the prefix of the results.
         lower_is_better: whether the worst client is that with the largest value.
 
     Returns:
-        The worst client's value and number of samples, 10th, 50th and 90th percentile, mean and standard deviation.
+        The worst client's value and number of samples, 10th, 50th and 90th percentile, mean and standard deviation;
+        None where no client has a value.
     """
-    values, sizes = sums[sizes > 0] / sizes[sizes > 0], sizes[sizes > 0]
-    worst = int(values.argmax() if lower_is_better else values.argmin())
-    percentiles = {f"{key}_client_p{p}": float(np.percentile(values, p)) for p in (10, 50, 90)}
+    having = [i for i, value in enumerate(values) if value is not None]
+    if not having:
+        parts = ("worst_client", "worst_client_samples", "client_p10", "client_p50", "client_p90", "client_mean")
+        return dict.fromkeys(f"{key}_{part}" for part in (*parts, "client_std"))
+    defined = np.array([values[i] for i in having], float)
+    worst = int(defined.argmax() if lower_is_better else defined.argmin())
+    percentiles = {f"{key}_client_p{p}": float(np.percentile(defined, p)) for p in (10, 50, 90)}
     return {
-        f"{key}_worst_client": float(values[worst]),
-        f"{key}_worst_client_samples": int(sizes[worst]),
+        f"{key}_worst_client": float(defined[worst]),
+        f"{key}_worst_client_samples": int(sizes[having[worst]]),
         **percentiles,
-        f"{key}_client_mean": float(values.mean()),
-        f"{key}_client_std": float(values.std()),
+        f"{key}_client_mean": float(defined.mean()),
+        f"{key}_client_std": float(defined.std()),
     }
 
 
@@ -252,7 +326,7 @@ class StreamedEvaluator(Evaluator):
         offsets: np.ndarray | None = None,
         piece_bytes: int = _STREAMED_BYTES,
     ):
-        self.task, self.offsets = task, offsets
+        self.task, self.offsets, self._undefined = task, offsets, UndefinedMetrics(task)
         self.rows, self.samples = len(jax.tree.leaves(samples)[0]), samples
         self._chunk, self._starts = chunk_starts(self.rows, mesh.devices.size)
         self._run, self._sharding = (

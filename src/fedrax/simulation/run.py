@@ -19,15 +19,16 @@ from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.task import Task
 from fedrax.data import Federation
 from fedrax.devices import use_all_cores
-from fedrax.errors import FedraxError
+from fedrax.errors import FedraxError, warn
 from fedrax.privacy.ledger import Ledger
-from fedrax.simulation.evaluation import non_finite_remedy
+from fedrax.simulation.evaluation import Metrics, non_finite_remedy, split_finite
 from fedrax.simulation.executors.compiled import CLIENT_INFO, RECORDED_PHASES, RoundState
 from fedrax.simulation.executors.debug import NonFiniteError, describe_nonfinite_samples, diagnose_divergence
 from fedrax.simulation.persistence import checkpoint
 from fedrax.simulation.persistence.client_summary import write_client_summary
+from fedrax.simulation.persistence.model_file import problem_of, save_model
 from fedrax.simulation.persistence.resume import RunStart, check_can_continue, check_identity, save, start_run
-from fedrax.simulation.persistence.run_directory import CHECKPOINT, FAILURE, RunDirectory, lock_directory
+from fedrax.simulation.persistence.run_directory import CHECKPOINT, FAILURE, MODEL, RunDirectory, lock_directory
 from fedrax.simulation.placement.streaming import BlockLoader, RoundBlock, SampleStreamer, StateSpill
 from fedrax.simulation.privacy_ledger import check_not_spent, last_round, ledger_of, record_spending
 from fedrax.simulation.process import (
@@ -139,6 +140,18 @@ def simulate(
             ).finish(resume)
 
 
+def restore(algorithm: Algorithm, task: Task, federation: Federation, settings: Settings, directory: Path) -> Result:
+    """The result of the run in a directory at its last checkpoint, without its trajectory and recorded messages."""
+    if not checkpoint.exists(directory / CHECKPOINT):
+        raise FedraxError(f"{directory} has no checkpoint: its run has not come to one")
+    use_all_cores()
+    with numeric_context(settings.dtype):
+        setup = prepare(algorithm, task, federation, settings, directory=directory)
+        ledger = ledger_of(algorithm, settings, setup.planner.sampler)
+        with lock_directory(directory, resume=True) as place:
+            return Run(setup, make_block_loader(setup), (), True, place, ledger=ledger).at_checkpoint()
+
+
 def check_possible(
     algorithm: Algorithm, task: Task, federation: Federation, settings: Settings, directory: Path | str | None = None
 ) -> None:
@@ -198,6 +211,8 @@ class Run:
     log: EventFile | None = None
     personal_metrics: PersonalMetrics | None = None
     """Of the last evaluation, as of `Result`."""
+    _told: bool = False
+    """Whether the user knows that the model cannot be written."""
 
     def finish(self, resume: bool) -> Result:
         """All rounds, from the start or from the directory's checkpoint."""
@@ -227,6 +242,16 @@ class Run:
                 self.log.close()
             for sink in started:
                 sink.finish(result)
+
+    def at_checkpoint(self) -> Result:
+        """The result at the directory's checkpoint; no round is run."""
+        begun = start_run(self.setup, self.storage, self.ledger, True)
+        self.events, self.has_clients = begun.events, begun.has_clients
+        last = last_round(self.ledger, self.setup.settings, self.setup.planner.sampler)
+        stopped = "target" if self._reached(self.events) else "checkpoint"
+        if len(self.events) == last:
+            stopped = "rounds" if last == self.setup.settings.rounds else "budget"
+        return self._result(begun.carry, stopped)
 
     def _begin(self, resume: bool) -> RunStart:
         """The initial state of the run, or that of the directory's checkpoint."""
@@ -341,6 +366,7 @@ class Run:
         if over and len(self.events) == self.last < self.setup.settings.rounds:
             more["stopped"] = "budget"
         self._save(CHECKPOINT, carry, keep, **more)
+        self._save_model(carry)
         took = time.monotonic() - began  # large states are written more rarely, for 5 % of the time at most
         return time.monotonic() + max(_CHECKPOINT_SECONDS, 20 * took)
 
@@ -351,17 +377,26 @@ class Run:
             events = self.log.digest()
             save(self.setup, self.storage, name, carry, done, clients, self.ledger, events=events, **more)
 
+    def _save_model(self, carry: RoundState) -> None:
+        """Write the global model beside the checkpoint, unless a model file cannot hold it."""
+        if self.log is not None:
+            assert self.setup.directory is not None
+            params = self.setup.algorithm.params(self.setup.engine.whole_server(carry))
+            if not (problem := problem_of(params, carry.statistics)):
+                save_model(self.setup.directory / MODEL, params, carry.statistics)
+            elif not self._told:
+                self._told = True
+                warn(f"no {MODEL} is written: {problem}")
+
     def _reached(self, events: list[Event]) -> bool:
         target = self.setup.settings.target
         return target is not None and any(event.get("test_accuracy", -1.0) >= target for event in events)
 
-    def _evaluate(self, carry: RoundState) -> tuple[dict[str, float], str | None]:
-        """The metrics that are finite, and the name of one that is not: of a loss where there is one."""
+    def _evaluate(self, carry: RoundState) -> tuple[Metrics, str | None]:
+        """The metrics that are finite or not defined, and the name of one that is neither."""
         setup, carry = self.setup, carry._replace(store=self.storage.store(carry))
         metrics, self.personal_metrics = setup.evaluate(setup.algorithm, carry, setup.initial, setup.evaluators)
-        finite = {name: value for name, value in metrics.items() if np.isfinite(value)}
-        lost = [name for name in metrics if name not in finite]
-        return finite, min(lost, key=lambda name: not name.endswith("_loss"), default=None)
+        return split_finite(metrics)
 
     def _result(self, carry: RoundState, stopped: str) -> Result:
         setup, server = self.setup, self.setup.engine.whole_server(carry)

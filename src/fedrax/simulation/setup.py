@@ -175,7 +175,9 @@ def prepare(
         spilled=spilled,
         engine=engine,
         evaluators=make_evaluators(task, settings, federation, mesh, samples if streamed else engine.samples, streamed),
-        personal=PersonalEvaluator.of(algorithm, task, federation, settings, program, engine, start, initial),
+        personal=PersonalEvaluator.of(
+            algorithm, task, federation, settings, program, engine, start, statistics, initial
+        ),
         info=RunInfo(
             algorithm=type(algorithm).__name__,
             plan=words,

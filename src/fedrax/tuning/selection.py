@@ -232,7 +232,9 @@ def make_trial(point: Mapping[str, Any], runs: Sequence[tuple[Sequence[Event], b
     key = f"test_{metric}"  # of the validation data, which replace the test data
     finals = [next((event[key] for event in reversed(events) if key in event), None) for events, _ in runs]
     if None in finals:
-        raise FedraxError(f"the runs do not report {metric}, the metric of the search")
+        undefined = any(key in event for events, _ in runs for event in events)
+        problem = f"{metric} is undefined (null) on the validation data" if undefined else f"no run reports {metric}"
+        raise FedraxError(f"{problem}, and it is the metric of the search: choose another one")
     return Trial(point, math.fsum(finals) / len(finals), rounds)  # type: ignore[arg-type]
 
 

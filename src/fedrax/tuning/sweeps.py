@@ -29,6 +29,7 @@ from fedrax.contract.task import Task
 from fedrax.data import Federation
 from fedrax.devices import use_all_cores
 from fedrax.errors import FedraxError, unknown
+from fedrax.simulation.evaluation import split_finite
 from fedrax.simulation.executors.compiled import Engine, RoundState, compiler_options, run_block
 from fedrax.simulation.executors.debug import NonFiniteError
 from fedrax.simulation.executors.execution_plan import make_mesh
@@ -336,8 +337,9 @@ class _VectorizedRuns:
             metrics, self.personal_metrics[z, g] = self.setups[z].evaluate(
                 self.algorithms[g], lane, initial, self.evaluators
             )
-            diverged = not all(map(np.isfinite, metrics.values()))
-            new[-1] |= {name: value for name, value in metrics.items() if np.isfinite(value)}
+            metrics, lost = split_finite(metrics)
+            new[-1] |= metrics
+            diverged = lost is not None
         events.extend(new)
         if diverged:
             events.append({"round": len(events) + 1, "diverged": True})

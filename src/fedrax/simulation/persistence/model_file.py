@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from fedrax.contract.task import Variables
 from fedrax.data.readers.array_files import MAX_BYTES
 from fedrax.errors import FedraxError
 from fedrax.files import open_regular_file, write_bytes
+from fedrax.simulation.persistence.run_directory import MODEL
 from fedrax.tree import Tree
 
 _PARTS = ("params", "statistics")
@@ -26,22 +28,40 @@ def save_model(path: Path | str, params: Tree, statistics: Tree = ()) -> None:
     """Write parameters and statistics atomically; a leaf is called ``params/dense1/weight``."""
     from safetensors.numpy import save
 
-    arrays: dict[str, np.ndarray] = {}
-    for part, values in zip(_PARTS, (params, statistics), strict=True):
-        for name, leaf in _leaves(values).items():
-            dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-            if jnp.issubdtype(dtype, jax.dtypes.extended) or np.dtype(dtype).kind not in "buif":
-                raise FedraxError(f"{name} has dtype {dtype}, which a model file cannot hold")
-            array = np.asarray(leaf)
-            arrays[f"{part}/{name}" if name else part] = np.array(array, order="C")
+    if problem := problem_of(params, statistics):
+        raise FedraxError(problem)
+    arrays = {name: np.array(np.asarray(leaf), order="C") for name, leaf in _named(params, statistics)}
     write_bytes(Path(path), save(arrays, {"format": "fedrax"}))
 
 
+def problem_of(params: Tree, statistics: Tree) -> str:
+    """Why a model file cannot hold the arrays; empty if it can."""
+    names = Counter(name for name, _ in _named(params, statistics))
+    for name, leaf in _named(params, statistics):
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+        if jnp.issubdtype(dtype, jax.dtypes.extended) or np.dtype(dtype).kind not in "buif":
+            return f"{name} has dtype {dtype}, which a model file cannot hold"
+        if names[name] > 1:  # as in {"a/b": x, "a": {"b": y}}
+            _, _, own = name.partition("/")
+            return f"two arrays of the model are called {own}: rename one, names in a file are unique"
+    return ""
+
+
+def _named(params: Tree, statistics: Tree) -> Iterator[tuple[str, Any]]:
+    """(name in a file, array) of each leaf."""
+    for part, values in zip(_PARTS, (params, statistics), strict=True):
+        for name, leaf in zip(tree.leaf_names(values), jax.tree.leaves(values), strict=True):
+            yield f"{part}/{name}" if name else part, leaf
+
+
 def load_model(path: Path | str, like: Tree | None = None) -> Any:
-    """Read a model that :meth:`fedrax.Result.save` wrote, for example to start ``simulate(..., params=...)`` from it.
+    """Read the model of a run, or one that :meth:`fedrax.Result.save` wrote.
+
+    It is what ``Result.model`` is: an argument of the task's functions, or of ``simulate(..., params=...)``.
 
     Args:
-        path: the safetensors file.
+        path: the safetensors file, or a run directory, for the global model of its last checkpoint. For models of
+            clients see :func:`fedrax.experiments.load_result`.
         like: parameters whose tree structure the result takes, such as ``task.init(key)`` of an Equinox model; by
             default nested dictionaries.
 
@@ -50,7 +70,8 @@ def load_model(path: Path | str, like: Tree | None = None) -> Any:
         the precision of the file; 64-bit arrays are NumPy's where ``jax_enable_x64`` is off.
 
     Raises:
-        FedraxError: for a file that is damaged or not written by fedrax, and for names or shapes unlike ``like``.
+        FedraxError: for a file that is damaged or not written by fedrax, for a directory without one, and for names or
+            shapes unlike ``like``.
 
     Example:
         >>> x, y = np.zeros((4, 2), np.float32), np.array([0, 1, 0, 1])
@@ -61,7 +82,14 @@ def load_model(path: Path | str, like: Tree | None = None) -> Any:
         >>> jax.tree.map(jnp.shape, fedrax.simulation.load_model("model.safetensors"))
         {'output': {'bias': (2,), 'weight': (2, 2)}}
     """
-    arrays = _read(Path(path))
+    path = Path(path)
+    if path.is_dir():
+        path /= MODEL
+        if not path.exists():
+            raise FedraxError(
+                f"{path.parent} has no {MODEL}: it is not a run directory, or its run has not come to a checkpoint"
+            )
+    arrays = _read(path)
     found: dict[str, dict[str, np.ndarray]] = {part: {} for part in _PARTS}
     for name, array in arrays.items():
         part, _, rest = name.partition("/")
@@ -70,6 +98,8 @@ def load_model(path: Path | str, like: Tree | None = None) -> Any:
         found[part][rest] = array
     if like is not None:
         params, statistics = like if isinstance(like, Variables) else (like, ())
+        if problem := problem_of(params, statistics):
+            raise FedraxError(problem)
         filled = [_filled(one, found[part], path) for part, one in zip(_PARTS, (params, statistics), strict=True)]
         return Variables(*filled) if isinstance(like, Variables) else filled[0]
     params, statistics = (_nested(values) for values in found.values())
@@ -99,24 +129,16 @@ def _held(array: np.ndarray) -> Any:
     return jnp.asarray(array) if jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype else array
 
 
-def _leaves(values: Tree) -> dict[str, Any]:
-    """Leaves by name; raises FedraxError for two of one name."""
-    names = tree.leaf_names(values)
-    twice = next((name for name, count in Counter(names).items() if count > 1), None)
-    if twice is not None:  # as in {"a/b": x, "a": {"b": y}}
-        raise FedraxError(f"two arrays of the model are called {twice}: rename one, names in a file are unique")
-    return dict(zip(names, jax.tree.leaves(values), strict=True))
-
-
 def _filled(like: Tree, arrays: dict[str, np.ndarray], path: Path | str) -> Tree:
     """The arrays in the tree structure of ``like``."""
-    wanted = _leaves(like)
+    names = tree.leaf_names(like)
+    wanted = dict(zip(names, jax.tree.leaves(like), strict=True))
     for name in [*wanted, *arrays]:
         have, need = (np.shape(d[name]) if name in d else None for d in (arrays, wanted))
         if have != need:
             shown = ["not there" if shape is None else f"of shape {shape}" for shape in (have, need)]
             raise FedraxError(f"{path} does not fit the model: {name} is {shown[0]}, should be {shown[1]}.")
-    return jax.tree.unflatten(jax.tree.structure(like), [_held(arrays[name]) for name in wanted])
+    return jax.tree.unflatten(jax.tree.structure(like), [_held(arrays[name]) for name in names])
 
 
 def _nested(arrays: dict[str, np.ndarray]) -> Any:

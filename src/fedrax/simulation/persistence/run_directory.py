@@ -13,6 +13,8 @@ from fedrax.simulation.persistence import checkpoint
 from fedrax.simulation.results import events
 
 CHECKPOINT, FAILURE, LOCK = "checkpoint", "failure", ".lock"
+MODEL = "model.safetensors"
+"""The model of the last checkpoint, for `load_model`."""
 
 
 class RunDirectory:

@@ -30,8 +30,8 @@ _LARGEST = 1 << 63
 _COUNTED = ("clients", "bytes_down", "bytes_up", "gradients")
 _HIDDEN = ("sound", "bad")
 """Values of a round's record that are internal to the simulator."""
-_BOUNDS = ("epsilon", "epsilon_paper")
-"""Keys of private runs; null where the privacy loss is unbounded."""
+_NULLABLE = ("epsilon", "epsilon_paper", "test_", "train_")
+"""Beginnings of keys that may be null: privacy losses that are unbounded, metrics that are not defined."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def _event(text: bytes, number: int) -> Event:
         if key not in event:
             raise ValueError(f"it has no {key!r}")
     for key, value in event.items():
-        if value is None and key in _BOUNDS:
+        if value is None and key.startswith(_NULLABLE):
             continue
         kinds = int if key in ("round", *_COUNTED) else (int, float)
         wrong = not isinstance(value, kinds) or isinstance(value, bool)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from fedrax.contract.model import Params, Variables, with_statistics
-from fedrax.errors import FedraxError, unknown
+from fedrax.errors import FedraxError, unknown, warn
 from fedrax.escaping import escape_matplotlib
 from fedrax.simulation.persistence.model_file import save_model
 from fedrax.simulation.results.events import Event
@@ -52,8 +52,8 @@ class Snapshot:
         return "\n".join([f"Snapshot: round {self.event['round']}", *_metric_lines(self.event)])
 
     @property
-    def variables(self) -> Params:
-        """The parameters, with the running statistics where the model has some."""
+    def model(self) -> Params:
+        """The global model as the task's functions take it: parameters, or `Variables` with running statistics."""
         return with_statistics(self.params, self.statistics)
 
     def save(self, path: Path | str) -> None:
@@ -102,7 +102,8 @@ class Result:
     """The execution plan, as text."""
     stopped: str
     """Why the run ended: ``"rounds"``, ``"target"``, ``"budget"`` (of privacy), ``"callback"``, or ``"diverged"`` where
-    a number was not finite (:func:`fedrax.sweep`); the result then holds the rounds before and no client states."""
+    a number was not finite (:func:`fedrax.sweep`); the result then holds the rounds before and no client states.
+    ``"checkpoint"`` where it has not ended, and the result is that of its last checkpoint."""
     directory: Path | None = None
     """The run directory, if the run has one."""
     spent: PrivacySpent | None = None
@@ -139,12 +140,16 @@ class Result:
         sent = (last.get("bytes_down", 0) + last.get("bytes_up", 0)) / 1e6
         lines = [f"Result: {len(self.events)} rounds ({self.stopped}), {self.plan}, {sent:.4g} MB sent"]
         lines += _metric_lines(last)
+        lines += [f"  {note}" for note in (self.task.notes if self.task is not None else ())]
         lines += [] if self.spent is None else [f"  {self.spent}"]
         return "\n".join([*lines, *([f"  kept in {self.directory}"] if self.directory else [])])
 
     @property
-    def variables(self) -> Params:
-        """The parameters, with the running statistics where the model has some: the input of the task's functions."""
+    def model(self) -> Params:
+        """The global model as the task's functions take it: parameters, or `Variables` with running statistics.
+
+        For instance ``task.outputs(result.model, x)``; :meth:`predict` does it in batches.
+        """
         return with_statistics(self.params, self.statistics)
 
     def client_state(self, client: int) -> Tree:
@@ -199,15 +204,15 @@ class Result:
         outputs = None if self.task is None else self.task.outputs
         if outputs is None:
             raise FedraxError("predict needs a task with outputs: give Task(..., outputs=...)")
-        model, compiled = self.variables if client is None else self.client_model(client), jax.jit(outputs)
+        x = np.asarray(x)
+        model, compiled = self.model if client is None else self.client_model(client), jax.jit(outputs)
         parts = [compiled(model, x[start : start + _BATCH]) for start in range(0, max(1, len(x)), _BATCH)]
         return np.concatenate([np.asarray(part) for part in parts])
 
     def _record(self, client: int) -> Any:
         """The record of a client, which is the initial one if it never participated."""
         if self.initial_client is None:
-            why = "this run diverged" if self.stopped == "diverged" else "this run was finished without keep_clients"
-            raise FedraxError(f"{why}: its result has no client states")
+            raise FedraxError(f"this result has no client states: {self._why_without_clients()}")
         if not isinstance(client, int | np.integer) or not 0 <= client < self.num_clients:
             raise FedraxError(
                 f"clients are numbered from 0 to {self.num_clients - 1}, and there is no client {client!r}"
@@ -216,6 +221,13 @@ class Result:
             return self.initial_client
         return jax.tree.map(lambda a: a[self.homes[client]], self.store)
 
+    def _why_without_clients(self) -> str:
+        if self.stopped == "diverged":
+            return "the run diverged, and they are those after the failure"
+        if not self.num_clients:
+            return "in a federation on Flower they stay at the clients"
+        return "the run was finished with keep_clients=False, as those of a comparison are; run it again without"
+
     def metric(self, name: str) -> list[tuple[int, float]]:
         """Return all values of a metric.
 
@@ -223,13 +235,16 @@ class Result:
             name: name of the metric in events.
 
         Returns:
-            (round, value) for each round that has a value.
+            (round, value) for each round that has a value; none where the metric is not defined, with a warning.
 
         Raises:
             FedraxError: for a name that no event has.
         """
         self._check_known(name)
-        return [(event["round"], event[name]) for event in self.events if event.get(name) is not None]
+        values = [(event["round"], event[name]) for event in self.events if event.get(name) is not None]
+        if self.events and not values:
+            warn(f"{name} is undefined (null) in every round that reports it: it has no values")
+        return values
 
     def cost_to_target(self, metric: str, value: float) -> dict[str, float] | None:
         """Return the cost until a metric first reaches a target.
@@ -325,7 +340,8 @@ def _metric_lines(values: Event) -> list[str]:
     for name in values:
         if not name.startswith(("train_", "test_")) or "_client" in name:
             continue
-        lines.append(f"  {name.replace('_', ' ')}: {values[name]:.4g}")
+        value = values[name]
+        lines.append(f"  {name.replace('_', ' ')}: {'undefined' if value is None else f'{value:.4g}'}")
         over = {key: values.get(f"{name}_{key}") for key in ("worst_client", "client_p10", "client_p50", "client_p90")}
         if None not in over.values():
             worst, low, middle, high = (f"{value:.4g}" for value in over.values())
