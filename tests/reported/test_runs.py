@@ -14,6 +14,7 @@ import pytest
 from fedrax import FedAvg, Federation, FedraxError, LocalSGD, classification
 from fedrax.contract import Model, Variables
 from fedrax.optim import Adam
+from fedrax.personalization import Personalized
 from tests.reported.problems import FEDERATION, LOCAL, START, TASK, X, Y, rows_of, run, run_cohorts
 
 
@@ -109,6 +110,16 @@ def test_frozen_arrays_stay_and_are_not_sent():
     np.testing.assert_allclose(alone.params, y, rtol=1e-10)
 
 
+def affine(p: Any, x: Any, key: Any = None) -> Any:
+    """Softmax regression with a bias."""
+    return x @ p["w"] + p["b"]
+
+
+def log_loss(logits: np.ndarray, y: np.ndarray) -> float:
+    """The mean cross entropy."""
+    return float((np.log(np.exp(logits).sum(1)) - logits[np.arange(len(y)), y]).mean())
+
+
 def scaled(p: Any, x: Any, key: Any = None) -> Any:
     """A model with a parameter that is a single number."""
     return p["scale"] * (x @ p["w"])
@@ -126,6 +137,23 @@ def test_a_parameter_without_axes_travels():
     assert deployed.params["scale"].shape == () and float(deployed.params["scale"]) != 0.7
     for name in start:
         np.testing.assert_allclose(deployed.params[name], simulated.params[name], rtol=1e-10)
+
+
+def test_the_server_and_the_clients_evaluate():
+    from fedrax.flower import LocalGrid, client_app, federate
+
+    model = Model(lambda key: {"w": jnp.asarray(START), "b": jnp.zeros(3)}, affine, name="affine")
+    method, task = Personalized(FedAvg(local=LOCAL), personal_params=("b",)), classification(model)
+    options: dict[str, Any] = {"rounds": 2, "cohort_size": 2, "dtype": "float64", "seed": 3, "per_client": True}
+    grid = LocalGrid(client_app(method, task, FEDERATION, seed=3), 3)
+    deployed = federate(grid, method, task, clients=3, test=(X[10:15], Y[10:15]), **options).events[-1]
+    simulated = run(method, task=task, **options)
+    event, params = simulated.events[-1], {name: np.asarray(a) for name, a in simulated.params.items()}
+    right = {name: value for name, value in event.items() if "client" in name or "personal" in name}
+    right["test_loss"] = log_loss(X[10:15] @ params["w"] + params["b"], Y[10:15])
+    assert {"test_personal_accuracy", "test_accuracy_worst_client"} <= right.keys()
+    for name, value in right.items():
+        assert deployed[name] == pytest.approx(value, rel=1e-6), name
 
 
 def test_a_client_without_samples_is_named(caplog: pytest.LogCaptureFixture):

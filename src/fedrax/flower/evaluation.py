@@ -62,6 +62,30 @@ def evaluate_on_clients(task: Task, registry: ClientRegistry, delivery: Delivery
             "%s need all test samples together, which the clients do not send: give the server test samples (test=)",
             ", ".join(task.whole_set),
         )
+    return _on_clients(task, registry, delivery, per_client)
+
+
+def evaluate_on_both(
+    on_server: Evaluate, task: Task, registry: ClientRegistry, delivery: DeliveryState, per_client: bool
+) -> Evaluate:
+    """Evaluate the global model on the server's test samples, and on the clients' what the server cannot evaluate.
+
+    That is personal models and, where ``per_client``, statistics over clients.
+    """
+    if not registry.test_sizes.any():
+        log.warning("no client has test samples: personal models and statistics over clients are not evaluated")
+        return on_server
+    on_clients = _on_clients(task, registry, delivery, per_client)
+
+    def evaluate(params: Tree, statistics: Tree, instructions: RoundInstructions, available: np.ndarray) -> Metrics:
+        state = params, statistics, instructions, available
+        return on_clients(*state) | on_server(*state)
+
+    return evaluate
+
+
+def _on_clients(task: Task, registry: ClientRegistry, delivery: DeliveryState, per_client: bool) -> Evaluate:
+    """The evaluation on the clients' test samples."""
     undefined = UndefinedMetrics(task)
 
     def evaluate(params: Tree, statistics: Tree, instructions: RoundInstructions, available: np.ndarray) -> Metrics:

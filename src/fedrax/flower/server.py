@@ -22,7 +22,7 @@ from fedrax.data import Federation
 from fedrax.devices import use_all_cores
 from fedrax.errors import FedraxError, warn
 from fedrax.flower.driver import RoundDriver
-from fedrax.flower.evaluation import evaluate_on_clients, evaluate_on_server
+from fedrax.flower.evaluation import evaluate_on_both, evaluate_on_clients, evaluate_on_server
 from fedrax.flower.executor import DeliveryState, ServerComputation
 from fedrax.flower.registry import ClientRegistry
 from fedrax.flower.schema import message_schemas, needs_initial_parameters, placeholder_assignment, shapes_of_samples
@@ -38,7 +38,7 @@ from fedrax.simulation.round import RoundProgram
 from fedrax.simulation.run import Callback
 from fedrax.simulation.settings import FederationOptions, Settings
 from fedrax.simulation.traffic import trace_round
-from fedrax.simulation.validate import changed_settings, check_lists, validate
+from fedrax.simulation.validate import ValidatedRun, changed_settings, check_lists, validate
 from fedrax.tree import Tree
 from fedrax.xla import CodeFingerprint, run_cached
 
@@ -127,7 +127,8 @@ def federate(
         task: loss and metrics; the clients must be given the same.
         settings: settings of the run; those of simulations only are rejected.
         clients: number of clients N; rounds begin when N clients are connected.
-        test: test samples (x, y) of the server; by default the clients evaluate on theirs.
+        test: test samples (x, y) of the server; by default the clients evaluate on theirs. Personal models and, with
+            ``per_client``, statistics over clients are evaluated on the clients' in any case.
         params: starting parameters, by default those of ``task.init``.
         seed: draw starting parameters, cohorts and the server's noise as ``simulate`` does with this seed. By default
             they are drawn from a secret: noise that others can reproduce protects nothing.
@@ -212,6 +213,8 @@ def _prepare(
     checked_init(algorithm, start, server)
     require_finite_start(algorithm, server)
     on_server = None if test is None else evaluate_on_server(task, test, samples)
+    if on_server is not None and (settings.per_client or _has_personal_models(algorithm, valid)):
+        on_server = evaluate_on_both(on_server, task, registry, delivery, settings.per_client)
     return RoundDriver(
         registry=registry,
         algorithm=algorithm,
@@ -239,6 +242,11 @@ def _prepare(
             directory=directory,
         ),
     )
+
+
+def _has_personal_models(algorithm: Algorithm, valid: ValidatedRun) -> bool:
+    """Whether the method's clients have models of their own."""
+    return jax.eval_shape(algorithm.personal, valid.params, valid.initial.state) is not None
 
 
 def _placeholder_data(samples: Batch) -> Federation:
