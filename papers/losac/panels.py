@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import polars as pl
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -28,15 +29,16 @@ def draw(
     grid = sketch.subplots(2, len(found), squeeze=False, sharex=True, sharey="none" if top is None else "row")
     for (above, below), (title, methods), mark in zip(grid.T, found.items(), marks, strict=True):
         for axes, metric in zip((above, below), metrics, strict=True):
-            for i, method in enumerate(methods):
-                table = curves.curve(method, metric)
+            tables = [curves.curve(method, metric) for method in methods]
+            limits = curves.table_log_limits(pl.concat(tables)) if axes is above else None
+            for i, (method, table) in enumerate(zip(methods, tables, strict=True)):
                 axes.plot(table["round"], table["mean"], color=curves.PALETTE[i], linewidth=1.6, label=method.label)
-                axes.fill_between(table["round"], table["low"], table["high"], color=curves.PALETTE[i], alpha=0.15)
+                curves.draw_band(axes, table, "round", curves.PALETTE[i], limits)
             axes.grid(color="0.92", linewidth=0.7)
             axes.set_axisbelow(True)
             axes.spines[["top", "right"]].set_visible(False)
         above.set_title(title, fontsize="medium")
-        above.set_yscale("log", nonpositive="clip")
+        above.set_yscale("log")
         above.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         above.yaxis.set_major_formatter("{x:g}")
         above.yaxis.set_minor_formatter(NullFormatter())

@@ -1,5 +1,8 @@
 """Tables and figures of many methods."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -7,9 +10,10 @@ from matplotlib.figure import Figure
 
 from fedrax.data import Federation
 from fedrax.data.plot import draw_label_counts
-from fedrax.report.curves import legend_columns
-from fedrax.report.runs import Statistic
+from fedrax.report.curves import draw_curves, legend_columns
+from fedrax.report.runs import MethodRuns, SavedRun, Statistic
 from fedrax.report.search_plots import draw_grids
+from fedrax.report.svg import ChartCurve, chart
 from fedrax.tuning.selection import SearchResult, Trial
 
 
@@ -32,6 +36,35 @@ def test_losses_far_apart_are_on_a_logarithmic_axis() -> None:
         trials = tuple(Trial({"local.lr": 10.0**k}, value, 3) for k, value in enumerate(values))
         (axes,) = draw_grids({"fedavg": SearchResult(metric, lower, trials)}).axes
         assert axes.get_yscale() == scale
+
+
+LOSSES = ([30.0, 4.0, 1.0], [26.0, 0.1, 0.2])
+"""Two runs of mean and deviation 28 and 2.83, 2.05 and 2.76, 0.6 and 0.57: the last lower edges are -0.7 and 0.03."""
+
+
+def test_bands_on_a_logarithmic_axis_end_at_the_axis() -> None:
+    runs = []
+    for losses in LOSSES:
+        events = [{"round": r, "test_loss": v, "bytes_down": r, "bytes_up": 0} for r, v in enumerate(losses)]
+        runs.append(SavedRun(Path(), {}, events, None))
+    axes = draw_curves([MethodRuns("fedavg", runs)]).axes[0]
+    (band,) = axes.collections
+    (outline,) = band.get_paths()
+    low, high = axes.get_ylim()
+    assert axes.get_yscale() == "log" and low == pytest.approx(0.6 / 1.25)
+    edges = np.asarray(outline.vertices)[:, 1]
+    assert edges.min() == low and edges.max() == pytest.approx(28 + 8**0.5) and edges.max() < high
+
+
+def test_bands_on_a_logarithmic_axis_of_a_report_end_at_the_axis() -> None:
+    mean, deviation = np.mean(LOSSES, axis=0), np.std(LOSSES, axis=0, ddof=1)
+    points = [(float(i), float(mean[i]), float(deviation[i])) for i in range(3)]
+    drawn = chart([ChartCurve("fedavg", 0, points)], "rounds", "test loss")
+    (polygon,) = re.findall(r'class="band" points="([^"]*)"', drawn)
+    heights = [float(point.partition(",")[2]) for point in polygon.split()]
+    (axis,) = re.findall(r'class="axis" x1="46" x2="466" y1="([^"]*)"', drawn)  # the line below the chart
+    assert max(heights) == float(axis) == heights[3] == heights[4]  # of the last two points
+    assert min(heights) > 14  # the upper edges are below the upper end of the axis
 
 
 def test_few_clients_of_many_classes_have_their_names() -> None:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from fedrax.escaping import escape_matplotlib
 from fedrax.files import write_figure
-from fedrax.report.runs import MethodRuns, curve
+from fedrax.report.runs import MethodRuns, curve, log_limits, needs_log_axis
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 """The palette of Okabe and Ito, for any kind of color vision, without yellow, which is too light for lines."""
@@ -46,9 +46,12 @@ def draw_curves(
     grid = figure.subplots(max(len(metrics), 1), 2, squeeze=False, sharey="row")
     for axes_row, key in zip(grid, metrics, strict=False):
         tables = [curve(method, key) for method in methods]
+        together = pl.concat(tables)
+        is_log = "accuracy" not in key and needs_log_axis(together["mean"].to_list())
+        limits = table_log_limits(together) if is_log else None
         for axes, x in zip(axes_row, X_AXES, strict=True):
             for i, (method, table) in enumerate(zip(methods, tables, strict=True)):
-                _draw(axes, table, x, escape_matplotlib(method.label), i)
+                _draw(axes, table, x, escape_matplotlib(method.label), i, limits)
             axes.set_xlabel(X_AXES[x])
             axes.grid(color="0.92", linewidth=0.7)
             axes.set_axisbelow(True)
@@ -57,7 +60,7 @@ def draw_curves(
             if key == metric and target is not None:
                 axes.axhline(target, color="0.45", linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
         axes_row[0].set_ylabel((METRICS | PERSONAL_METRICS)[key])
-        set_scale(axes_row[0], pl.concat(tables)["mean"].to_list(), key)
+        set_scale(axes_row[0], key, limits)
         if key == metric and target is not None:
             axes_row[0].annotate(
                 f"target {target:g}", (0, target), xycoords=("axes fraction", "data"), xytext=(4, 3),
@@ -81,26 +84,34 @@ def legend_columns(figure: Figure, labels: Sequence[str]) -> int:
     return max(1, min(len(labels), 5, letters // (max(map(len, labels)) + 8)))
 
 
-def _draw(axes: Axes, table: pl.DataFrame, x: str, label: str, index: int) -> None:
-    """Draw the curve and the band of a method."""
+def _draw(axes: Axes, table: pl.DataFrame, x: str, label: str, index: int, limits: tuple[float, float] | None) -> None:
+    """Draw the curve and the band of a method; ``limits``: those of a logarithmic axis."""
     color, dash = PALETTE[index % len(PALETTE)], DASHES[(index // len(PALETTE)) % len(DASHES)]
     marker = "o" if len(table) <= 12 else None
     axes.plot(
         table[x], table["mean"], color=color, linestyle=dash, linewidth=1.8, marker=marker, markersize=3.5, label=label
     )
-    axes.fill_between(table[x], table["low"], table["high"], color=color, alpha=0.15, linewidth=0)
+    draw_band(axes, table, x, color, limits)
 
 
-def set_scale(axes: Axes, values: Sequence[float], metric: str) -> None:
-    """Set a logarithmic axis for losses over more than a factor of 20, and limits in [0, 1] for accuracies."""
-    if not values:
-        return
-    low, high = min(values), max(values)
-    if "accuracy" in metric:
+def draw_band(axes: Axes, table: pl.DataFrame, x: str, color: str, limits: tuple[float, float] | None = None) -> None:
+    """Draw the band between ``low`` and ``high``, on a logarithmic axis no further than to the ends of the axis."""
+    low, high = (table[edge] if limits is None else table[edge].clip(*limits) for edge in ("low", "high"))
+    axes.fill_between(table[x], low, high, color=color, alpha=0.15, linewidth=0)
+
+
+def table_log_limits(table: pl.DataFrame) -> tuple[float, float]:
+    """The ends of a logarithmic axis for the curves in a table of `curve`."""
+    return log_limits(*(table[column].to_list() for column in ("mean", "low", "high")))
+
+
+def set_scale(axes: Axes, metric: str, limits: tuple[float, float] | None) -> None:
+    """Set a logarithmic axis with these ``limits``, if any, and else limits in [0, 1] for accuracies."""
+    if limits is not None:
+        axes.set_yscale("log")
+        axes.set_ylim(*limits)
+    elif "accuracy" in metric:
         axes.set_ylim(max(0.0, axes.get_ylim()[0]), min(1.0, axes.get_ylim()[1]))
-    elif low > 0 and high > 20 * low:
-        axes.set_yscale("log", nonpositive="clip")  # a band may reach below zero
-        axes.set_ylim(0.8 * low, 1.25 * high)
 
 
 def save_curves(figure: Figure, path: Path) -> tuple[Path, Path]:

@@ -340,7 +340,8 @@ def _environment(data: ReportData) -> str:
         f'<div class="card"><h3>{_count(count, "run")}</h3>{_keys(facts)}</div>' for facts, count in found[:12]
     )
     warning = (
-        '<p class="note warning">The runs are of different versions or machines: their seconds are not comparable.</p>'
+        '<p class="note warning">The runs are of different versions or machines: their seconds are not comparable, and'
+        " equal seeds need not give equal metrics.</p>"
     )
     return f'<div class="cards">{cards}</div>{warning * (len(found) > 1)}'
 

@@ -262,6 +262,28 @@ def curve(method: MethodRuns, metric: str) -> pl.DataFrame:
     )
 
 
+LOG_RATIO = 20.0
+"""Ratio of the largest to the smallest mean above which an axis of losses is logarithmic."""
+LOG_BAND = 10.0
+"""Factor by which bands may extend a logarithmic axis below the smallest mean."""
+
+
+def needs_log_axis(means: Sequence[float]) -> bool:
+    """Whether an axis of losses is logarithmic: all positive, and over more than a factor of ``LOG_RATIO``."""
+    return bool(means) and min(means) > 0 and max(means) > LOG_RATIO * min(means)
+
+
+def log_limits(means: Sequence[float], lows: Sequence[float], highs: Sequence[float]) -> tuple[float, float]:
+    """Ends of a logarithmic axis that shows means > 0 and the edges of their bands, mean -+ standard deviation.
+
+    Lower edges more than a factor of ``LOG_BAND`` below the smallest mean, and those at or below zero, which such an
+    axis does not have, are outside: charts draw these bands down to the axis' lower end.
+    """
+    smallest = min(means)
+    shown = [low for low in lows if low > smallest / LOG_BAND]
+    return min([smallest, *shown]) / 1.25, 1.25 * max(v for v in [*means, *highs] if math.isfinite(v))
+
+
 def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
     """Mean and sample standard deviation (0 of one value), without overflow of sums and squares."""
     if not all(map(math.isfinite, values)):

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from fedrax.escaping import escape_matplotlib, format_setting, format_settings, short_path
 from fedrax.report.curves import DASHES, PALETTE, legend_columns, set_scale
+from fedrax.report.runs import log_limits, needs_log_axis
 from fedrax.tuning.selection import SearchResult, Trial
 
 
@@ -63,7 +64,8 @@ def _panel(axes: Axes, path: str, search_results: Mapping[str, SearchResult]) ->
         edge = 0.97 if metric.lower_is_better else 0.03
         axes.plot(lost, [edge] * len(lost), "x", color=color, transform=axes.get_xaxis_transform())
         drawn += [y for y in ys if math.isfinite(y)]
-    set_scale(axes, drawn, metric.metric)
+    is_log = "accuracy" not in metric.metric and needs_log_axis(drawn)
+    set_scale(axes, metric.metric, log_limits(drawn, drawn, drawn) if is_log else None)
     _axes(axes, path, metric, [trial.point[path] for result in shown.values() for trial in result.trials])
 
 

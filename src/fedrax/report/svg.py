@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedrax.escaping import printable_line
+from fedrax.report.runs import log_limits, needs_log_axis
 
 COLORS, DASHES = 7, ("", "7 4", "2 3", "9 3 2 3")
 WIDTH, HEIGHT = 480, 300
@@ -79,13 +80,14 @@ class AxisScale:
         return cls(low - room, high + room, start, end)
 
     def __call__(self, value: float) -> float:
-        """The position of a value, clipped to 2 % outside of the axis."""
+        """The position of a value, clipped to the ends of the axis."""
+        value = min(self.high, max(self.low, value))
         if self.log:
             low, high = math.log(self.low), math.log(self.high)
-            share = (math.log(max(value, 1e-300)) - low) / (high - low)
+            share = (math.log(value) - low) / (high - low)
         else:
             share = (value - self.low) / (self.high - self.low)
-        return self.start + (self.end - self.start) * min(1.02, max(-0.02, share))
+        return self.start + (self.end - self.start) * share
 
     def ticks(self, wanted: int = 5) -> list[float]:
         """About ``wanted`` round values on the axis."""
@@ -152,13 +154,14 @@ def chart(
     """
     xs = [x for c in curves for x in (*(p[0] for p in c.points), *(p[0] for run in c.runs for p in run), *c.lost)]
     means = [p[1] for c in curves for p in c.points] + [p[1] for c in curves for run in c.runs for p in run]
-    log_y = not share and bool(means) and min(means) > 0 and max(means) > 20 * min(means)
-    edges = means if log_y else means + [p[1] + s * p[2] for c in curves for p in c.points for s in (-1, 1)]
+    lows, highs = ([p[1] + s * p[2] for c in curves for p in c.points] for s in (-1, 1))
+    log_y = not share and needs_log_axis(means)
+    edges = [*log_limits(means, lows, highs)] if log_y else [*means, *lows, *highs]
     edges += [target] if target is not None else []
     x = AxisScale.over(
         xs if log_x or names else [0, *xs], _LEFT, WIDTH - _RIGHT, log_x, 0.06 if log_x or names else 0.0
     )
-    y = AxisScale.over(edges, HEIGHT - _BOTTOM, _TOP, log_y, 0.05)
+    y = AxisScale.over(edges, HEIGHT - _BOTTOM, _TOP, log_y, 0.0 if log_y else 0.05)
     if share:
         y = AxisScale(max(0.0, y.low), min(1.0, y.high), y.start, y.end) if y.low < 1 and y.high > 0 else y
     parts = [_frame(x, y, x_label, ticks or x.ticks(), names)]
