@@ -1,5 +1,6 @@
 """Hyper-parameters chosen on validation data, and methods compared at their best."""
 
+import dataclasses
 import json
 import math
 import re
@@ -15,6 +16,7 @@ from fedrax.experiments import comparison, experiment, jobs, user_code
 from fedrax.experiments.run_comparison import compare
 from fedrax.experiments.search import trials
 from fedrax.report.report_data import gather
+from fedrax.report.search_plots import varied_paths
 from fedrax.simulation import simulate
 from tests.cli.conftest import TINY, Outcome
 
@@ -179,6 +181,26 @@ def test_in_python(quick: Path, tmp_path: Path) -> None:
         assert [dict(trial.point) for trial in choice.trials] == [{"algorithm.local.lr": lr} for lr in (0.01, 0.3)]
         assert choice.best.value == max(trial.value or 0 for trial in choice.trials)
     assert "| fedavg |" in repr(made) and all(math.isfinite(row.loss.mean) for row in made.rows if row.loss)
+
+
+def test_a_grid_of_one_point_is_not_searched(quick: Path, tmp_path: Path) -> None:
+    """Its methods are run with the point, and a search of the others goes on from there."""
+    grid = {"algorithm.local.lr": [0.3], "algorithm.local.weight_decay": [0.5]}
+    alone = compare(quick, grid=grid, seeds=[0], directory=tmp_path / "c")
+    assert not alone.search_results and not (tmp_path / "c/search").exists()
+    assert [picture.name for picture in alone.pictures] == ["curves.png"] and not (tmp_path / "c/grid.png").exists()
+    assert {method.settings for method in alone.methods} == {"local.lr 0.3, local.weight_decay 0.5"}
+    local = alone.methods[0].runs[0].table["algorithm"]["local"]
+    assert (local["lr"], local["weight_decay"]) == (0.3, 0.5)
+    assert "local.lr 0.3" in repr(alone.comparison)
+
+    first, second = alone.comparison.methods
+    wider = comparison.grid.from_table(grid | {"algorithm.local.lr": [0.3, 0.1]}, "the grid")
+    spec = dataclasses.replace(alone.comparison, grids={**alone.comparison.grids, second.name: wider})
+    both = compare(spec, directory=tmp_path / "c")
+    assert list(both.search_results) == [second.name] and not (tmp_path / "c/search" / first.name).exists()
+    assert varied_paths(both.search_results) == ["algorithm.local.lr"]
+    assert both.methods[0].runs[0].events == alone.methods[0].runs[0].events  # of the finished run, times included
 
 
 def test_after_a_wider_grid_each_method_is_shown_once(

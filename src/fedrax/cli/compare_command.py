@@ -162,7 +162,7 @@ def apply_options(spec: Comparison, options: CompareOptions) -> Comparison:
     if options.on is not None and (options.tensorboard or options.wandb or options.mlflow):
         raise FedraxError("loggers work for local runs only: leave out --on, or --tensorboard, --wandb and --mlflow.")
     spec = dataclasses.replace(spec, **changes, search=dataclasses.replace(spec.search, **search))
-    if search and not spec.grids:
+    if search and not spec.searched:
         raise FedraxError("there is no grid to search on validation data: give --grid PATH=VALUE,VALUE,...")
     return spec
 
@@ -250,7 +250,7 @@ def report(outcome: ComparisonResult, options: CompareOptions, args: list[str]) 
 
 def next_step(spec: Comparison, args: list[str]) -> str:
     """A suggested next command, a change of the one that was typed."""
-    if not spec.grids:
+    if not spec.searched:
         again = shlex.join(without_flags(args, "--out"))
         return f"try next: fedrax compare {again} --grid algorithm.local.lr=0.01,0.03,0.1,0.3    (tune each method)"
     again = shlex.join(without_flags(args, "--out", "--partition"))

@@ -125,6 +125,8 @@ class Comparison:
         own = self.grids.get(label)
         if own is None:
             return ""
+        if label in self.fixed:
+            return f"; {format_settings(self.fixed[label])}"
         return f"; {self.search.trials} trials" if self.is_sampled(label) else f"; a grid of {own.size} points"
 
     def check(self) -> None:
@@ -162,7 +164,7 @@ class Comparison:
         trials = self.search.trials
         if trials is not None and trials > grid.LARGEST:
             raise FedraxError(f"{trials:,} trials are too many (limit: {grid.LARGEST:,}).")
-        for label, found in self.grids.items():
+        for label, found in self.searched.items():
             if any(method.validation for method in self.methods if method.name == label):
                 raise FedraxError(
                     f"the grid of {label}: the search holds out its own validation rows: leave validation out here, and"
@@ -192,6 +194,16 @@ class Comparison:
     def search_seeds(self) -> tuple[int, ...]:
         """Seeds of the runs of the search."""
         return self.search.seeds or self.seeds[:1]
+
+    @property
+    def fixed(self) -> dict[str, SettingPoint]:
+        """The only point of each grid that has a single one, by label: there is nothing to search."""
+        return {label: own.points()[0] for label, own in self.grids.items() if not own.ranges and own.size == 1}
+
+    @property
+    def searched(self) -> dict[str, Grid]:
+        """The grids with several points, by label."""
+        return {label: own for label, own in self.grids.items() if own.ranges or own.size > 1}
 
     def is_sampled(self, label: str) -> bool:
         """Whether Optuna selects the settings of a method that are tried.
@@ -259,9 +271,9 @@ class Comparison:
             label: The method.
 
         Returns:
-            The runs; none for a method without a grid, or whose settings Optuna selects.
+            The runs; none for a method without a grid or with a grid of one point, or whose settings Optuna selects.
         """
-        if label not in self.grids or self.is_sampled(label):
+        if label not in self.searched or self.is_sampled(label):
             return []
         return self.search_runs_at(label, [point for point, _ in self.candidates[label]])
 

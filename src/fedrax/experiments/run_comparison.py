@@ -56,7 +56,7 @@ class ComparisonResult:
     methods: tuple[MethodRuns, ...]
     """The runs of each method."""
     search_results: Mapping[str, SearchResult]
-    """Search results of the methods with grids, by label."""
+    """Search results of the methods whose grids have several points, by label."""
 
     @property
     def metric(self) -> str:
@@ -193,7 +193,8 @@ def compare(
 
     Args:
         source: The file of a comparison, files with a method each, or a :class:`Comparison`.
-        grid: Replaces the grids of all methods: ``{"algorithm.local.lr": [0.01, 0.1]}``.
+        grid: Replaces the grids of all methods: ``{"algorithm.local.lr": [0.01, 0.1]}``. A grid of one point is not
+            searched: the methods are run with it.
         trials: Number of settings of each method that Optuna tries instead of the whole grid, which may then have
             ranges: ``{"algorithm.local.lr": "0.001..1:log"}``.
         seeds: Replaces the seeds of the file.
@@ -296,12 +297,12 @@ def _run(
         )
 
     if len(spec.methods) > 1:  # a single method is checked by its own run
-        without_grid = [job for job in spec.runs({}) if job.spec.name not in spec.grids]
-        jobs.check_methods(without_grid, out, lambda: (task, federation))
+        without_search = [job for job in spec.runs(spec.fixed) if job.spec.name not in spec.searched]
+        jobs.check_methods(without_search, out, lambda: (task, federation))
     search_results = {}
-    if spec.grids:
+    if spec.searched:
         search_results = trials.search(spec, out, task, held, watcher, workers, data_dir)
-    chosen = {label: dict(choice.best.point) for label, choice in search_results.items()}
+    chosen = spec.fixed | {label: dict(choice.best.point) for label, choice in search_results.items()}
     runs = spec.runs(chosen)
     _update_places(runs, out)
     jobs.check_saved_runs(runs, out, lambda: (task, federation))

@@ -199,7 +199,7 @@ def _searches(data: ReportData) -> str:
 def _search(search: SearchOutcome) -> str:
     """A chart of the metric against each setting, and the selected settings."""
     cards = []
-    for path in dict.fromkeys(path for result in search.results.values() for path in result.trials[0].point):
+    for path in search_plots.varied_paths(search.results):
         cards.append(f'<div class="card">{_search_chart(path, search)}</div>')
     first, rest = search.lines[0], search.lines[1:]
     selected = [line.strip() for line in rest if not line.startswith("warning")]

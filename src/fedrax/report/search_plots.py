@@ -24,7 +24,7 @@ def draw_grids(search_results: Mapping[str, SearchResult], title: str = "") -> F
     edge (the upper one if smaller values are better) marks a value at which every run diverged. Axes of positive
     settings over more than a factor of five are logarithmic, those of losses as in `draw_curves`.
     """
-    paths = list(dict.fromkeys(path for result in search_results.values() for path in result.trials[0].point))
+    paths = varied_paths(search_results)
     columns = min(len(paths), 3)
     rows = math.ceil(len(paths) / columns)
     figure = Figure(figsize=(max(5.5, 4.2 * columns), 0.9 + 3.2 * rows), layout="constrained")
@@ -41,6 +41,16 @@ def draw_grids(search_results: Mapping[str, SearchResult], title: str = "") -> F
     if title:
         figure.suptitle(escape_matplotlib(title), x=0.01, ha="left", fontsize="medium")
     return figure
+
+
+def varied_paths(search_results: Mapping[str, SearchResult]) -> list[str]:
+    """The settings of which several values were tried; all settings if there are none."""
+    values: dict[str, set[str]] = {}
+    for result in search_results.values():
+        for trial in result.trials:
+            for path, value in trial.point.items():
+                values.setdefault(path, set()).add(repr(value))
+    return [path for path, found in values.items() if len(found) > 1] or list(values)
 
 
 def _panel(axes: Axes, path: str, search_results: Mapping[str, SearchResult]) -> None:

@@ -134,12 +134,12 @@ def _check_saved_trials(comparison: Comparison, out: Path, task: Task, federatio
 
 
 def _programs(comparison: Comparison, task: Task, federation: Federation) -> dict[str, dict[str, str]]:
-    """For each label with a grid, digests of its programs: one for points that differ in floats only.
+    """For each label with a search, digests of its programs: one for points that differ in floats only.
 
     The keys describe the settings. Raises FedraxError for points that do not fit the data, the model or the cohorts.
     """
     found: dict[str, dict[str, str]] = {}
-    for label in comparison.grids:
+    for label in comparison.searched:
         firsts: dict[str, tuple[SettingPoint, Experiment]] = {}
         for point, spec in comparison.candidates[label]:
             firsts.setdefault(f"{_without_numbers(spec.algorithm)} {spec.run!r}", (point, spec))
@@ -178,7 +178,7 @@ def search(
         data_dir: Directory of data files, for workers.
 
     Returns:
-        The result for each method with a grid, by label.
+        The result for each method with a grid of several points, by label.
     """
     use_all_cores()
     metric = selection_metric(task, comparison.search.metric)  # raises before anything runs
@@ -194,13 +194,13 @@ def search(
         return [_trial(comparison, label, point, out, metric) for point in points]
 
     lower = is_lower_better(task, metric)
-    full_grids = [label for label in comparison.grids if not comparison.is_sampled(label)]
+    full_grids = [label for label in comparison.searched if not comparison.is_sampled(label)]
     studies = {}  # made before anything runs: raises if Optuna is not installed
-    for label in comparison.grids:
+    for label, grid in comparison.searched.items():
         if comparison.is_sampled(label):
             assert comparison.search.trials is not None
             seed = comparison.search_seeds[0]
-            studies[label] = OptunaStudy(comparison.grids[label].axes, comparison.search.trials, seed, lower)
+            studies[label] = OptunaStudy(grid.axes, comparison.search.trials, seed, lower)
     if workers is not None:
         workers.connect()  # raises before anything is written
     _check_saved_trials(comparison, out, *problem())
@@ -215,7 +215,7 @@ def search(
         for label, points in asked.items():
             studies[label].tell(evaluated(label, points))
     results |= {label: study.result(metric) for label, study in studies.items()}
-    return {label: results[label] for label in comparison.grids}
+    return {label: results[label] for label in comparison.searched}
 
 
 def _trial(comparison: Comparison, label: str, point: SettingPoint, out: Path, metric: str) -> Trial:
