@@ -3,11 +3,13 @@
 import dataclasses
 import json
 import os
+import zipfile
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import fedrax
 from fedrax import FedAvg, Federation, FedraxError, LocalSGD, Scaffold, classification, simulate
@@ -100,6 +102,49 @@ def test_long_numbers_of_a_file_stay_as_they_are(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, fedrax.simulation.load_model(tmp_path / "long"), long.params)
 
 
+def test_a_plain_state_dict_is_read_by_the_names_of_its_arrays(tmp_path):
+    """As ``safetensors.torch.save_file(module.state_dict(), path)`` writes it, with and without batch norm."""
+    weights = {"net.0.weight": np.arange(6.0, dtype=np.float32).reshape(2, 3), "net.0.bias": np.ones(2, np.float32)}
+    save_file(weights, tmp_path / "plain")
+    loaded = fedrax.simulation.load_model(tmp_path / "plain")
+    assert jax.tree.map(np.shape, loaded) == {"net": {"0": {"weight": (2, 3), "bias": (2,)}}}
+    np.testing.assert_array_equal(loaded["net"]["0"]["weight"], weights["net.0.weight"])
+
+    norm = {"bn.running_mean": np.full(2, 4.0, np.float32), "bn.running_var": np.full(2, 9.0, np.float32)}
+    save_file(weights | norm | {"bn.num_batches_tracked": np.array(7)}, tmp_path / "norm")
+    params = {"net": [{"weight": jnp.zeros((2, 3)), "bias": jnp.zeros(2)}]}  # a list, as of Equinox
+    statistics = {"bn": {"running_mean": jnp.zeros(2), "running_var": jnp.ones(2)}}
+    for running in (statistics, {"bn": statistics["bn"] | {"num_batches_tracked": jnp.array(0)}}):
+        like = Variables(params, running)
+        found = fedrax.simulation.load_model(tmp_path / "norm", like=like)
+        assert jax.tree.structure(found) == jax.tree.structure(like)
+        assert jax.tree.map(lambda leaf: leaf.dtype, found) == jax.tree.map(lambda leaf: leaf.dtype, like)
+        np.testing.assert_array_equal(found.params["net"][0]["bias"], 1.0)
+        np.testing.assert_array_equal(found.statistics["bn"]["running_var"], 9.0)
+    assert found.statistics["bn"]["num_batches_tracked"] == 7
+
+    flat = fedrax.simulation.load_model(tmp_path / "plain", like=jax.tree.map(jnp.zeros_like, weights))
+    assert set(flat) == set(weights)  # names with dots, as in a dictionary of the user
+    for file, structure, words in (
+        ("norm", None, r"running statistics, bn/running_(mean|var): pass like=task\.init"),
+        ("norm", params, "has no bn/running_(mean|var)"),
+        ("plain", like, "bn/num_batches_tracked is not there, should be of shape"),
+        ("plain", {"net": [{"weight": jnp.zeros((3, 2)), "bias": jnp.zeros(2)}]}, r"net/0/weight is of shape \(2, 3\)"),
+    ):
+        with pytest.raises(FedraxError, match=words):
+            fedrax.simulation.load_model(tmp_path / file, like=structure)
+    save_file({"a.b": np.zeros(1), "a/b": np.zeros(1)}, tmp_path / "twice")
+    with pytest.raises(FedraxError, match="two arrays for the leaf a/b"):
+        fedrax.simulation.load_model(tmp_path / "twice")
+
+
+def test_a_file_of_torch_save_raises_the_remedy(tmp_path):
+    with zipfile.ZipFile(tmp_path / "model.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02.")
+    with pytest.raises(FedraxError, match=r"safetensors\.torch\.save_file\(module\.state_dict\(\), path\)"):
+        fedrax.simulation.load_model(tmp_path / "model.pt")
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -110,8 +155,6 @@ def test_long_numbers_of_a_file_stay_as_they_are(tmp_path):
         b'\x80\x04\x95\x1e\x00\x00\x00cposix\nsystem\n(S"true"\ntR.',
         (n := json.dumps({"params/w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 1 << 40]}}).encode())
         and len(n).to_bytes(8, "little") + n,
-        (n := json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode())
-        and len(n).to_bytes(8, "little") + n + b"\0" * 4,
         stored("params/w", "F8_E4M3", np.zeros(4, np.uint8)),
         stored("params/w", "C64", np.zeros(1, np.complex64)),
         stored("params/" + "a/" * 20_000, "F32", np.zeros(1, np.float32)),
