@@ -79,7 +79,7 @@ def test_warnings_of_the_data_are_said_beside_json(fedrax: Callable[..., Outcome
     flags = ("--data", "csv", "--data.path", "d.csv", "--partition", "iid", "--partition.clients", 3)
     for command in (("run", "--run.cohort-size", "2", "--run.rounds", "1", "--model", "logistic"), ("partition",)):
         outcome = fedrax(*command, *flags, "--json")
-        assert outcome.err.startswith("warning: 'NA', in 30 rows of 'label', is a class as any other")
+        assert outcome.err.startswith("warning: 'NA', in 30 rows of 'label', is read as a class")
         json.loads(outcome.out.splitlines()[-1])
 
 

@@ -98,14 +98,14 @@ def test_distinct_measured_integers_are_not_row_identifiers(tmp_path: Path):
     visits = np.sort(rng.choice(40_000, 60, replace=False))
     rows = "".join(f"{a},{b},{c},{i % 2}\n" for i, (a, b, c) in enumerate(zip(shuffled, incomes, visits, strict=True)))
     notes = load("csv", path=write(tmp_path / "t.csv", "patient,income,visit,label\n" + rows)).notes
-    told = [note.split("'")[1] for note in notes if "is another whole number in every row" in note]
+    told = [note.split("'")[1] for note in notes if "has a different integer in every row" in note]
     assert told == ["patient", "visit"]
 
 
 def test_free_text_is_rejected_as_a_category(tmp_path: Path):
     """Newsgroup messages with line breaks; another reader tokenizes text."""
     rows = "".join(f'"Hello all,\n this ""is"" message {i}\nregards",{"ab"[i % 2]}\n' for i in range(80))
-    with pytest.raises(FedraxError, match="max_categories; what huggingface reads from Parquet tables may be texts"):
+    with pytest.raises(FedraxError, match="max_categories; the reader huggingface reads such texts word by word"):
         load("csv", path=write(tmp_path / "news.csv", "text,label\n" + rows))
 
 
@@ -114,12 +114,12 @@ def test_one_hot_columns_that_exceed_memory_are_rejected(tmp_path: Path):
     path = write(
         tmp_path / "n.csv", "name,a,label\n" + "".join(f"n{i},{i % 7},{'xy'[i % 2]}\n" for i in range(100_000))
     )
-    with pytest.raises(FedraxError, match=r"takes 32 GB in 100,000 rows, too much: column 'name' has 80,000 different"):
+    with pytest.raises(FedraxError, match=r"takes 32 GB for 100,000 rows, too much: column 'name' has 80,000 distinct"):
         load("csv", path=path, max_categories=1_000_000)
 
 
 def test_one_hot_columns_that_exceed_the_process_limit_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = write(tmp_path / "n.csv", "name,label\n" + "".join(f"n{i},{'xy'[i % 2]}\n" for i in range(40)))
     monkeypatch.setattr("fedrax.data.readers.tabular.host_memory", lambda: 4096)  # as in a container
-    with pytest.raises(FedraxError, match=r"'name' has 32 different texts; leave it out by drop\.$"):
+    with pytest.raises(FedraxError, match=r"'name' has 32 distinct texts; leave it out by drop\.$"):
         load("csv", path=path)

@@ -31,8 +31,8 @@ def test_semicolons_and_decimal_commas(path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("größe,label\n1,2\n".encode("latin-1"), "no text in UTF-8: save it in this encoding"),
-        ("a,label\nü,2\n".encode("latin-1"), "no text in UTF-8: save it in this encoding"),
+        ("größe,label\n1,2\n".encode("latin-1"), "it is not valid UTF-8: save it in this encoding"),
+        ("a,label\nü,2\n".encode("latin-1"), "it is not valid UTF-8: save it in this encoding"),
         (b"a,label\n1,2\n1,2,3\n", "a row has more cells than the header has names"),
         (b'a,label\n"1,2\n', "a quotation mark is never closed"),
     ],
@@ -70,17 +70,17 @@ def test_zeros_in_front_are_part_of_a_name(path: Path, tmp_path: Path) -> None:
 
 def test_a_row_without_client_is_rejected_whatever_stands_for_it(path: Path) -> None:
     path.write_text("who,x,label\n1.5,1,0\nNaN,2,1\n2.5,3,1\n")
-    with pytest.raises(FedraxError, match="'who' has missing values, which no row may have there"):
+    with pytest.raises(FedraxError, match="'who' has missing values, which are not allowed there"):
         load("csv", path=path, client="who")
 
 
 def test_texts_that_name_the_row_are_noted(path: Path) -> None:
     path.write_text("day,ward,label\n" + "".join(f"2024-01-{i % 28 + 1},w{i % 3},{i % 2}\n" for i in range(50)))
     notes = load("csv", path=path).notes
-    assert any("'day' has another text in most rows: drop it" in note for note in notes)
-    assert not any("'ward' has another text" in note for note in notes)
+    assert any("'day' has a different text in most rows: drop it" in note for note in notes)
+    assert not any("'ward' has a different text" in note for note in notes)
     path.write_text("car,x,label\n" + "".join(f"model {i},{i},{i % 2}\n" for i in range(20)))
-    assert any("'car' has another text in every row: drop it" in note for note in load("csv", path=path).notes)
+    assert any("'car' has a different text in every row: drop it" in note for note in load("csv", path=path).notes)
 
 
 def test_a_form_is_that_of_every_column(path: Path) -> None:
@@ -112,7 +112,7 @@ def test_numbers_in_another_form(tmp_path: Path, written: str):
     with pytest.raises(FedraxError, match=r"'price' holds texts such as .*1.*, numbers in another form: write them as"):
         load("csv", path=path, separator=";")
     assert len(load("csv", path=path, separator=";", categorical=("price",), test_fraction=0.0).feature_names) == 9
-    with pytest.raises(FedraxError, match='labels = "classes" takes them'):
+    with pytest.raises(FedraxError, match='labels = "classes" reads them'):
         load("csv", path=path, separator=";", label="price")
 
 
@@ -120,7 +120,7 @@ def test_whole_numbers_written_as_floats(tmp_path: Path):
     """What pandas makes of classes of which some were missing."""
     path = tmp_path / "f.csv"
     path.write_text("a,label\n" + "".join(f"{i},{i % 3}.0\n" for i in range(30)))
-    says = "3 different whole numbers, written as floats and so taken for targets"
+    says = "3 distinct integers written as floats, which are read as targets"
     assert any(says in note for note in load("csv", path=path).notes)
     assert not any(says in note for note in load("csv", path=path, labels="numbers").notes)
 

@@ -23,14 +23,13 @@ def test_clients_without_test_rows_are_noted(tmp_path: Path):
     rows = "".join(f"{c},{i},{'xy'[i % 2]}\n" for c, n in (("A", 10), ("B", 3), ("C", 1)) for i in range(n))
     made = load("csv", path=write(tmp_path / "c.csv", "c,a,label\n" + rows), client="c", standardize="client")
     assert any("2 of 3 clients have too few rows to keep 0.2 of them" in note for note in made.notes)
-    assert any("1 clients have one training row" in note for note in made.notes)
+    assert any("1 clients have a single training row" in note for note in made.notes)
 
 
 def test_classes_that_differ_only_in_case_are_noted(tmp_path: Path):
     path = write(tmp_path / "c.csv", "a,label\n1,Yes\n2,no\n3,yes\n")
     assert (
-        "warning: 'label' has classes that differ in capitals alone, such as 'Yes' and 'yes'"
-        in load("csv", path=path).notes
+        "warning: 'label' has classes that differ in case only, such as 'Yes' and 'yes'" in load("csv", path=path).notes
     )
 
 
@@ -40,10 +39,10 @@ def test_common_codes_for_missing_values_are_noted(tmp_path: Path):
     path = write(tmp_path / "t.csv", "vote,clinic,sex\n" + text)
     notes = load("csv", path=path, label="vote", client="clinic").notes
     assert (
-        "warning: 'NA', in 5 rows of 'vote', is a class as any other: remove those rows if it stands for none" in notes
+        "warning: 'NA', in 5 rows of 'vote', is read as a class: remove those rows if it means a missing value" in notes
     )
-    assert any("'N/A', in 5 rows of 'clinic', is a client as any other" in note for note in notes)
-    assert "'?', in 4 rows of 'sex', is a category as any other (missing_as)" in notes
+    assert any("'N/A', in 5 rows of 'clinic', is read as a client" in note for note in notes)
+    assert "'?', in 4 rows of 'sex', is read as a category (missing_as)" in notes
 
 
 def test_errors_and_notes_name_the_remedy(tmp_path: Path):

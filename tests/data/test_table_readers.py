@@ -12,10 +12,11 @@ import polars as pl
 import pytest
 from PIL import Image
 
-from fedrax.data import load
+from fedrax.data import Dataset, load
 from fedrax.data.readers.images import read_image_table
 from fedrax.data.readers.tabular import load_csv
 from fedrax.errors import FedraxError
+from fedrax.experiments import experiment
 
 
 @pytest.fixture(autouse=True)
@@ -141,8 +142,83 @@ def test_csv_with_a_test_file_and_a_regression(tmp_path):
     assert dataset.num_classes is None and dataset.train.x.tolist() == [[1, 2], [3, 4]]
     assert dataset.test.y.tolist() == [2.5] and dataset.test.y.dtype == np.float32
     (tmp_path / "test.csv").write_text("a,c,label\n5,6,2.5\n")
-    with pytest.raises(FedraxError, match="differ in their columns"):
+    with pytest.raises(FedraxError, match=r"test.csv has no column 'b', which .*train.csv has: set different"):
         load("csv", path=tmp_path / "train.csv", test_path=tmp_path / "test.csv")
+
+
+HOSPITALS = {
+    "east": "age,ill,lab\n10,0,1.5\n20,1,2.5\n",
+    "north": "ward,age,ill\nA,30,0\nB,40,1\n",
+    "south": "ill,lab,age,smoker\n0,3.5,50,1\n1,,60,0\n",
+}
+"""Three clients, which share the columns age and ill."""
+
+
+def hospitals(folder: Path, **options: Any) -> Dataset:
+    """The three files read without a test part."""
+    folder.mkdir(exist_ok=True)
+    for name, text in HOSPITALS.items():
+        (folder / f"{name}.csv").write_text(text)
+    return load("csv", path=folder, test_fraction=0.0, **{"label": "ill"} | options)
+
+
+def test_files_of_different_columns(tmp_path):
+    """Their union with the mean or a number in place of what is missing, or their intersection."""
+    shared = hospitals(tmp_path / "sites", different_columns="intersection", standardize="none")
+    assert shared.feature_names == ("age",) and shared.train.x[:, 0].tolist() == [10, 20, 30, 40, 50, 60]
+    assert "columns that not all files have are left out: lab, ward, smoker (different_columns)" in shared.notes
+
+    every: dict[str, Any] = {"different_columns": "union", "standardize": "none"}
+    filled = hospitals(tmp_path / "sites", **every, missing=-1)
+    assert filled.feature_names == ("age", "lab", "ward=A", "ward=B", "ward missing", "smoker")
+    assert filled.train.x[:, 1].tolist() == [1.5, 2.5, -1, -1, 3.5, -1]
+    assert filled.train.x[:, 5].tolist() == [-1, -1, -1, -1, 1, 0]
+    assert filled.train.x[:, 2:5].argmax(1).tolist() == [2, 2, 0, 1, 2, 2]
+    missing = "columns are missing in some of the 3 files: lab (1), ward (2), smoker (2) (different_columns)"
+    assert {missing, "3 missing values of 'lab' are -1 (missing)"} < set(filled.notes)
+    assert filled.client_names == ("east", "north", "south")
+
+    by_mean = hospitals(tmp_path / "sites", **every, missing="mean")
+    assert by_mean.train.x[:, 1].tolist() == [1.5, 2.5, 2.5, 2.5, 3.5, 2.5]
+    own = hospitals(tmp_path / "sites", different_columns="union", missing="mean", standardize="client")
+    assert own.train.x[2:4, 1].tolist() == [0, 0] and np.isfinite(own.train.x).all()
+    scaled = hospitals(tmp_path / "sites", different_columns="union", missing=2.5)  # which is the mean
+    alone = hospitals(tmp_path / "sites", different_columns="union", missing=2.5, columns=("lab",))
+    np.testing.assert_allclose(scaled.train.x[:, 1], alone.train.x[:, 0])
+    np.testing.assert_allclose(alone.train.x[:, 0], np.array([-1, 0, 0, 0, 1, 0]) / np.sqrt(1 / 3), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"different_columns": "union"}, "column 'lab' has missing values, 3 of them: missing = \"mean\""),
+        ({"different_columns": "union", "missing": "mean", "label": "ward"}, "no column 'ward', which .* as label"),
+        ({"different_columns": "union", "missing": 0, "client": "lab"}, r"north.csv has no column 'lab', .* as client"),
+        ({"different_columns": "intersection", "columns": ("age", "lab")}, "has no column 'lab', .* as one of columns"),
+        ({"different_columns": "intersection", "columns": ("age", "lap")}, "did you mean 'lab'"),
+        ({"different_columns": "outer"}, "unknown different_columns: 'outer'"),
+        ({"different_columns": "union", "missing": float("nan")}, "or a finite number, not nan"),
+        ({"different_columns": "union", "missing": "0"}, "unknown missing: '0'"),
+        ({"different_columns": "union", "missing": None}, "or a finite number, not None"),
+    ],
+)
+def test_different_columns_that_cannot_be_read(tmp_path, options, words):
+    with pytest.raises(FedraxError, match=words):
+        hospitals(tmp_path / "sites", **options)
+    with pytest.raises(FedraxError, match="different_columns has no effect on a single file"):
+        load("csv", path=tmp_path / "sites/east.csv", label="ill", different_columns="union")
+
+
+def test_an_experiment_file_reads_different_columns(tmp_path):
+    hospitals(tmp_path / "sites", different_columns="intersection")
+    (tmp_path / "e.toml").write_text(
+        '[data]\nname = "csv"\npath = "sites"\nlabel = "ill"\ndifferent_columns = "union"\nmissing = -1\n'
+        'test_fraction = 0.0\nstandardize = "none"\n[partition]\nname = "natural"\n'
+    )
+    spec = experiment.read(tmp_path / "e.toml")
+    assert experiment.load_federation(spec).train.x[:, 5].tolist() == [-1, -1, -1, -1, 1, 0]
+    experiment.write(spec, tmp_path / "again.toml")
+    assert experiment.read(tmp_path / "again.toml") == spec
 
 
 def test_a_folder_of_files_is_a_client_each(tmp_path):
@@ -151,7 +227,7 @@ def test_a_folder_of_files_is_a_client_each(tmp_path):
     for name, text in rows.items():
         (tmp_path / f"sites/{name}.csv").write_text(text)
     options: dict[str, Any] = {"path": tmp_path / "sites", "label": "ill", "missing": "mean", "standardize": "none"}
-    with pytest.raises(FedraxError, match=r"'ward' is in .*south.csv alone, and drop leaves it out"):
+    with pytest.raises(FedraxError, match=r"north.csv has no column 'ward', which .*south.csv has: .*or drop the col"):
         load("csv", **options)
     for chosen in ({"drop": ("ward",)}, {"columns": ("age", "sex")}):
         made = load("csv", **options, **chosen, test_fraction=0.5)
@@ -166,7 +242,7 @@ def test_a_folder_of_files_is_a_client_each(tmp_path):
     (tmp_path / "later/south.csv").write_text(rows["south"])
     made = load("csv", **options, drop=("ward",), test_path=tmp_path / "later")
     assert made.test_clients is not None and made.test_clients.tolist() == [1, 1] and len(made.train.y) == 6
-    with pytest.raises(FedraxError, match="is a client: test_path is a folder of their files, too"):
+    with pytest.raises(FedraxError, match="is a client: test_path must be a folder of their files"):
         load("csv", **options, drop=("ward",), test_path=tmp_path / "later/south.csv")
     with pytest.raises(FedraxError, match=r"unknown column of .*sites 'wrad'; did you mean 'ward'"):
         load("csv", **options, drop=("wrad",))
@@ -182,10 +258,10 @@ def test_a_folder_of_files_is_a_client_each(tmp_path):
         (CSV, {"columns": ("age",), "drop": ("age",)}, "no feature left"),
         (CSV, {"columns": ("user", "age"), "client": "user"}, "columns names 'user', the column of clients"),
         (CSV, {"standardize": "client"}, "needs a column of clients"),
-        (CSV, {"client": "user", "max_categories": 7, "categorical": ("age",)}, "16 different texts|too many"),
-        (CSV, {"labels": "numbers"}, "no numbers to predict"),
+        (CSV, {"client": "user", "max_categories": 7, "categorical": ("age",)}, "16 distinct texts, too many"),
+        (CSV, {"labels": "numbers"}, "cannot be regression targets"),
         (CSV, {"standardize": "clients"}, "did you mean 'client'"),
-        ("a,label\n1,0\n2,\n", {"missing": "mean"}, "'label' has missing values, which no row"),
+        ("a,label\n1,0\n2,\n", {"missing": "mean"}, "'label' has missing values, which are not allowed"),
         ("a,label\n,0\n,1\n", {"missing": "mean"}, "no value in any training row"),
         ("a,label\ninf,0\n1,1\n", {}, "not finite"),
         (CSV, {"client": "user", "test_fraction": 1.0}, "test fraction"),
@@ -276,7 +352,7 @@ def test_whole_numbers_beyond_64_bits_are_rejected(column, tmp_path):
     rows = [{"a": 1, "label": 0, "who": 2} | ({column: 10**30 + i} if i else {}) for i in range(3)]
     text = "a,label,who\n" + "".join(f"{row['a']},{row['label']},{row['who']}\n" for row in rows)
     (tmp_path / "d.csv").write_text(text)
-    with pytest.raises(FedraxError, match=f"column '{column}' holds whole numbers beyond 64 bits"):
+    with pytest.raises(FedraxError, match=f"column '{column}' holds integers beyond 64 bits"):
         load("csv", path=tmp_path / "d.csv", client="who", test_fraction=0.0)
 
 
@@ -288,5 +364,5 @@ def test_a_file_whose_name_is_no_text(tmp_path: Path, name: bytes):
         path.write_text("a,label\n1,0\n")
     except OSError:
         pytest.skip("this file system has no such names")
-    with pytest.raises(FedraxError, match=r"\\x.*is no text in UTF-8: give the file another"):
+    with pytest.raises(FedraxError, match=r"\\x.*is not valid UTF-8: rename the file"):
         load_csv(path)

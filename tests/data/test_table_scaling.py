@@ -26,7 +26,7 @@ def test_a_column_constant_up_to_rounding_is_not_scaled(tmp_path: Path):
     one = write(tmp_path / "t2.csv", "a,b,label\n0.1,1,x\n0.1,2,y\n0.1,5,x\n")
     other = write(tmp_path / "e2.csv", "a,b,label\n0.2,1,x\n")
     found = load("csv", path=one, test_path=other)
-    assert "columns of one number in all training rows: 1, such as 'a'" in found.notes
+    assert "columns that are constant in the training rows: 1, such as 'a'" in found.notes
     np.testing.assert_array_equal(found.train.x[:, 0], 0)
     np.testing.assert_allclose(found.test.x[:, 0], 0.1, rtol=1e-5)
     assert scale_notes(np.array([[0.1, 1.0], [0.1, 2.0], [0.1, 3.0]])) == []

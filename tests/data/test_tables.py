@@ -66,14 +66,14 @@ def test_each_client_by_itself(table: dict) -> None:
             scale = own.std() if len(own) > 1 and own.std() > 0 else overall[1]
             expected[owner == client] = np.nan_to_num((raw[owner == client] - center) / scale)
         np.testing.assert_allclose(x[:, column], expected, rtol=1e-5, atol=1e-6)
-    assert "each client by itself" in " ".join(dataset.notes)
+    assert "training rows of each client" in " ".join(dataset.notes)
 
 
 def test_as_they_are(table: dict) -> None:
     dataset = load("csv", **table, standardize="none", columns=("dose", "age"))
     assert dataset.feature_names == ("dose", "age")
     assert dataset.train.x.tolist() == [list(row) for row in zip(DOSE[:6], [60, 70, 50, 30, 50, 40], strict=True)]
-    assert any("reach from 12.9 ('age') to 1.79e+03 ('dose')" in note for note in dataset.notes)
+    assert any("range from 12.9 ('age') to 1.79e+03 ('dose')" in note for note in dataset.notes)
 
 
 def test_what_else_means_missing_and_numbers_that_are_categories(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_number_of_the_row_is_noted(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("id,x,label\n" + "".join(f"{i},{i % 7},{i % 2}\n" for i in range(60)))
     assert [
-        note for note in load("csv", path=path).notes if "another whole number in every row" in note and "'id'" in note
+        note for note in load("csv", path=path).notes if "a different integer in every row" in note and "'id'" in note
     ]
     assert not any("'x' is another" in note for note in load("csv", path=path).notes)
 
@@ -119,9 +119,11 @@ def test_many_whole_numbers_as_labels_are_noted(tmp_path: Path) -> None:
 def test_labels_that_name_the_rows_are_noted(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("x,label\n" + "".join(f"{i % 7},film {i}\n" for i in range(20)))
-    assert any("'label' has 20 classes in 20 rows: it may name or date them" in n for n in load("csv", path=path).notes)
+    assert any(
+        "'label' has 20 classes in 20 rows: it may be an ID or a date" in n for n in load("csv", path=path).notes
+    )
     path.write_text("x,label\n" + "".join(f"{i % 7},film {i % 9}\n" for i in range(20)))
-    assert not any("it may name" in note for note in load("csv", path=path).notes)
+    assert not any("it may be an ID" in note for note in load("csv", path=path).notes)
 
 
 def test_clients_keep_their_names(table: dict) -> None:

@@ -202,7 +202,7 @@ def test_a_client_that_is_never_heard_of_again(tmp_path: Path, monkeypatch: pyte
         ("client,hours\n0,1\n", "not a CSV with columns client, seconds"),
         ("client,seconds\n0,1\n1,-2\n", "seconds above 0"),
         ("client,seconds\n0,1\n1,1e308\n", "seconds above 0, up to 1e"),
-        (f"client,seconds\n0,1\n1,{10**30}\n", "'seconds' holds whole numbers beyond 64 bits"),
+        (f"client,seconds\n0,1\n1,{10**30}\n", "'seconds' holds integers beyond 64 bits"),
         ("client,seconds\n0,1\n9,2\n", "must name clients 0 to 6"),
         ("client,seconds\n0,1\n1,x\n", "numbers of seconds"),
         ("client,seconds\n0,\n1,2\n", "numbers of seconds"),

@@ -162,7 +162,7 @@ def apply_options(spec: Comparison, options: CompareOptions) -> Comparison:
     if options.on is not None and (options.tensorboard or options.wandb or options.mlflow):
         raise FedraxError("loggers work for local runs only: leave out --on, or --tensorboard, --wandb and --mlflow.")
     spec = dataclasses.replace(spec, **changes, search=dataclasses.replace(spec.search, **search))
-    if search and not spec.searched:
+    if search and not spec.grids:
         raise FedraxError("there is no grid to search on validation data: give --grid PATH=VALUE,VALUE,...")
     return spec
 

@@ -70,14 +70,14 @@ def small_split_notes(clients: np.ndarray | None, test: np.ndarray, fraction: fl
         return ()
     if not len(test):
         whose = "" if clients is None else " of any client"
-        said = f"there are too few rows{whose} to keep {fraction:g} of them for the test, which is empty"
-        return (f"warning: {said}: raise test_fraction",)
+        note = f"there are too few rows{whose} to keep {fraction:g} of them for the test, which is empty"
+        return (f"warning: {note}: raise test_fraction",)
     if clients is None:
         return ()
     count = len(np.unique(clients))
     lacking = count - len(np.unique(clients[test]))
-    said = f"{lacking:,} of {count:,} clients have too few rows to keep {fraction:g} of them for the test"
-    return (said,) if lacking else ()
+    note = f"{lacking:,} of {count:,} clients have too few rows to keep {fraction:g} of them for the test"
+    return (note,) if lacking else ()
 
 
 def make_dataset(

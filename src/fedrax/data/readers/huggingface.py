@@ -28,7 +28,14 @@ from fedrax.data.readers.images import (
     exif_orientation,
 )
 from fedrax.data.readers.table_files import cast_numeric
-from fedrax.data.readers.tabular import ColumnRoles, TableRows, check_columns, dataset_from_table, label_notes
+from fedrax.data.readers.tabular import (
+    ColumnRoles,
+    TableRows,
+    check_columns,
+    concatenate_tables,
+    dataset_from_table,
+    label_notes,
+)
 from fedrax.data.readers.text_data import MAX_CHARACTERS, build_vocabulary, encode_characters, encode_words, tokenize
 from fedrax.errors import FedraxError, unknown
 
@@ -58,36 +65,40 @@ def load_huggingface(
     min_count: int = 1,
     largest: int = 100_000,
     standardize: Literal["all", "client", "none"] = "all",
-    missing: Literal["refuse", "mean"] = "refuse",
+    missing: Literal["refuse", "mean"] | float = "refuse",
     missing_as: tuple[str, ...] = (),
     categorical: tuple[str, ...] = (),
     max_categories: int = 50,
+    different_columns: Literal["refuse", "union", "intersection"] = "refuse",
 ) -> Dataset:
-    """A data set written by ``save_to_disk``, or Parquet files (train-*.parquet, test-*.parquet, or one file).
+    """Read what ``save_to_disk`` wrote, or Parquet files (train-*.parquet, test-*.parquet, or one file).
 
-    Samples are the ``columns``, or all others but ``label``, ``client`` and ``drop``. One column alone may hold images,
-    which are resized to ``size`` (height, width; by default that of the first) in ``color``; texts, of which ``length``
-    ``tokens`` are read (the vocabulary: training words that occur ``min_count`` times, at most ``largest``); or lists
-    of numbers, all of one shape. Otherwise columns are features, with ``standardize``, ``missing``, ``missing_as``,
-    ``categorical`` (which also makes features of one column of texts) and ``max_categories`` as of csv. Options that
-    have no effect on what the columns hold are refused. Natural clients are the values of ``client``; partitions that
-    go by labels go by ``partition_by`` if given. Without ``test_split`` each client, or else each class, keeps
-    ``test_fraction`` of its rows for the test.
+    Samples are the ``columns``, or all others except ``label``, ``client`` and ``drop``. A single column may hold
+    images, which are resized to ``size`` (height, width; by default that of the first) in ``color``; texts, of which
+    ``length`` ``tokens`` are read (the vocabulary: training words that occur ``min_count`` times, at most ``largest``);
+    or lists of numbers, all of one shape. Otherwise columns are features, with ``standardize``, ``missing``,
+    ``missing_as``, ``categorical`` (also for a single text column), ``max_categories`` and ``different_columns`` as in
+    csv, the latter for splits and for Parquet files of a split. Options without effect on what the columns hold raise
+    an error. Natural clients are the values of ``client``; partitions use the column ``partition_by`` instead of the
+    label if it is given. Without ``test_split`` the test part is ``test_fraction`` of the rows of each client (without
+    clients, of each class).
     """
     given = dict(locals())
     chosen = ColumnRoles(label, client, partition_by, tuple(columns), tuple(drop), labels, standardize, missing)
     chosen = replace(chosen, categorical=tuple(categorical), max_categories=max_categories)
+    chosen = replace(chosen, different_columns=different_columns)
     if tokens not in ("words", "characters"):
         raise unknown("tokens:", tokens, ("words", "characters"))
-    splits, name = _splits(path)
+    splits, name = _splits(path, different_columns)
     parts = _select_splits(splits, train_split, test_split, test_fraction, name)
-    table, first, features = _concatenate_splits(parts, chosen, name)
+    table, first, features, notes = _concatenate_splits(parts, chosen, name)
     table = _nullify_markers(table, missing_as, chosen)
     owners = _with_class_names(
         TableRows.of(table, chosen, first, test_fraction, seed, name), table, chosen, features, name
     )
-    said = [] if getattr(features[label], "names", None) else label_notes(table, chosen)
-    owners = replace(owners, notes=(*owners.notes, *said, *_unused_split_notes(splits, train_split, test_split, name)))
+    notes += [] if getattr(features[label], "names", None) else label_notes(table, chosen)
+    notes += _unused_split_notes(splits, train_split, test_split, name)
+    owners = replace(owners, notes=(*owners.notes, *notes))
     inputs = chosen.features(table, name)
     kind = _sample_kind({column: _column_kind(table[column].dtype) for column in inputs}, chosen, given, name)
     if kind == "features":
@@ -159,13 +170,13 @@ def _import(module: str) -> Any:
         raise FedraxError("reading data of Hugging Face needs the package datasets: pip install datasets") from error
 
 
-def _splits(given: Any) -> tuple[Splits, str]:
+def _splits(given: Any, different_columns: str) -> tuple[Splits, str]:
     """The splits, and the name of the data set."""
     datasets = _import("datasets")
     name = given.name if isinstance(given, Path) else Path(given).name if isinstance(given, str) else "huggingface"
     if isinstance(given, str | Path):
         try:
-            given = _read_from_disk(Path(given), datasets)
+            given = _read_from_disk(Path(given), datasets, different_columns)
         except FedraxError:
             raise
         except Exception as error:  # a damaged file may break the readers in any way
@@ -174,13 +185,12 @@ def _splits(given: Any) -> tuple[Splits, str]:
         given = {"": given}
     if not isinstance(given, dict) or not all(isinstance(split, datasets.Dataset) for split in given.values()):
         raise FedraxError(
-            f"{type(given).__name__} is no data set that can be read: a datasets.Dataset or DatasetDict is needed, "
-            "none that streams."
+            f"{type(given).__name__} cannot be read: give a datasets.Dataset or DatasetDict that does not stream."
         )
     return dict(given), name
 
 
-def _read_from_disk(path: Path, datasets: Any) -> Any:
+def _read_from_disk(path: Path, datasets: Any, different_columns: str) -> Any:
     if not path.exists():
         raise FedraxError(f"there is no data set {path}: download it first, with datasets.load_dataset.")
     if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
@@ -190,11 +200,27 @@ def _read_from_disk(path: Path, datasets: Any) -> Any:
         raise FedraxError(f"{path} holds neither what save_to_disk writes nor Parquet files.")
     if sum(file.stat().st_size for file in files) > MAX_BYTES:
         raise FedraxError(f"{path} holds more than {MAX_BYTES >> 30} GiB.")
-    splits: dict[str, list[str]] = {}
+    splits: dict[str, list[Path]] = {}
     for file in files:  # train-00000-of-00001.parquet, test.parquet
-        splits.setdefault(file.stem.split("-")[0] if path.is_dir() else "", []).append(str(file))
-    read = _import("pyarrow.parquet").read_table
-    return {split: datasets.Dataset(read(parts)) for split, parts in splits.items()}
+        splits.setdefault(file.stem.split("-")[0] if path.is_dir() else "", []).append(file)
+    return {split: datasets.Dataset(_read_parquet(parts, different_columns)) for split, parts in splits.items()}
+
+
+def _read_parquet(files: Sequence[Path], different_columns: str) -> Any:
+    """The rows of Parquet files; PyArrow alone would drop columns that the first file does not have."""
+    tables = [_import("pyarrow.parquet").read_table(file) for file in files]
+    names = list(dict.fromkeys(name for table in tables for name in table.column_names))
+    shared = [name for name in names if all(name in table.column_names for table in tables)]
+    if len(shared) < len(names) and different_columns == "refuse":
+        name = next(name for name in names if name not in shared)
+        lacking = next(file for file, table in zip(files, tables, strict=True) if name not in table.column_names)
+        raise FedraxError(
+            f"{lacking} has no column {name!r}, which other files of its split have: set different_columns to"
+            ' "union" or "intersection".'
+        )
+    if different_columns != "union":
+        tables = [table.select(shared) for table in tables]
+    return _import("pyarrow").concat_tables(tables, promote_options="permissive")
 
 
 def _select_splits(
@@ -213,25 +239,31 @@ def _select_splits(
     return [train, splits[test_split]]
 
 
-def _concatenate_splits(parts: Sequence[Any], chosen: ColumnRoles, name: str) -> tuple[pl.DataFrame, int | None, Any]:
-    """The rows of the training split, then those of the test split if there is one; and the number of training rows."""
-    import polars as pl
-
+def _concatenate_splits(
+    parts: Sequence[Any], chosen: ColumnRoles, name: str
+) -> tuple[pl.DataFrame, int | None, Any, list[str]]:
+    """The rows of the training split, then those of a test split; the number of training rows; features; notes."""
     if sum(part.data.nbytes for part in parts) > MAX_BYTES:
         raise FedraxError(f"{name} holds more than {MAX_BYTES >> 30} GiB.")
     tables = [_to_polars(part) for part in parts]
+    if not all(map(len, tables)):
+        raise FedraxError(f"{name} has a split without rows.")
+    types: dict[str, Any] = {}
     for table in tables:
-        if not len(table):
-            raise FedraxError(f"{name} has a split without rows.")
-        check_columns(table, chosen.named, name)
-    if {tuple(table.schema.items()) for table in tables} != {tuple(tables[0].schema.items())}:
-        raise FedraxError(f"{name}: the splits differ in their columns.")
-    for column in filter(None, (chosen.label, chosen.client, chosen.partition_by)):
+        for column, dtype in table.schema.items():
+            if types.setdefault(column, dtype) != dtype:
+                raise FedraxError(f"{name}: the splits differ in the type of column {column!r}.")
+    check_columns(types, chosen.named, name)
+    names = [f"the {what} split of {name}" for what in ("training", "test")][: len(tables)]
+    used = [table.select([*filter(chosen.uses, table.columns)]) for table in tables]
+    joined, notes = concatenate_tables(used, names, chosen)
+    for column in chosen.rows:
         if len({tuple(getattr(part.features[column], "names", None) or ()) for part in parts}) > 1:
             raise FedraxError(
                 f"{name}: the splits number the classes of {column!r} differently: encode them before the split"
             )
-    return pl.concat(tables), len(tables[0]) if len(parts) == 2 else None, parts[0].features
+    features = {column: kind for part in reversed(parts) for column, kind in part.features.items()}
+    return joined, len(tables[0]) if len(parts) == 2 else None, features, notes
 
 
 def _to_polars(part: Any) -> pl.DataFrame:
@@ -313,8 +345,8 @@ def _image_dataset(
     shape, mode = check_image_form(_first_image_size(encoded[0], name) if size is None else size, color)
     images = decode_images(encoded.to_list(), _open_bytes, shape, mode, name)
     mean, std = channel_moments(images, owners.train)
-    said = "pixels are standardized by mean and deviation of the training images (normalize)"
-    return replace(owners.dataset(name, images, (said,)), pixels=True, mean=mean, std=std)
+    note = "pixels are standardized by mean and deviation of the training images (normalize)"
+    return replace(owners.dataset(name, images, (note,)), pixels=True, mean=mean, std=std)
 
 
 def _open_bytes(data: bytes) -> AbstractContextManager[io.BytesIO]:

@@ -142,8 +142,8 @@ def _entries(path: Path) -> list[os.DirEntry]:
         with os.scandir(path) as entries:
             found = sorted((e for e in entries if not e.name.startswith(".")), key=lambda entry: entry.name)
     except (OSError, ValueError) as error:
-        said = getattr(error, "strerror", None) or error
-        raise FedraxError(f"{path} cannot be read as a folder of images: {said}.") from error
+        reason = getattr(error, "strerror", None) or error
+        raise FedraxError(f"{path} cannot be read as a folder of images: {reason}.") from error
     link = next((entry for entry in found if entry.is_symlink()), None)
     if link is not None:
         raise FedraxError(f"{link.path} is a link, which is not followed in a folder of images.")

@@ -197,8 +197,8 @@ def _user(path: Path, name: str, group: str | None, count: Any, samples: Any) ->
     if not isinstance(samples, _UserSamples):
         raise FedraxError(f"{where} needs a list x and a list y.")
     if len(samples.x) != len(samples.y) or (count is not None and count != len(samples.y)):
-        said = "" if count is None else f", where num_samples says {count!r:.20}"
-        raise FedraxError(f"{where} has {len(samples.x):,} inputs and {len(samples.y):,} labels{said}.")
+        stated = "" if count is None else f", where num_samples says {count!r:.20}"
+        raise FedraxError(f"{where} has {len(samples.x):,} inputs and {len(samples.y):,} labels{stated}.")
     return LeafUser(name, group, samples.x, samples.y)
 
 

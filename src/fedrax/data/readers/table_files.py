@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     import polars as pl
 
 MAX_CSV, MAX_HEADER, MAX_COLUMNS = 4 << 30, 1 << 20, 100_000
-"""Bytes of a CSV file and of its header, and columns."""
+"""Limits: bytes of a CSV file, bytes of its header, and columns."""
 
 
 @contextmanager
 def parquet_errors(path: Path) -> Iterator[None]:
-    """FedraxError for what polars finds wrong with a Parquet file.
+    """Convert errors of polars about a Parquet file to FedraxErrors.
 
-    Offsets that lie outside of the file make it panic: its threads write reports onto the error output, which are kept
-    away, and what reaches Python is no ``Exception``.
+    Offsets outside of the file make polars panic: its threads then write to standard error, which is suppressed, and
+    the exception in Python is not an ``Exception``.
     """
     import polars as pl
 
@@ -37,8 +37,8 @@ def parquet_errors(path: Path) -> Iterator[None]:
         os.dup2(nowhere, 2)
         yield
     except (OSError, pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
-        said = str(error).splitlines()[0] if isinstance(error, Exception) else "it is damaged"
-        raise FedraxError(f"{path} cannot be read as a Parquet table: {said}.") from error
+        reason = str(error).splitlines()[0] if isinstance(error, Exception) else "it is damaged"
+        raise FedraxError(f"{path} cannot be read as a Parquet table: {reason}.") from error
     finally:
         os.dup2(error_output, 2)
         os.close(error_output)
@@ -46,12 +46,12 @@ def parquet_errors(path: Path) -> Iterator[None]:
 
 
 def _check_path_encoding(path: Path) -> None:
-    """Refuse a file whose name is no text: polars finds files by texts."""
+    """Raise FedraxError for a file name that is not valid UTF-8, which polars cannot open."""
     try:
         str(path).encode()
     except UnicodeEncodeError:
         name = os.fsencode(path).decode("utf-8", "backslashreplace")
-        raise FedraxError(f"the name of {name} is no text in UTF-8: give the file another") from None
+        raise FedraxError(f"the name of {name} is not valid UTF-8: rename the file") from None
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class CsvFormat:
 
     @property
     def missing_numbers(self) -> list[float]:
-        """Those of ``missing_as`` that are numbers: -99 stands for -99.0, too."""
+        """The numbers in ``missing_as``: -99 also means -99.0."""
         found = []
         for text in self.missing_as:
             with suppress(ValueError):
@@ -83,10 +83,10 @@ class CsvFormat:
 
 
 def read_csv(path: Path, form: CsvFormat = CsvFormat(), texts: Sequence[str] = ()) -> pl.DataFrame:
-    """The table in a CSV file with a header of different names; FedraxError if it is not one.
+    """Read a CSV file with a header of distinct names.
 
-    Columns in ``texts`` stay texts, whatever they hold; rows that hold nothing are left out, and so are blanks around
-    names and texts. A path is a file and never a pattern. A compressed file is refused: it may grow to any size.
+    Columns in ``texts`` are read as text. Empty rows, and blanks around names and texts, are removed. Patterns are not
+    expanded. Compressed files raise FedraxError, because they may grow to any size.
     """
     import polars as pl
 
@@ -95,7 +95,7 @@ def read_csv(path: Path, form: CsvFormat = CsvFormat(), texts: Sequence[str] = (
         kinds = {name: pl.String for name in header if name.strip() in texts}
         table = _read_inferred(path, kinds, form)
     table.columns = [name.strip() for name in table.columns]
-    # a cell of quotes alone, as programs write them that quote everything, is as empty as one of nothing
+    # programs that quote every cell write "" for an empty one
     written = pl.col(pl.String).str.strip_chars()
     empty = written.is_in(["", *map(str.strip, form.missing_as)])
     table = table.with_columns(pl.when(empty).then(None).otherwise(written).name.keep())
@@ -111,7 +111,7 @@ def read_csv(path: Path, form: CsvFormat = CsvFormat(), texts: Sequence[str] = (
 
 
 def _read_inferred(path: Path, kinds: Mapping[str, Any], form: CsvFormat) -> pl.DataFrame:
-    """The table with the kinds that polars finds, or of texts where one before 2 gives up on a long whole number."""
+    """The table with inferred types, or of texts only where polars before 2 fails on integers beyond 64 bits."""
     import polars as pl
 
     try:
@@ -126,9 +126,9 @@ _INT64_OVERFLOW = re.compile(r"could not parse `[-+]?\d{19,}` as dtype `i64`")
 
 
 def cast_numeric(column: pl.Series, decimal: str = ".") -> pl.Series:
-    """A column of texts all of which are numbers as whole numbers or floats; any other as it is.
+    """Convert a text column to integers or floats if all of its values are numbers; otherwise return it unchanged.
 
-    So are whole numbers beyond 64 bits, which floats do not tell apart.
+    Integers beyond 64 bits stay texts, because floats do not distinguish them.
     """
     import polars as pl
 
@@ -141,14 +141,14 @@ def cast_numeric(column: pl.Series, decimal: str = ".") -> pl.Series:
 
 
 def nullify_numbers(column: pl.Series, numbers: Sequence[float]) -> pl.Series:
-    """A column of numbers without these, any other as it is."""
+    """A numeric column with these numbers replaced by null; other columns unchanged."""
     if column.dtype.is_integer():
         numbers = [int(number) for number in numbers if number.is_integer()]
     return column.set(column.is_in(numbers), None) if numbers and column.dtype.is_numeric() else column
 
 
 def normalize_decimal(column: pl.Series, decimal: str) -> pl.Series:
-    """Numbers among texts with a point before their fraction; nothing where one stands already and should not."""
+    """Texts with ``decimal`` replaced by a point; null for texts with a point where ``decimal`` is a comma."""
     written = column.str.strip_chars()
     if decimal == ".":
         return written
@@ -156,7 +156,7 @@ def normalize_decimal(column: pl.Series, decimal: str) -> pl.Series:
 
 
 def _exceeds_int64(column: pl.Series) -> bool:
-    """Whether all are whole numbers, some of them beyond 64 bits."""
+    """Whether all values are integers and some exceed 64 bits."""
     import polars as pl
 
     if column.dtype != pl.String:
@@ -166,7 +166,7 @@ def _exceeds_int64(column: pl.Series) -> bool:
 
 
 def zero_padded_columns(path: Path, names: Sequence[str], form: CsvFormat = CsvFormat()) -> list[str]:
-    """Of these columns those where a whole number begins with a zero, as in 007: such are names of things."""
+    """Those of ``names`` with integers that begin with zero, as in 007, which are names."""
     import polars as pl
 
     known = [name for name in _header(path, form) if name.strip() in names]
@@ -178,14 +178,14 @@ def zero_padded_columns(path: Path, names: Sequence[str], form: CsvFormat = CsvF
 
 
 def _polars_options(form: CsvFormat) -> dict[str, Any]:
-    """For polars."""
+    """The arguments of polars' reader."""
     missing = list(form.missing_as) or None
     return {"glob": False, "separator": form.separator, "decimal_comma": form.decimal == ",", "null_values": missing}
 
 
 @contextmanager
 def _csv_errors(path: Path) -> Iterator[None]:
-    """What polars finds wrong with a CSV file, without its advice on arguments that users of fedrax do not have."""
+    """Convert errors about a CSV file to FedraxErrors, without polars' advice on its own arguments."""
     import polars as pl
 
     _check_path_encoding(path)
@@ -193,28 +193,28 @@ def _csv_errors(path: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, csv.Error, pl.exceptions.PolarsError) as error:
         first = (str(error).splitlines() or [""])[0].rstrip(".")
-        said = next((text for words, text in _EXPLANATIONS.items() if words in first.lower()), "{}").format(first)
-        raise FedraxError(f"{path} cannot be read as a CSV table: {said}.") from error
+        reason = next((text for words, text in _EXPLANATIONS.items() if words in first.lower()), "{}").format(first)
+        raise FedraxError(f"{path} cannot be read as a CSV table: {reason}.") from error
 
 
-_BEYOND_INT64 = "whole numbers beyond 64 bits: write floats, or put a letter in front of names"
+_BEYOND_INT64 = "integers beyond 64 bits: write floats, or put a letter in front of IDs"
 _EXPLANATIONS = {
     "as dtype `i128`": f"it holds {_BEYOND_INT64}",
-    "utf-8": "it is no text in UTF-8: save it in this encoding",
+    "utf-8": "it is not valid UTF-8: save it in this encoding",
     "more fields than": "a row has more cells than the header has names",
     "new-line character": "its lines end in carriage returns alone: save it with line feeds",
     "could not parse": "{}: perhaps a quotation mark is never closed",
     "malformed": "{}: perhaps a quotation mark is never closed",
 }
-"""What to say where polars or Python says these words, which take the place of the brackets."""
+"""For words in an error message of polars or Python, the explanation to print; {} is the original message."""
 
 
 def _header(path: Path, form: CsvFormat) -> list[str]:
-    """The names of a CSV file's columns; FedraxError where they cannot be told apart."""
+    """The column names of a CSV file; FedraxError for duplicates and for files of other formats."""
     with _csv_errors(path), open_regular_file(path, MAX_CSV) as file:
         first = file.read(4)
         file.seek(max(0, os.fstat(file.fileno()).st_size - len(_PARQUET_MAGIC)))
-        other = next((said for said, marks in _FOREIGN_FORMATS.items() if first.startswith(marks)), None)
+        other = next((kind for kind, marks in _FOREIGN_FORMATS.items() if first.startswith(marks)), None)
         if first == _PARQUET_MAGIC == file.read():
             other = "a Parquet table: the data set huggingface reads it"
         if other is not None:
@@ -245,13 +245,13 @@ _FOREIGN_FORMATS = {
     "a ZIP archive or a spreadsheet: unpack it, or save it as CSV": (b"PK\x03\x04",),
     "taken for compressed, as it begins with x^: unpack it first, or give its first column another name": (b"x^",),
 }
-"""How other files begin: gzip, zstandard and zlib, which polars would unpack by itself, and ZIP."""
+"""First bytes of other formats: gzip, zstandard and zlib, which polars would decompress, and ZIP."""
 _PARQUET_MAGIC = b"PAR1"
-"""How a Parquet table begins and ends."""
+"""First and last bytes of a Parquet file."""
 
 
 def read_csv_columns(path: Path, what: str, columns: Sequence[str]) -> pl.DataFrame:
-    """These columns of a CSV file; FedraxError if it is none or lacks one. ``what``: the file, in words."""
+    """Read some columns of a CSV file; FedraxError if one is missing. ``what``: the file in messages."""
     wanted = f"{what} {path} is not a CSV with columns {', '.join(columns)}"
     try:
         table = read_csv(path)

@@ -6,7 +6,7 @@ Means, standard deviations and categories are estimated on training rows only an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -35,19 +35,19 @@ SCALE_RATIO = 100.0
 """Ratio of the standard deviations of two features above which there is a note."""
 
 FREE_TEXT_SPACES = 3
-"""Mean number of spaces from which on categories count as free text."""
+"""Mean number of spaces above which categories are probably free text."""
 
 MEMORY_COPIES = 4
-"""Copies of all samples that are in memory at a time while they are read, split and partitioned."""
+"""Copies of all samples in memory at the same time while they are read, split and partitioned."""
 
 MIN_ROWS_FOR_ID = 50
-"""Fewest rows for which a column of distinct integers, or of mostly distinct texts, counts as row ids."""
+"""Smallest number of rows for which distinct integers, or mostly distinct texts, are reported as row ids."""
 
 MIN_DISTINCT_TEXTS = 10
-"""Fewest texts that count as row ids if they are all distinct."""
+"""Smallest number of texts that are reported as row ids if all are distinct."""
 
 EXPECTED_COLLISIONS = 5
-"""Expected number of equal pairs among random integers above which having none is no coincidence."""
+"""Expected number of equal pairs among random integers above which distinct integers are reported as row ids."""
 
 
 _FILE_COLUMN = "\nfile"
@@ -67,7 +67,7 @@ class EncodedFeatures:
     numeric: np.ndarray
     """Indices of the numeric features in x."""
     notes: tuple[str, ...]
-    """What was done to the columns."""
+    """Notes on the preprocessing of the columns."""
 
 
 @dataclass(frozen=True)
@@ -90,43 +90,54 @@ class ColumnRoles:
     drop: tuple[str, ...] = ()
     labels: Literal["auto", "classes", "numbers"] = "auto"
     standardize: Literal["all", "client", "none"] = "all"
-    missing: Literal["refuse", "mean"] = "refuse"
+    missing: Literal["refuse", "mean"] | float = "refuse"
     categorical: tuple[str, ...] = ()
     max_categories: int = 50
     decimal: Literal[".", ","] = "."
+    different_columns: Literal["refuse", "union", "intersection"] = "refuse"
 
     def __post_init__(self) -> None:
-        _check_choices(labels=self.labels, standardize=self.standardize, missing=self.missing)
+        _check_choices(labels=self.labels, standardize=self.standardize, different_columns=self.different_columns)
+        if isinstance(self.missing, str):
+            _check_choices(missing=self.missing)
+        elif isinstance(self.missing, bool) or not (
+            isinstance(self.missing, int | float | np.number) and abs(self.missing) <= np.finfo(np.float32).max
+        ):
+            raise FedraxError(f'missing must be "refuse", "mean" or a finite number, not {self.missing!r}.')
         twice = next((name for name, count in Counter(self.columns).items() if count > 1), None)
         if twice is not None:
             raise FedraxError(f"columns names {twice!r} twice.")
         if self.client in self.columns:
-            raise FedraxError(f"columns names {self.client!r}, the column of clients, which is no feature.")
+            raise FedraxError(f"columns names {self.client!r}, the column of clients, which cannot be a feature.")
+
+    @property
+    def rows(self) -> list[str]:
+        """The columns of which each row needs a value: label, client and ``partition_by``."""
+        return [self.label, *(name for name in (self.client, self.partition_by) if name is not None)]
 
     @property
     def named(self) -> list[str]:
         """All columns that must exist."""
-        others = [name for name in (self.client, self.partition_by) if name is not None]
-        return [self.label, *others, *self.columns, *self.drop, *self.categorical]
+        return [*self.rows, *self.columns, *self.drop, *self.categorical]
 
     @property
     def of_names(self) -> list[str]:
-        """Columns whose numbers are names of classes, clients or categories, so that 007 differs from 7."""
+        """Columns of classes, clients and categories, whose values are names: 007 differs from 7."""
         classes = [self.label] if self.labels != "numbers" else []
         return [*classes, *([self.client] if self.client is not None else []), *self.categorical]
 
-    def counts(self, name: str) -> bool:
-        """Whether a column is used."""
-        asked = not self.columns or name in self.columns
-        return name in (self.label, self.client, self.partition_by) or (asked and name not in self.drop)
+    def uses(self, name: str) -> bool:
+        """Whether a column has a role or is a feature."""
+        is_selected = not self.columns or name in self.columns
+        return name in self.rows or (is_selected and name not in self.drop)
 
     def features(self, table: pl.DataFrame, path: object) -> list[str]:
         """The feature columns: the selected ones without those of other roles."""
-        besides = {self.label, self.client, *self.drop}
-        chosen = [name for name in (self.columns or table.columns) if name not in besides]
-        if not chosen:
+        others = {self.label, self.client, *self.drop}
+        features = [name for name in (self.columns or table.columns) if name not in others]
+        if not features:
             raise FedraxError(f"{path} has no feature left: label, client, columns and drop leave none of its columns.")
-        return chosen
+        return features
 
 
 @dataclass(frozen=True)
@@ -197,6 +208,7 @@ _CHOICES = {
     "labels": ("auto", "classes", "numbers"),
     "standardize": ("all", "client", "none"),
     "missing": ("refuse", "mean"),
+    "different_columns": ("refuse", "union", "intersection"),
 }
 
 
@@ -206,11 +218,11 @@ def _check_choices(**given: str) -> None:
             raise unknown(f"{option}:", word, _CHOICES[option])
 
 
-def check_columns(table: pl.DataFrame, named: Sequence[str], path: object) -> None:
-    """Raise FedraxError for columns that the table does not have."""
+def check_columns(known: Collection[str], named: Sequence[str], path: object) -> None:
+    """Raise FedraxError for ``named`` columns that are not among the ``known`` ones."""
     for column in named:
-        if column not in table.columns:
-            raise unknown(f"column of {path}", column, table.columns)
+        if column not in known:
+            raise unknown(f"column of {path}", column, known)
 
 
 def _labels(table: pl.DataFrame, chosen: ColumnRoles, path: object) -> np.ndarray:
@@ -223,7 +235,7 @@ def _labels(table: pl.DataFrame, chosen: ColumnRoles, path: object) -> np.ndarra
         reject_text_in_numeric_columns(table, chosen, [label], path)
     if kind == "numbers":
         if not column.dtype.is_numeric():
-            raise FedraxError(f"{path}: column {label!r} holds texts, which are no numbers to predict.")
+            raise FedraxError(f"{path}: column {label!r} holds texts, which cannot be regression targets.")
         y = column.to_numpy().astype(np.float64)
     elif kind == "classes" and column.dtype.is_float():
         y = np.array([format_number(value) for value in column.to_list()])
@@ -241,8 +253,8 @@ def label_notes(table: pl.DataFrame, chosen: ColumnRoles) -> list[str]:
     column, most = table[chosen.label], chosen.max_categories
     if is_text(column):
         names, rows = column.cast(pl.String).unique().sort().to_list(), len(column)
-        told = f"warning: {chosen.label!r} has {len(names):,} classes in {rows:,} rows: it may name or date them"
-        return _case_notes(names, chosen.label) + ([told] if 2 * len(names) > rows >= 10 else [])
+        note = f"warning: {chosen.label!r} has {len(names):,} classes in {rows:,} rows: it may be an ID or a date"
+        return _case_notes(names, chosen.label) + ([note] if 2 * len(names) > rows >= 10 else [])
     if not column.dtype.is_numeric():
         return []
     count = column.n_unique()
@@ -251,12 +263,12 @@ def label_notes(table: pl.DataFrame, chosen: ColumnRoles) -> list[str]:
     if chosen.labels != "auto":
         return []
     if column.dtype.is_integer() and count > most:
-        said, other, made = "different whole numbers, which are taken for classes", "numbers", "a regression"
+        meaning, other, task = "distinct integers, which are read as classes", "numbers", "a regression"
     elif column.dtype.is_float() and count <= min(most, len(column) // 5) and (column == column.floor()).all():
-        said, other, made = "different whole numbers, written as floats and so taken for targets", "classes", "classes"
+        meaning, other, task = "distinct integers written as floats, which are read as targets", "classes", "classes"
     else:
         return []
-    return [f'warning: {chosen.label!r} holds {count:,} {said}: labels = "{other}" makes {made} of them']
+    return [f'warning: {chosen.label!r} holds {count:,} {meaning}: labels = "{other}" makes {task} of them']
 
 
 def _case_notes(names: Sequence[str], label: str) -> list[str]:
@@ -264,7 +276,7 @@ def _case_notes(names: Sequence[str], label: str) -> list[str]:
     seen: dict[str, str] = {}
     for name in names:
         if (other := seen.setdefault(name.casefold(), name)) != name:
-            return [f"warning: {label!r} has classes that differ in capitals alone, such as {other!r} and {name!r}"]
+            return [f"warning: {label!r} has classes that differ in case only, such as {other!r} and {name!r}"]
     return []
 
 
@@ -272,7 +284,7 @@ def _reject_unsupported_type(column: pl.Series, path: object) -> None:
     if column.dtype.is_nested() or str(column.dtype).startswith(("Binary", "Object", "Duration")):
         raise FedraxError(
             f"{path}: column {column.name!r} holds {column.dtype} values, which are neither numbers nor texts: choose"
-            " other columns, or write it in numbers"
+            " other columns, or convert it to numbers"
         )
 
 
@@ -280,15 +292,15 @@ def _reject_missing(table: pl.DataFrame, column: str, path: object) -> None:
     found = table[column].fill_nan(None) if table[column].dtype.is_float() else table[column]
     if found.null_count():
         raise FedraxError(
-            f"{path}: column {column!r} has missing values, which no row may have there: remove those rows, of which"
+            f"{path}: column {column!r} has missing values, which are not allowed there: remove those rows, of which"
             f" there are {found.null_count():,}"
         )
 
 
 def is_text(column: pl.Series) -> bool:
-    """Whether a column holds text; an empty one fits anything."""
-    empty = column.null_count() == len(column)
-    return not empty and not column.dtype.is_numeric() and str(column.dtype) != "Boolean"
+    """Whether a column holds text; a column without values counts as numeric."""
+    is_empty = column.null_count() == len(column)
+    return not is_empty and not column.dtype.is_numeric() and str(column.dtype) != "Boolean"
 
 
 _MISSING_MARKERS = ("na", "n/a", "#n/a", "<na>", "nan", "null", "?")
@@ -306,15 +318,15 @@ def _missing_markers(column: pl.Series) -> pl.Series:
 
 def missing_marker_notes(table: pl.DataFrame, chosen: ColumnRoles, features: Sequence[str]) -> list[str]:
     """Notes about classes, clients or categories that may be markers of missing values."""
-    said, roles = [], {chosen.label: "class", chosen.client: "client"}
+    notes, roles = [], {chosen.label: "class", chosen.client: "client"}
     for name in [chosen.label, *([chosen.client] if chosen.client else []), *features]:
         found = _missing_markers(table[name])
         if not len(found):
             continue
-        told = f"{found[0]!r}, in {len(found):,} rows of {name!r}, is a {roles.get(name, 'category')} as any other"
-        remove = "remove those rows if it stands for none"
-        said.append(f"warning: {told}: {remove}" if name in roles else f"{told} (missing_as)")
-    return said
+        note = f"{found[0]!r}, in {len(found):,} rows of {name!r}, is read as a {roles.get(name, 'category')}"
+        remove = "remove those rows if it means a missing value"
+        notes.append(f"warning: {note}: {remove}" if name in roles else f"{note} (missing_as)")
+    return notes
 
 
 _AMOUNT = r"^[-+]?[$€£]?\s?(\d+([.,]\d+)?|\d{1,3}(,\d{2,3})*,\d{3}(\.\d+)?|\d{1,3}(\.\d{3})+(,\d+)?)\s?[%$€£]?$"
@@ -336,10 +348,10 @@ def reject_text_in_numeric_columns(
         amounts = odd.filter(odd.str.strip_chars().str.contains(_AMOUNT))
         if 2 * len(amounts) > len(odd):
             commas = ' (decimal = "," of csv reads commas before fractions)' if chosen.decimal == "." else ""
-            remedy = 'labels = "classes" takes them' if name == chosen.label else "categorical takes the column"
+            remedy = 'labels = "classes" reads them' if name == chosen.label else "categorical reads the column"
             raise FedraxError(
                 f"{path}: column {name!r} holds texts such as {amounts[0]!r}, numbers in another form: write them as"
-                f" plain numbers{commas}; {remedy} for categories."
+                f" plain numbers{commas}; {remedy} as categories."
             )
         lost = len(_missing_markers(odd))  # also for columns that are mostly missing
         if 2 * (len(odd) - lost) < len(written) - lost and len(odd):
@@ -354,7 +366,7 @@ def reject_text_in_numeric_columns(
 def _remedies(chosen: ColumnRoles, name: str) -> str:
     """Remedies for texts in a numeric column; labels and ``partition_by`` must not be missing."""
     if name == chosen.label:
-        return 'Remove those rows; labels = "classes" takes all of them for classes'
+        return 'Remove those rows; labels = "classes" reads all labels as classes'
     if name == chosen.partition_by:
         return "Remove those rows; categorical names columns whose numbers are categories"
     return (
@@ -374,42 +386,49 @@ def load_csv(
     drop: tuple[str, ...] = (),
     labels: Literal["auto", "classes", "numbers"] = "auto",
     standardize: Literal["all", "client", "none"] = "all",
-    missing: Literal["refuse", "mean"] = "refuse",
+    missing: Literal["refuse", "mean"] | float = "refuse",
     missing_as: tuple[str, ...] = (),
     categorical: tuple[str, ...] = (),
     max_categories: int = 50,
     partition_by: str | None = None,
     separator: str = ",",
     decimal: Literal[".", ","] = ".",
+    different_columns: Literal["refuse", "union", "intersection"] = "refuse",
 ) -> Dataset:
-    """A table with a header: the column ``label``, optionally a column ``client``, and features (float32).
+    """Read a table with a header: the column ``label``, optionally a column ``client``, and features (float32).
 
-    ``path`` is a file, or a folder of files ``*.csv`` with the same columns: without ``client`` each file is then one
-    client, of the file's name.
+    ``path`` is a file, or a folder of files ``*.csv``. Without ``client``, each file of a folder is one client, named
+    after the file. Files that differ in their columns raise an error, unless ``different_columns`` reads all columns
+    ("union", where a column that a file lacks is missing in its rows) or only those of all files ("intersection").
 
-    Features are the ``columns`` given, or all others but ``drop``. Integer or text labels are classes, in sorted
-    order; floating ones, or all with labels="numbers", make a regression. The test part is ``test_path`` if given,
-    else ``test_fraction`` of each client's (or else each class's) rows. Partitions that go by labels go by the column
-    ``partition_by`` in place of them.
+    Features are the ``columns`` given, or all others except ``drop``. Integer or text labels are classes, in sorted
+    order; floats, or all labels with labels="numbers", are regression targets. The test part is ``test_path`` if given,
+    otherwise ``test_fraction`` of the rows of each client (without clients, of each class). Partitions use the column
+    ``partition_by`` instead of the label if it is given.
 
-    Columns of text, and those of ``categorical``, become a feature 0 or 1 for each category of the training rows, of
-    which there may be ``max_categories``; a text that only test rows have is 0 everywhere. ``standardize`` takes mean
-    and deviation of the training rows out of the features that are numbers: of all clients' together, or of each
-    client's own. ``missing`` values (empty cells, NaN, the texts of ``missing_as``) are refused, or become the mean of
-    the training rows (of the client's, where each client is standardized by itself), for texts a category of their own.
-    ``separator`` stands between two cells, ``decimal`` before a number's fraction.
+    Text columns and those in ``categorical`` are one-hot encoded by the categories of the training rows, at most
+    ``max_categories``; a text that only test rows have is 0 everywhere. ``standardize`` subtracts the mean of the
+    training rows from numeric features and divides by their standard deviation, over all clients or for each client.
+    Values are ``missing`` in empty cells, as NaN, and where a cell is one of ``missing_as``: "refuse" raises an error,
+    "mean" replaces them by the mean of the training rows (of the client, if each client is standardized by itself), and
+    a number takes their place before features are standardized. Missing texts are a category of their own.
+    ``separator`` is the character between cells, ``decimal`` the decimal mark.
     """
     chosen = ColumnRoles(label, client, partition_by, tuple(columns), tuple(drop), labels, standardize, missing)
     chosen = replace(chosen, categorical=tuple(categorical), max_categories=max_categories, decimal=decimal)
+    chosen = replace(chosen, different_columns=different_columns)
     if test_path is not None:
         reject_unused_options(load_csv, "where test_path holds the test rows", test_fraction=test_fraction)
     parts = [_TableSource.of(Path(p)) for p in (path, test_path) if p is not None]
-    table, chosen, first = _read_tables(parts, CsvFormat(separator, decimal, tuple(missing_as)), chosen)
+    if test_path is None and not parts[0].path.is_dir():
+        reject_unused_options(load_csv, "on a single file", different_columns=different_columns)
+    table, chosen, first, notes = _read_tables(parts, CsvFormat(separator, decimal, tuple(missing_as)), chosen)
     where = str(path) if test_path is None else f"{path} and {test_path}"
     owners = TableRows.of(table, chosen, None if test_path is None else first, test_fraction, seed, where)
     made = dataset_from_table(table, chosen, owners, Path(path).stem, where)
-    said = [f"each of the {len(parts[0].files)} files of {path} is a client"] if chosen.client != client else []
-    return replace(made, notes=(*said, *made.notes, *label_notes(table, chosen)))
+    if chosen.client != client:
+        notes = [f"each of the {len(parts[0].files)} files of {path} is a client", *notes]
+    return replace(made, notes=(*notes, *made.notes, *label_notes(table, chosen)))
 
 
 def dataset_from_table(table: pl.DataFrame, chosen: ColumnRoles, owners: TableRows, name: str, path: str) -> Dataset:
@@ -417,8 +436,8 @@ def dataset_from_table(table: pl.DataFrame, chosen: ColumnRoles, owners: TableRo
     names = chosen.features(table, path)
     reject_text_in_numeric_columns(table, chosen, names, path)
     features = _encode_features(table, chosen, owners.train, path)
-    x, said = _standardize(features, owners.train, owners.clients, chosen.standardize, path)
-    made = owners.dataset(name, x, (*features.notes, *said, *missing_marker_notes(table, chosen, names)))
+    x, notes = _standardize(features, owners.train, owners.clients, chosen.standardize, path)
+    made = owners.dataset(name, x, (*features.notes, *notes, *missing_marker_notes(table, chosen, names)))
     return replace(made, feature_names=features.names)
 
 
@@ -441,8 +460,8 @@ class _TableSource:
 
 def _read_tables(
     parts: Sequence[_TableSource], form: CsvFormat, chosen: ColumnRoles
-) -> tuple[pl.DataFrame, ColumnRoles, int]:
-    """The rows of all files, the roles of the columns, and the number of rows of the first part.
+) -> tuple[pl.DataFrame, ColumnRoles, int, list[str]]:
+    """The rows of all files, the roles of the columns, the number of rows of the first part, and notes.
 
     Every named column exists; where each file is a client, a column names the client.
     """
@@ -459,18 +478,17 @@ def _read_tables(
         empty = parts[-1].path
     if empty is not None:
         raise FedraxError(f"{empty} holds no rows.")
-    known = dict.fromkeys(name for table in tables for name in table.columns)
-    if strange := [name for name in chosen.named if name not in known]:
-        raise unknown(f"column of {parts[0].path}", strange[0], known)
-    table = _concatenate([table.select([*filter(chosen.counts, table.columns)]) for table in tables], paths)
+    check_columns(dict.fromkeys(name for t in tables for name in t.columns), chosen.named, parts[0].path)
+    used = [table.select([*filter(chosen.uses, table.columns)]) for table in tables]
+    table, notes = concatenate_tables(used, [*map(str, paths)], chosen)
     lengths = [len(one) for one in tables]
     if chosen.client is None and parts[0].path.is_dir():
         if not parts[-1].path.is_dir():
-            raise FedraxError(f"each file of {paths[0].parent} is a client: test_path is a folder of their files, too.")
+            raise FedraxError(f"each file of {paths[0].parent} is a client: test_path must be a folder of their files.")
         chosen = replace(chosen, client=_FILE_COLUMN)
         names = np.repeat([file.stem for file in paths], lengths)
         table = table.with_columns(pl.Series(_FILE_COLUMN, names))
-    return table, chosen, sum(lengths[:first])
+    return table, chosen, sum(lengths[:first]), notes
 
 
 def _mixed_type_columns(tables: Sequence[pl.DataFrame]) -> set[str]:
@@ -483,26 +501,59 @@ def _mixed_type_columns(tables: Sequence[pl.DataFrame]) -> set[str]:
     return {name for name, found in kinds.items() if len(found) > 1}
 
 
-def _concatenate(tables: Sequence[pl.DataFrame], paths: Sequence[Path]) -> pl.DataFrame:
-    """All rows, the columns as in the first table."""
+def concatenate_tables(
+    tables: Sequence[pl.DataFrame], names: Sequence[str], chosen: ColumnRoles
+) -> tuple[pl.DataFrame, list[str]]:
+    """The rows of all tables with the columns that ``different_columns`` selects, and notes about it.
+
+    Columns are in the order of the first table, then of the next ones. ``names``: how messages call the tables.
+    """
     import polars as pl
 
-    columns = tables[0].columns
-    for table, path in zip(tables, paths, strict=True):
-        alone = sorted(set(table.columns) ^ set(columns))
-        if alone:
-            where = path if alone[0] in table.columns else paths[0]
-            told = f"{alone[0]!r} is in {where} alone, and drop leaves it out"
-            raise FedraxError(f"{paths[0]} and {path} differ in their columns: {told}.")
-    # a column without any value is of texts, and would make those of another file's numbers
-    kinds = {n: t[n].dtype for t in reversed(tables) for n in columns if t[n].null_count() < len(t)}
-    empty = [[n for n in columns if t[n].null_count() == len(t) and n in kinds] for t in tables]
-    fitted = [t.with_columns(t[n].cast(kinds[n]) for n in names) for t, names in zip(tables, empty, strict=True)]
-    return pl.concat([t.select(columns) for t in fitted], how="vertical_relaxed")
+    holders = Counter(name for table in tables for name in table.columns)
+    partial = [name for name, count in holders.items() if count < len(tables)]
+    needed = partial if chosen.different_columns == "refuse" else [*chosen.rows]
+    needed += chosen.columns if chosen.different_columns == "intersection" else []
+    name = next(filter(partial.__contains__, needed), None)
+    if name is not None:
+        holds = [name in table for table in tables]
+        having, lacking = names[holds.index(True)], names[holds.index(False)]
+        reason = f"every table needs as {_role(name, chosen)}"
+        if chosen.different_columns == "refuse" and name not in chosen.rows:
+            reason = f'{having} has: set different_columns to "union" or "intersection", or drop the column'
+        raise FedraxError(f"{lacking} has no column {name!r}, which {reason}.")
+    union = chosen.different_columns == "union"
+    columns = [name for name in holders if union or name not in partial]
+    # a column without any value is of texts, and would make texts of another table's numbers
+    kinds = {n: t[n].dtype for t in reversed(tables) for n in columns if n in t and t[n].null_count() < len(t)}
+    parts = [
+        table.select(
+            pl.lit(None, kinds.get(name, pl.String)).alias(name)
+            if name not in table
+            else pl.col(name).cast(kinds[name])
+            if name in kinds and table[name].null_count() == len(table)
+            else pl.col(name)
+            for name in columns
+        )
+        for table in tables
+    ]
+    notes = []
+    if partial and not union:
+        notes = [f"columns that not all files have are left out: {', '.join(partial)} (different_columns)"]
+    elif partial:
+        listed = ", ".join(f"{name} ({len(tables) - holders[name]:,})" for name in partial)
+        notes = [f"columns are missing in some of the {len(tables):,} files: {listed} (different_columns)"]
+    return pl.concat(parts, how="vertical_relaxed"), notes
+
+
+def _role(name: str, chosen: ColumnRoles) -> str:
+    """The option that names a column, for messages."""
+    options = {chosen.partition_by: "partition_by", chosen.client: "client", chosen.label: "label"}
+    return options.get(name, "one of columns")
 
 
 def _encode_features(table: pl.DataFrame, chosen: ColumnRoles, train: np.ndarray, path: str) -> EncodedFeatures:
-    """The columns as numbers: those of text by category, missing values filled or refused."""
+    """The columns as numbers: texts one-hot encoded, missing values as ``chosen.missing`` says."""
     parts: list[tuple[str, np.ndarray] | OneHotColumn] = []
     notes = []
     for name in chosen.features(table, path):
@@ -510,17 +561,22 @@ def _encode_features(table: pl.DataFrame, chosen: ColumnRoles, train: np.ndarray
         lost = column.null_count()
         if lost and chosen.missing == "refuse":
             raise FedraxError(
-                f'{path}: column {name!r} has missing values, {lost} of them: missing = "mean" puts the mean of the'
-                " training rows there, for texts a category of their own; drop leaves the column out."
+                f'{path}: column {name!r} has missing values, {lost} of them: missing = "mean" replaces them by the'
+                " mean of the training rows, a number by that number, and missing texts become a category of their own;"
+                " drop leaves the column out."
             )
         if name in chosen.categorical or is_text(column):
-            part, said = _categorical_column(column, name, train, chosen.max_categories, path)
+            part, of_column = _categorical_column(column, name, train, chosen.max_categories, path)
+            notes += of_column
         else:
-            part = name, _numeric_column(column, name, train, path)
-            said = [f"warning: {name!r} is another whole number in every row: drop it if it only counts them"]
-            said = said if _is_row_index(column) else []
+            values = _numeric_column(column, name, train, path)
+            if lost and not isinstance(chosen.missing, str):
+                values[np.isnan(values)] = chosen.missing
+                notes.append(f"{lost:,} missing values of {name!r} are {chosen.missing:g} (missing)")
+            part = name, values
+            if _is_row_index(column):
+                notes.append(f"warning: {name!r} has a different integer in every row: drop it if it numbers the rows")
         parts.append(part)
-        notes += said
     return _assemble_features(parts, len(table), tuple(notes), path)
 
 
@@ -541,14 +597,14 @@ def _is_row_index(column: pl.Series) -> bool:
 def _assemble_features(
     parts: Sequence[tuple[str, np.ndarray] | OneHotColumn], rows: int, notes: tuple[str, ...], path: str
 ) -> EncodedFeatures:
-    """The columns one after the other, those of categories as features of 0 and 1."""
+    """The columns side by side, categories as features of 0 and 1."""
     hot = [part for part in parts if isinstance(part, OneHotColumn)]
     needed = 4 * rows * sum(len(part.names) for part in hot)
     if needed > min(MAX_BYTES, host_memory() // MEMORY_COPIES):
         most = max(hot, key=lambda part: len(part.names))
         raise FedraxError(
-            f"{path}: a feature for each category takes {needed / 1e9:.3g} GB in {rows:,} rows, too much: column"
-            f" {most.column!r} has {len(most.names):,} different texts; leave it out by drop."
+            f"{path}: a feature for each category takes {needed / 1e9:.3g} GB for {rows:,} rows, too much: column"
+            f" {most.column!r} has {len(most.names):,} distinct texts; leave it out by drop."
         )
     names = [part.names if isinstance(part, OneHotColumn) else (part[0],) for part in parts]
     numeric = [np.full(len(titles), not isinstance(p, OneHotColumn)) for p, titles in zip(parts, names, strict=True)]
@@ -581,7 +637,7 @@ def _numeric_column(column: pl.Series, name: str, train: np.ndarray, path: str) 
 def _categorical_column(
     column: pl.Series, name: str, train: np.ndarray, most: int, path: str
 ) -> tuple[OneHotColumn, list[str]]:
-    """A column of texts, or of numbers that are names, by its categories in the training rows."""
+    """One-hot encode a column by the categories of its training rows, and return notes about it."""
     import polars as pl
 
     texts = column.cast(pl.String)
@@ -590,44 +646,44 @@ def _categorical_column(
     categories = sorted(set(words[train][~lost[train]]))
     if len(categories) > most:
         sentences = np.mean([category.count(" ") for category in categories]) >= FREE_TEXT_SPACES
-        hint = "; what huggingface reads from Parquet tables may be texts, word by word" if sentences else ""
+        hint = "; the reader huggingface reads such texts word by word from Parquet tables" if sentences else ""
         raise FedraxError(
-            f"{path}: column {name!r} has {len(categories):,} different texts, too many to be categories (limit:"
+            f"{path}: column {name!r} has {len(categories):,} distinct texts, too many for categories (limit:"
             f" {most}): leave it out by drop, or raise max_categories{hint}."
         )
     places = {category: place for place, category in enumerate(categories)}
     codes = np.array([places.get(word, -1) for word in words], int)
     codes[lost] = -1
-    titles, said = [f"{name}={category}" for category in categories], []
+    titles, notes = [f"{name}={category}" for category in categories], []
     new = (codes < 0) & ~lost
     if new.any():
-        said.append(f"{new.sum():,} test rows have texts of {name!r} that no training row has: 0 in every category")
+        notes.append(f"{new.sum():,} test rows have texts of {name!r} that no training row has: 0 in every category")
     written = int((~lost[train]).sum())
     if len(categories) == written >= MIN_DISTINCT_TEXTS or (
         len(column) >= MIN_ROWS_FOR_ID and 2 * len(categories) > written
     ):
         rows = "every row" if len(categories) == written else "most rows"
-        said.append(f"warning: {name!r} has another text in {rows}: drop it if it names or dates them")
+        notes.append(f"warning: {name!r} has a different text in {rows}: drop it if it is an identifier or a date")
     if lost.any():
         codes[lost] = len(titles)
         titles.append(f"{name} missing")
-        said.append(f"{lost.sum():,} missing values of {name!r} are a category of their own")
-    said.append(f"{name!r} is {len(titles)} features, one for each category")
-    return OneHotColumn(name, codes, tuple(titles)), said
+        notes.append(f"{lost.sum():,} missing values of {name!r} are a category of their own")
+    notes.append(f"{name!r} is {len(titles)} features, one for each category")
+    return OneHotColumn(name, codes, tuple(titles)), notes
 
 
 def _standardize(
     features: EncodedFeatures, train: np.ndarray, clients: np.ndarray | None, how: str, path: str
 ) -> tuple[np.ndarray, list[str]]:
-    """The features with mean and deviation of training rows taken out of the numbers among them, none missing."""
+    """Standardize the numeric features, replace missing numbers by the mean, and return notes about it."""
     x, numbers, numeric = features.x, features.numbers, features.numeric
     if how == "client" and clients is None:
         raise FedraxError('standardize = "client" needs a column of clients: name it in client.')
     overall = _mean_and_std(numbers[train])
-    said = _missing_value_notes(features, *overall, how)
+    notes = _missing_value_notes(features, *overall, how)
     if how == "none":
         x[:, numeric] = np.where(np.isnan(numbers), overall[0], numbers)
-        return x, said + scale_notes(x[train], features.names)
+        return x, notes + scale_notes(x[train], features.names)
     owner = np.zeros(len(x), int) if how == "all" or clients is None else clients
     is_train = np.zeros(len(x), bool)
     is_train[train] = True
@@ -637,36 +693,35 @@ def _standardize(
         numbers[rows] = (numbers[rows] - mean) / np.where(std > 0, std, 1.0)
     single = int((np.bincount(owner[train]) == 1).sum()) if how == "client" else 0
     if single:
-        said.append(f"warning: {single:,} clients have one training row, whose features are 0, being their mean")
-    with np.errstate(over="ignore"):  # what is too large is infinite, and refused
+        notes.append(f"warning: {single:,} clients have a single training row, whose standardized features are 0")
+    with np.errstate(over="ignore"):  # too large numbers become infinite and raise below
         x[:, numeric] = np.where(np.isnan(numbers), 0, numbers)  # a missing number is the mean
     beyond = ~np.isfinite(x).all(axis=0)
     if beyond.any():
         name = features.names[int(beyond.argmax())]
         raise FedraxError(
             f"{path}: column {name!r} holds numbers beyond 32-bit floats once it is standardized: correct the rows that"
-            ' are so far from the training rows, leave it out by drop, or take standardize = "none".'
+            ' are so far from the training rows, leave it out by drop, or set standardize = "none".'
         )
-    whose = "of each client by itself" if how == "client" else "of all clients" if clients is not None else ""
+    whose = "of each client" if how == "client" else "of all clients" if clients is not None else ""
     what = "1 feature is" if numeric.sum() == 1 else f"{numeric.sum()} features are"
-    told = f"{what} standardized by mean and deviation of the training rows {whose}".rstrip()
-    return x, said + [f"{told} (standardize)"] * bool(numeric.any())
+    note = f"{what} standardized by mean and standard deviation of the training rows {whose}".rstrip()
+    return x, notes + [f"{note} (standardize)"] * bool(numeric.any())
 
 
 def _mean_and_std(
     x: np.ndarray, otherwise: tuple[np.ndarray, np.ndarray] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and deviation of the values [n, features] that are not missing.
+    """Mean and standard deviation of the values [n, features] that are not missing.
 
-    ``otherwise`` has those where there is no value, and the deviation where values do not differ, which says nothing of
-    their scale.
+    ``otherwise``: the pair to use for features without values; its deviation also replaces that of constant features.
     """
     known = ~np.isnan(x)
     count = np.maximum(known.sum(0), 1)
     low, high = (
         end(np.where(known, x, none), axis=0, initial=none) for end, none in ((np.min, np.inf), (np.max, -np.inf))
     )
-    same = low == high  # whose sum over their number may be another number, by a rounding error
+    same = low == high  # their mean may be rounded to another number
     mean = np.where(same, low, np.where(known, x, 0).sum(0) / count)
     std = np.where(same, 0, np.sqrt(np.where(known, (x - mean) ** 2, 0).sum(0) / count))
     if otherwise is None:
@@ -675,7 +730,7 @@ def _mean_and_std(
 
 
 def _missing_value_notes(features: EncodedFeatures, means: np.ndarray, deviations: np.ndarray, how: str) -> list[str]:
-    """What became of missing numbers, column by column, and which columns say nothing."""
+    """Notes on replaced missing numbers, and on constant columns."""
     lost = np.isnan(features.numbers).sum(0)
     names = [name for name, numeric in zip(features.names, features.numeric, strict=True) if numeric]
     whose = "of the client's training rows" if how == "client" else "of the training rows"
@@ -684,17 +739,17 @@ def _missing_value_notes(features: EncodedFeatures, means: np.ndarray, deviation
         f"{count:,} missing values of {name!r} are the mean {whose}{'' if how == 'client' else f', {mean:.4g}'}"
         for name, count, mean in zip(names, lost, means, strict=True)
         if count
-    ] + [f"columns of one number in all training rows: {len(same):,}, such as {name!r}" for name in same[:1]]
+    ] + [f"columns that are constant in the training rows: {len(same):,}, such as {name!r}" for name in same[:1]]
 
 
 def scale_notes(x: np.ndarray, names: Sequence[str] = ()) -> list[str]:
-    """A warning where the deviations of features [n, features] differ by orders of magnitude."""
+    """A warning if the standard deviations of features [n, features] differ by orders of magnitude."""
     std = np.where(x.min(axis=0) == x.max(axis=0), 0, x.std(axis=0, dtype=np.float64))
     low, high = (int(i) for i in (np.where(std > 0, std, np.inf).argmin(), std.argmax()))
     if not (std > 0).any() or std[high] < SCALE_RATIO * std[low]:
         return []
     named = [repr(names[i]) if names else f"number {i}" for i in (low, high)]
     return [
-        f"warning: the deviations of the features reach from {std[low]:.3g} ({named[0]}) to {std[high]:.3g}"
-        f" ({named[1]}): no step size suits both; standardize them"
+        f"warning: the standard deviations of the features range from {std[low]:.3g} ({named[0]}) to {std[high]:.3g}"
+        f" ({named[1]}): no learning rate suits both; standardize them"
     ]
