@@ -28,4 +28,6 @@ from fedrax.data.readers.text_data import encode_words as encode_words
 from fedrax.data.readers.text_data import tokenize as tokenize
 from fedrax.data.registry import DATASETS as DATASETS
 from fedrax.data.registry import DatasetEntry as DatasetEntry
+from fedrax.data.registry import download as download
 from fedrax.data.registry import load as load
+from fedrax.data.remote_files import RemoteFile as RemoteFile

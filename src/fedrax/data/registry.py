@@ -5,10 +5,10 @@ Libraries that take long to import are imported by the readers that need them.
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -22,16 +22,21 @@ from fedrax.data.dataset import (
     train_test_split,
 )
 from fedrax.data.federation import check_client_ids
-from fedrax.data.readers.array_files import data_directory, find_file, read_idx, read_npz
+from fedrax.data.readers.array_files import data_directory, find_file, given_directory, read_idx, read_npz
 from fedrax.data.readers.assembly import encode_labels, make_dataset, split_rows, take_rows, to_float32
 from fedrax.data.readers.huggingface import load_huggingface
 from fedrax.data.readers.image_folders import load_image_folder
+from fedrax.data.readers.images import channel_moments, read_cifar_binary, read_image_table
 from fedrax.data.readers.leaf import load_leaf
 from fedrax.data.readers.tabular import load_csv, scale_notes
 from fedrax.data.readers.text_data import SENT140, SNLI, load_sent140, load_snli
+from fedrax.data.readers.tff_database import CHARACTERS, load_femnist, load_shakespeare
 from fedrax.data.synthetic import load_matrix_sensing, load_quartic_pair, load_synthetic
 from fedrax.errors import FedraxError, unknown
-from fedrax.files import cache_directory
+from fedrax.files import MAX_FILE, cache_directory, open_regular_file
+
+if TYPE_CHECKING:
+    from fedrax.data.remote_files import RemoteFile
 
 ACTIVITIES = ("WALKING", "WALKING_UPSTAIRS", "WALKING_DOWNSTAIRS", "SITTING", "STANDING", "LAYING")
 """UCI HAR's classes, for files that do not name them."""
@@ -59,6 +64,13 @@ class DatasetEntry:
     def needs_files(self) -> bool:
         """Whether a data directory is needed."""
         return bool(self.files)
+
+    @property
+    def sources(self) -> "tuple[RemoteFile, ...]":
+        """What `download` gets, which may replace ``files``; empty if the files are not published for download."""
+        from fedrax.data.sources import SOURCES  # whose libraries for downloads take long to import
+
+        return SOURCES.get(self.name, ())
 
 
 def load(name: str, /, data_dir: str | Path | None = None, **options: object) -> Dataset:
@@ -93,7 +105,44 @@ def load(name: str, /, data_dir: str | Path | None = None, **options: object) ->
     if not entry.needs_files:
         return entry.read(**options)
     chosen = {option: parameter.default for option, parameter in accepted.items()} | options
-    return entry.read(data_directory(data_dir, name, [file.format(**chosen) for file in entry.files]), **options)
+    published = [file for source in entry.sources for file in source.files]
+    files = [file.format(**chosen) for file in entry.files]
+    return entry.read(data_directory(data_dir, name, files, published), **options)
+
+
+def download(
+    name: str, data_dir: str | Path | None = None, mirror: str | None = None, report: Callable[[str], None] = print
+) -> tuple[Path, ...]:
+    """Download the published files of a data set into the data directory.
+
+    Files that exist are not downloaded again. A download that is interrupted is resumed by the next call. Each file is
+    verified by a published checksum before it is unpacked.
+
+    Args:
+        name: A key of ``fedrax.data.DATASETS`` whose entry has ``sources``.
+        data_dir: Directory of the data sets' files; by default that of the environment variable FEDRAX_DATA.
+        mirror: URL of a folder with files of the same names, instead of the publisher's server.
+        report: Receives lines about the progress.
+
+    Returns:
+        The files.
+
+    Raises:
+        FedraxError: There is no such data set or no data directory, the server cannot be reached, or a file has another
+            checksum than the published one.
+
+    Example:
+        >>> fedrax.data.download("mnist", data_dir="data")  # doctest: +SKIP
+    """
+    known = {entry.name: entry for entry in DATASETS.values() if entry.sources}
+    if name not in known:
+        raise unknown("data set to download", name, known)
+    folder = given_directory(data_dir)
+    if folder is None:
+        raise FedraxError("a download needs a data directory: set --data-dir or FEDRAX_DATA.")
+    for source in known[name].sources:
+        source.obtain(folder, mirror, report)
+    return tuple(folder / file for source in known[name].sources for file in source.files)
 
 
 def load_digits(test_fraction: float = 0.2, seed: int = 0) -> Dataset:
@@ -126,31 +175,58 @@ def load_idx(
     folder: Path, mean: tuple[float, ...] = (), std: tuple[float, ...] = (), class_names: tuple[str, ...] = ()
 ) -> Dataset:
     """Grayscale images in the four IDX files of MNIST, gzipped or not: x is uint8 [n, height, width, 1]."""
-
-    def read(part: str) -> Samples:
-        images, labels = (find_file(folder / name) for name in (_idx_images(part), _idx_labels(part)))
-        if images is None or labels is None:
-            raise FedraxError(f"{folder} needs {_idx_images(part)} and {_idx_labels(part)}, gzipped or not.")
-        x, y = read_idx(images, ndim=3), read_idx(labels, ndim=1)
-        if len(x) != len(y):
-            raise FedraxError(f"{images} holds {len(x)} images, but {labels} holds {len(y)} labels.")
-        return as_samples(x[..., None], y)
-
-    train, test = read("train"), read("t10k")
+    train, test = (as_samples(*_read_idx_pair(folder, part)) for part in ("train", "t10k"))
     classes = len(class_names) or int(train.y.max(initial=0)) + 1
     return Dataset(folder.name, train, test, classes, mean, std, class_names=class_names, pixels=True)
+
+
+def load_emnist(
+    data_dir: Path, split: Literal["balanced", "byclass", "bymerge", "letters", "digits", "mnist"] = "balanced"
+) -> Dataset:
+    """EMNIST (Cohen et al. 2017), MNIST's shapes, from emnist/: 47 balanced classes, or another of NIST's splits.
+
+    The images are upright; NIST stores them transposed. The labels of "letters" start at 0.
+    """
+    if split not in EMNIST_CLASSES:
+        raise unknown("split of emnist", split, EMNIST_CLASSES)
+    names = EMNIST_CLASSES[split]
+    parts = []
+    for part in ("train", "test"):
+        x, y = _read_idx_pair(data_dir / "emnist", f"emnist-{split}-{part}")
+        parts.append(as_samples(x.transpose(0, 2, 1, 3).copy(), y.astype(np.int32) - (split == "letters")))
+    mean, std = channel_moments(parts[0].x, np.arange(len(parts[0].x)))
+    train, test = parts
+    return Dataset(f"emnist_{split}", train, test, len(names), mean, std, class_names=tuple(names), pixels=True)
+
+
+EMNIST_CLASSES = {
+    "balanced": CHARACTERS[:36] + "abdefghnqrt",
+    "byclass": CHARACTERS,
+    "bymerge": CHARACTERS[:36] + "abdefghnqrt",
+    "letters": CHARACTERS[10:36],
+    "digits": CHARACTERS[:10],
+    "mnist": CHARACTERS[:10],
+}
+"""The classes of EMNIST's splits; the merged ones have one class for letters that look alike in both cases."""
 
 
 def load_cifar10(data_dir: Path) -> Dataset:
     """CIFAR-10 (Krizhevsky 2009): uint8 [50000, 32, 32, 3] and [10000, 32, 32, 3], 10 classes; cifar10/."""
     mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-    return _load_images(data_dir / "cifar10", "test", "label", (32, 32), 10, mean, std)
+    folder = data_dir / "cifar10"
+    if (folder / "batches.meta.txt").is_file():
+        train = [f"data_batch_{i}.bin" for i in range(1, 6)]
+        return _load_cifar_binary(folder, train, "test_batch.bin", "batches.meta.txt", 1, 10, mean, std)
+    return _load_images(folder, "test", "label", (32, 32), 10, mean, std)
 
 
 def load_cifar100(data_dir: Path) -> Dataset:
     """CIFAR-100 (Krizhevsky 2009), CIFAR-10's shapes, the 100 fine labels, from cifar100/."""
     mean, std = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
-    return _load_images(data_dir / "cifar100", "test", "fine_label", (32, 32), 100, mean, std)
+    folder = data_dir / "cifar100"
+    if (folder / "fine_label_names.txt").is_file():
+        return _load_cifar_binary(folder, ["train.bin"], "test.bin", "fine_label_names.txt", 2, 100, mean, std)
+    return _load_images(folder, "test", "fine_label", (32, 32), 100, mean, std)
 
 
 def load_tiny_imagenet(data_dir: Path) -> Dataset:
@@ -180,8 +256,12 @@ def load_har(data_dir: Path) -> Dataset:
 
 
 def load_har_features(data_dir: Path) -> Dataset:
-    """561 features of UCI HAR's windows, recomputed from them: float32 [n, 561] in [-1, 1]; clients as ``load_har``."""
-    return _load_har(data_dir / "har" / "har_features561_recomputed.npz", "har_features", windows=False)
+    """561 features of UCI HAR's windows: float32 [n, 561] in [-1, 1]; clients as in har_inertial.
+
+    Read from har/har_features561.npz, UCI's own features, or else from har/har_features561_recomputed.npz.
+    """
+    paths = [data_dir / "har" / f"har_features561{name}.npz" for name in ("", "_recomputed")]
+    return _load_har(paths[0] if paths[0].is_file() else paths[1], "har_features", windows=False)
 
 
 def _load_har(path: Path, name: str, windows: bool) -> Dataset:
@@ -250,6 +330,38 @@ def load_openml(dataset: str, version: int = 1, test_fraction: float = 0.2, seed
     return make_dataset(dataset, as_samples(to_float32(x, "features"), y), None, train, test, names, notes=notes)
 
 
+def _read_idx_pair(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
+    """Images uint8 [n, height, width, 1] and labels of a part, from two IDX files, gzipped or not."""
+    images, labels = (find_file(folder / name) for name in (_idx_images(part), _idx_labels(part)))
+    if images is None or labels is None:
+        raise FedraxError(f"{folder} needs {_idx_images(part)} and {_idx_labels(part)}, gzipped or not.")
+    x, y = read_idx(images, ndim=3), read_idx(labels, ndim=1)
+    if len(x) != len(y):
+        raise FedraxError(f"{images} holds {len(x)} images, but {labels} holds {len(y)} labels.")
+    return x[..., None], y
+
+
+def _load_cifar_binary(
+    folder: Path,
+    train: Sequence[str],
+    test: str,
+    names: str,
+    label_bytes: int,
+    classes: int,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+) -> Dataset:
+    """CIFAR from its binary files and the file of the names of its classes."""
+    with open_regular_file(folder / names, MAX_FILE) as file:
+        class_names = tuple(file.read().decode("utf-8", "backslashreplace").split())
+    parts = [Samples(*read_cifar_binary([folder / file for file in files], label_bytes)) for files in (train, [test])]
+    return Dataset(folder.name, parts[0], parts[1], classes, mean, std, class_names=class_names, pixels=True)
+
+
+_IDX_KINDS = ("images-idx3", "labels-idx1")
+"""Kinds of MNIST's files in their names."""
+
+
 def _idx_images(part: str) -> str:
     """MNIST's file name of images."""
     return f"{part}-images-idx3-ubyte"
@@ -269,8 +381,6 @@ def _load_images(
     mean: tuple[float, ...],
     std: tuple[float, ...],
 ) -> Dataset:
-    from fedrax.data.readers.images import read_image_table
-
     x, y, names = read_image_table(folder / "train.parquet", label, size)
     x_test, y_test, _ = read_image_table(folder / f"{test}.parquet", label, size)
     names = names if len(names) == classes else ()
@@ -355,7 +465,28 @@ DATASETS: dict[str, DatasetEntry] = {
         DatasetEntry("quartic_pair", "two polynomials of degree four with noise, generated", load_quartic_pair),
         DatasetEntry("mnist", "70,000 28x28 grayscale digits", load_mnist, _idx_files("mnist")),
         DatasetEntry(
-            "fashion_mnist", "70,000 28x28 images of garments", load_fashion_mnist, _idx_files("fashion_mnist")
+            "fashion_mnist",
+            "70,000 28x28 images of garments",
+            load_fashion_mnist,
+            _idx_files("fashion_mnist"),
+        ),
+        DatasetEntry(
+            "emnist",
+            "28x28 grayscale digits and letters, without their writers",
+            load_emnist,
+            tuple(f"emnist/emnist-{{split}}-{part}-{kind}-ubyte" for part in ("train", "test") for kind in _IDX_KINDS),
+        ),
+        DatasetEntry(
+            "femnist",
+            "28x28 grayscale digits and letters of 3,400 writers (federated EMNIST)",
+            load_femnist,
+            ("femnist/emnist_all.sqlite",),
+        ),
+        DatasetEntry(
+            "shakespeare",
+            "the next character in lines of 715 roles",
+            load_shakespeare,
+            ("shakespeare/shakespeare.sqlite",),
         ),
         DatasetEntry(
             "cifar10",
@@ -383,10 +514,15 @@ DATASETS: dict[str, DatasetEntry] = {
         ),
         DatasetEntry("snli", "SNLI's sentence pairs as words, 3 classes", load_snli, SNLI),
         DatasetEntry("sent140", "tweets as words, negative or positive; users as clients", load_sent140, SENT140),
-        DatasetEntry("har_inertial", "UCI human activity windows, 30 subjects", load_har, ("har/har_inertial.npz",)),
+        DatasetEntry(
+            "har_inertial",
+            "UCI human activity windows, 30 subjects",
+            load_har,
+            ("har/har_inertial.npz",),
+        ),
         DatasetEntry(
             "har_features",
-            "561 features of those windows, recomputed",
+            "561 features of those windows",
             load_har_features,
             ("har/har_features561_recomputed.npz",),
         ),

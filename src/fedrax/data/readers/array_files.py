@@ -28,18 +28,27 @@ def given_directory(data_dir: str | Path | None) -> Path | None:
     return Path(chosen) if chosen else None
 
 
-def data_directory(data_dir: str | Path | None, dataset: str, files: Sequence[str]) -> Path:
+def data_directory(
+    data_dir: str | Path | None, dataset: str, files: Sequence[str], published: Sequence[str] = ()
+) -> Path:
     """The directory of data files: ``data_dir``, or the environment variable FEDRAX_DATA.
+
+    ``published``: the files that ``fedrax download`` gets, which may replace ``files``.
 
     Raises FedraxError, naming what ``dataset`` needs and where, if neither is given or a file is missing.
     """
     chosen = given_directory(data_dir)
     wanted = ", ".join(files)
+    hint = f"; `fedrax download {dataset}` gets the published files" if published else ""
     if chosen is None:
-        raise FedraxError(f"data set {dataset!r} needs a data directory with {wanted}; set --data-dir or FEDRAX_DATA.")
+        raise FedraxError(
+            f"data set {dataset!r} needs a data directory with {wanted}; set --data-dir or FEDRAX_DATA{hint}."
+        )
+    if published and all(find_file(chosen / file) is not None for file in published):
+        return chosen
     for file in files:
         if find_file(chosen / file) is None:
-            raise FedraxError(f"data set {dataset!r} needs {wanted} in {chosen}, where {file} is missing.")
+            raise FedraxError(f"data set {dataset!r} needs {wanted} in {chosen}, where {file} is missing{hint}.")
     return chosen
 
 

@@ -128,6 +128,24 @@ def channel_moments(images: np.ndarray, train: np.ndarray) -> tuple[tuple[float,
     return tuple(mean.tolist()), tuple(np.where(std > 0, std, 1.0).tolist())
 
 
+def read_cifar_binary(paths: Sequence[Path], label_bytes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Images uint8 [n, 32, 32, 3] and labels of CIFAR's binary files, the last of the ``label_bytes`` of a record.
+
+    A record is one label byte (CIFAR-10), or a coarse and a fine one (CIFAR-100), and 3,072 bytes of red, green and
+    blue pixels.
+    """
+    records = []
+    for path in paths:
+        with open_regular_file(path, MAX_FILE) as file:
+            content = file.read()
+        if not content or len(content) % (label_bytes + 3072):
+            raise FedraxError(f"{path} is not a whole number of CIFAR's records of {label_bytes + 3072:,} bytes.")
+        records.append(np.frombuffer(content, np.uint8).reshape(-1, label_bytes + 3072))
+    every = np.concatenate(records)
+    pixels = every[:, label_bytes:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    return np.ascontiguousarray(pixels), every[:, label_bytes - 1].astype(np.int32)
+
+
 # --- Cache of decoded images ---
 
 MAX_CACHE_BYTES = 32 << 30
