@@ -106,7 +106,7 @@ def test_a_round_that_was_asked_for_is_spent_though_the_run_was_cut_off_in_it(tm
 
 def test_another_run_does_not_resume(tmp_path: Path):
     run(Scaffold(local=LOCAL), tmp_path)
-    with pytest.raises(FedraxError, match="belongs to another run: its method differs"):
+    with pytest.raises(FedraxError, match=r"belongs to another run: its method \(local.lr .*, and here 0.1\) differs"):
         run(Scaffold(local=dataclasses.replace(LOCAL, lr=0.1)), tmp_path, resume=True)
     with pytest.raises(FedraxError, match="holds a run already"):
         run(Scaffold(local=LOCAL), tmp_path)

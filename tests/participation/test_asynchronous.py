@@ -140,7 +140,7 @@ def test_a_trace_is_known_by_what_it_says(kind: type, trace: Path, tmp_path: Pat
     assert run(3, moved, resume=True).events[-1]["round"] == 3
     lines = moved.read_text().splitlines()
     moved.write_text("\n".join([*lines, lines[-1]] if kind is Asynchronous else lines[:-1]) + "\n")
-    with pytest.raises(FedraxError, match="participation trace"):
+    with pytest.raises(FedraxError, match="its participation trace differs;"):
         run(4, moved, resume=True)
 
 

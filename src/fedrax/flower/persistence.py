@@ -14,6 +14,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from fedrax.errors import FedraxError
 from fedrax.simulation.persistence import checkpoint
 from fedrax.simulation.persistence.run_directory import CHECKPOINT
+from fedrax.simulation.persistence.run_identity import difference
 from fedrax.simulation.results.events import Event, digest_of, read_events
 from fedrax.tree import Tree
 
@@ -90,10 +91,8 @@ def load_checkpoint(
     if not checkpoint.exists(where):
         return None
     meta = checkpoint.load_meta(where)
-    before = meta.get("identity")
-    other = [name for name in identity if not isinstance(before, dict) or before.get(name) != identity[name]]
-    if other:
-        raise FedraxError(f"the checkpoint in {directory} belongs to another run: its {other[0]} differs")
+    if differs := difference(meta.get("identity"), identity):
+        raise FedraxError(f"the checkpoint in {directory} belongs to another run: {differs}")
     state, meta = checkpoint.load(where, like)
     events, done = read_events(directory), meta.get("round")
     if type(done) is not int or len(events) < done or digest_of(events[:done]) != meta.get("events"):

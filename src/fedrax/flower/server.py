@@ -228,7 +228,7 @@ def _prepare(
         statistics=statistics,
         evaluate=on_server or evaluate_on_clients(task, registry, delivery, settings.per_client),
         ledger=ledger,
-        identity={"method": of_method(algorithm), "number of clients": str(registry.num_clients), "task": task.name},
+        identity={**of_method(algorithm), "number of clients": str(registry.num_clients), "task": task.name},
         info=RunInfo(
             algorithm=type(algorithm).__name__,
             plan=f"Flower, {registry.num_clients} clients",

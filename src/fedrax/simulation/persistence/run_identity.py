@@ -21,6 +21,7 @@ from jax.extend.core import ClosedJaxpr
 from fedrax import version
 from fedrax.contract.algorithm import Algorithm
 from fedrax.data import Federation
+from fedrax.escaping import printable_line
 from fedrax.simulation.evaluation import TracedEvaluation
 from fedrax.simulation.persistence.checkpoint import FORMAT
 from fedrax.simulation.settings import Script, Settings
@@ -33,8 +34,13 @@ _PIECES, _PIECE = 64, 1 << 20
 """Number of samples of a large array, evenly spread, and bytes of each."""
 _FREE = ("rounds", "checkpoint_every", "samples", "states", "epsilon_budget")
 """Settings that a resumed run may change."""
-_SETTING = "setting "
-"""Prefix of the other settings in the identity."""
+_SETTING, _OPTION = "setting ", "option "
+"""Prefixes of the other settings, and of the hyper-parameters of the method, in the identity."""
+_FOLLOWING = ("starting parameters", "program", "evaluation")
+"""Parts that follow from the others. Alone they differ where other parameters are given, or the code is changed."""
+_DIGEST = re.compile(r"\b[0-9a-f]{32}\b")
+_READABLE = 60
+"""Most characters of a value that the identity stores as text; of a longer one it stores a digest."""
 
 
 def identify(
@@ -60,15 +66,15 @@ def identify(
         start: the starting parameters.
 
     Returns:
-        A digest for each part, by the part's name.
+        For each part, by its name, a digest; of settings and hyper-parameters their values as text.
     """
     given = () if script is None else (str(jax.tree.structure(vars(script))), *jax.tree.leaves(vars(script)))
     if from_file:
         settings = dataclasses.replace(settings, participation=dataclasses.replace(settings.participation, trace=""))
     return {
         **of_data(federation),
-        "method": of_method(algorithm),
-        **{_SETTING + f.name: _digest([repr(_plain(getattr(settings, f.name)))]) for f in _deciding(settings)},
+        **of_method(algorithm),
+        **{_SETTING + f.name: _text_of(_plain(getattr(settings, f.name))) for f in _deciding(settings)},
         f"{_SETTING}script": _digest(given),
         **({"participation trace": _digest(from_file)} if from_file else {}),
         "participation code": _digest([CodeFingerprint(_plain(settings.participation)).describe()]),
@@ -99,9 +105,26 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def of_method(algorithm: Algorithm) -> str:
-    """A digest of a method and its hyper-parameters."""
-    return _digest([_without_places(repr(algorithm)), *jax.tree.leaves(algorithm)])
+def of_method(algorithm: Algorithm) -> dict[str, str]:
+    """The part of the identity about the method: a digest, and its hyper-parameters as text to show what differs."""
+    digest = _digest([_without_places(repr(algorithm)), *jax.tree.leaves(algorithm)])
+    return {"method": digest, **{_OPTION + path: text for path, text in _options(algorithm).items()}}
+
+
+def _options(config: Any, path: str = "") -> dict[str, str]:
+    """The class of a method and its hyper-parameters as text by their paths, those of nested objects included."""
+    found = {path or "class": type(config).__name__}
+    for field in dataclasses.fields(config):
+        value, inside = getattr(config, field.name), f"{path}.{field.name}" if path else field.name
+        nested = dataclasses.is_dataclass(value) and not isinstance(value, type)
+        found |= _options(value, inside) if nested else {inside: _text_of(value)}
+    return found
+
+
+def _text_of(value: Any) -> str:
+    """A value as text; a digest of a long text."""
+    text = _without_places(repr(value))
+    return text if len(text) <= _READABLE else _digest([text])
 
 
 def of_data(federation: Federation) -> dict[str, str]:
@@ -113,7 +136,7 @@ def of_data(federation: Federation) -> dict[str, str]:
 
 def settings_in(identity: dict[str, str]) -> str:
     """The part of an identity that all runs with the same settings share."""
-    return " ".join(digest for name, digest in identity.items() if name.startswith(_SETTING))
+    return _digest(f"{text} " for name, text in identity.items() if name.startswith(_SETTING))
 
 
 def form_of(algorithm: Algorithm) -> str:
@@ -125,14 +148,27 @@ def difference(kept: Any, now: dict[str, str]) -> str | None:
     """Describe how a stored identity differs from that of this run; None where they are equal."""
     if not isinstance(kept, dict):
         return "it was written by another version of fedrax"
-    if kept.get("versions") != now["versions"]:
+    if kept.get("versions") != now.get("versions"):
         return f"it was computed by {kept.get('versions')}, and here is {now['versions']}"
-    differing = [name for name, digest in now.items() if kept.get(name) != digest]
-    parts = [name for name in differing if not name.startswith(_SETTING)]
-    if settings := [name.removeprefix(_SETTING) for name in differing if name.startswith(_SETTING)]:
-        parts.append(f"settings ({', '.join(settings)})")
-    differ = "differs" if parts in (["method"], ["participation code"], ["program"], ["evaluation"]) else "differ"
-    return f"its {' and '.join(parts)} {differ}" if parts else None
+    differing = {name: _both(kept.get(name, "unset"), value) for name, value in now.items() if kept.get(name) != value}
+    parts = {name: both for name, both in differing.items() if not name.startswith((_SETTING, _OPTION))}
+    for kind, part in ((_OPTION, "method"), (_SETTING, "settings")):
+        names = [name for name in differing if name.startswith(kind)]
+        if kind == _OPTION:  # others are of another class, which differs as well
+            names = [name for name in names if name in kept and part in parts]
+        if names:
+            parts[part] = "; ".join(f"{name.removeprefix(kind)} {differing[name]}".strip() for name in names)
+    if parts.keys() - set(_FOLLOWING):
+        parts = {name: both for name, both in parts.items() if name not in _FOLLOWING}
+    differ = "differ" if len(parts) > 1 or parts.keys() & {"data", "settings", "starting parameters"} else "differs"
+    named = " and ".join(f"{name} ({both})" if both else name for name, both in parts.items())
+    return f"its {named} {differ}" if parts else None
+
+
+def _both(before: object, here: str) -> str:
+    """Both values of a part of an identity; empty for digests."""
+    texts = [printable_line(f"{value!s:.{_READABLE}}") for value in (before, here)]
+    return "" if any(map(_DIGEST.search, texts)) else ", and here ".join(texts)
 
 
 def _versions() -> str:
