@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from fedrax.models import Linear
 from fedrax.simulation import evaluation
 from fedrax.simulation.evaluation import Evaluator, compiled_evaluation
 from fedrax.simulation.executors import execution_plan
-from tests.simulation.problems import FEATURES, FEDERATION, TASK, make_federation, run
+from tests.simulation.problems import FEATURES, FEDERATION, LOCAL, TASK, make_federation, run
 
 
 def by_hand(params: Any, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -96,6 +97,34 @@ def test_metrics_have_a_direction():
         if rising is not None:
             assert last[f"test_{rising}_worst_client"] < last[f"test_{rising}_client_mean"]
             assert result.cost_to_target(f"test_{rising}", -errors[3])["rounds"] == 4  # type: ignore[index]
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 7, 20, 21, 30, 39, 100, 134, 2000])
+def test_by_default_about_twenty_rounds_are_evaluated(rounds: int):
+    """The first and the last always: a run has a curve, whatever its length."""
+    settings = fedrax.Settings(rounds=rounds)
+    evaluated = [round for round in range(1, rounds + 1) if settings.evaluates(round)]
+    assert evaluated[0] == 1 and evaluated[-1] == rounds
+    assert min(rounds, 11) <= len(evaluated) <= 22
+    walked = [0]
+    while walked[-1] < rounds:
+        walked.append(min(rounds, walked[-1] + settings.rounds_to_evaluation(walked[-1])))
+    assert walked[1:] == evaluated
+    given = fedrax.Settings(rounds=rounds, eval_every=10)
+    assert [r for r in range(1, rounds + 1) if given.evaluates(r)] == sorted({*range(10, rounds + 1, 10), rounds})
+
+
+def test_every_executor_evaluates_the_same_rounds(tmp_path: Path):
+    options: Any = {"rounds": 21, "cohort_size": 3}
+    wanted = [1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 21]
+    rounds = lambda result: [round for round, _ in result.metric("test_accuracy")]  # noqa: E731
+    assert rounds(fedrax.simulate(fedrax.FedAvg(local=LOCAL), TASK, FEDERATION, **options)) == wanted
+    for mode in ("vectorized", "sequential"):
+        ((swept,),) = fedrax.sweep([fedrax.FedAvg(local=LOCAL)], TASK, FEDERATION, mode=mode, **options)  # type: ignore[arg-type]
+        assert rounds(swept) == wanted
+    run(rounds=4, eval_every=None, directory=tmp_path / "run")
+    longer = run(rounds=60, eval_every=None, directory=tmp_path / "run", resume=True)
+    assert rounds(longer) == [1, 2, 3, 4, *range(6, 61, 3)]
 
 
 def test_which_rounds_and_what():

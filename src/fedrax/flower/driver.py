@@ -141,7 +141,7 @@ class RoundDriver:
             if self.info.directory is not None:
                 model = _on_host(self.algorithm.params(server), statistics)
                 Snapshot({"round": r + 1}, *model).save(self.info.directory / MODEL)
-            evaluated = last or (r + 1) % self.settings.eval_every == 0
+            evaluated = self.settings.evaluates(r + 1)
             if evaluated:
                 event |= self._evaluate(r, server, statistics, available)
             report([event], self.events, file, self.sinks)

@@ -203,7 +203,7 @@ def _of_kind(setup: Setup, kind: str) -> str | None:
         return f"Use a cohort size that is a multiple of {devices}: all devices then have the same number of clients."
     if kind == "waiting" and not layout.equal:
         return "Clients have different sizes: with larger cohorts (run.cohort_size) the load of devices is more even."
-    if kind in ("evaluation", "host") and settings.eval_every < settings.rounds:
+    if kind in ("evaluation", "host") and settings.evaluation_interval < settings.rounds:
         return "Evaluate less often (run.eval_every): rounds between two evaluations run in one call."
     if kind == "rounds" and setup.plan != "scan":
         return "The plan scan compiles all rounds into one program (run.plan)."

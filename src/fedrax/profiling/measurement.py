@@ -105,7 +105,8 @@ class RoundTimer:
     def measure(self) -> Measurement:
         """Measure everything, in the order of a run."""
         settings = self.setup.settings
-        made = Measurement(min(settings.eval_every, settings.rounds, _ROUNDS_A_CALL, self.rounds or _ROUNDS_A_CALL))
+        most = min(self.rounds or _ROUNDS_A_CALL, _ROUNDS_A_CALL)
+        made = Measurement(min(settings.evaluation_interval, settings.rounds, most))
         made.notes += other_work()
         try:
             self._carry = initial_state(self.setup, self._storage)

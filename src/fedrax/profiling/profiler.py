@@ -156,7 +156,7 @@ def assemble(setup: Setup, measured: Measurement, machine: MachineLimits) -> Pro
     """Assemble the profile from measurements."""
     settings, phases = setup.settings, len(setup.algorithm.phases)
     spent, note = _spent(setup, measured)
-    evaluations = -(-settings.rounds // settings.eval_every)  # the last round is always evaluated
+    evaluations = sum(map(settings.evaluates, range(1, settings.rounds + 1)))
     evaluation = 1e3 * measured.evaluate * evaluations / settings.rounds
     spent += [OperationTime(None, "evaluate", "evaluation", evaluation)]
     total = sum(s.ms for s in spent)

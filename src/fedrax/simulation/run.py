@@ -176,7 +176,7 @@ def _check_record(record: Any, setup: Setup) -> None:
 def make_block_loader(setup: Setup) -> BlockLoader:
     """Plans the blocks of rounds of a run and loads their samples and client states."""
     settings = setup.settings
-    every = (settings.eval_every, settings.checkpoint_every or LONGEST_BLOCK)
+    every = (settings.evaluation_interval, settings.checkpoint_every or LONGEST_BLOCK)
     if setup.planner.sampler.adaptive:
         every = (1,)
     where, longest = (setup.planner, setup.engine.mesh), min(LONGEST_BLOCK, *every)
@@ -312,7 +312,7 @@ class Run:
             sampler.observe(len(events), clients[clients < setup.info.num_clients], client_info[0])
         new = events_of(setup.info, records, block.inputs.count, events, compute_clock() - began)
         record_spending(self.ledger, block.inputs, new, setup.info.num_clients)
-        due, lost = after % setup.settings.eval_every == 0 or after == self.last, None
+        due, lost = setup.settings.evaluates(after) or after == self.last, None
         if due:
             metrics, lost = self._evaluate(carry)
             new[-1] |= metrics
@@ -338,10 +338,10 @@ class Run:
         settings = self.setup.settings
         if self.setup.planner.sampler.adaptive:
             return 1
-        every = [n for n in (settings.eval_every, settings.checkpoint_every) if n is not None]
+        every = LONGEST_BLOCK if settings.checkpoint_every is None else settings.checkpoint_every
         others = LONGEST_BLOCK if self.record is None else self.record.rounds_until(done, settings.rounds)
         kept = next((n for n in range(1, LONGEST_BLOCK) if done + n in self.kept), LONGEST_BLOCK)
-        return min(self.last - done, *(n - done % n for n in every), others, kept)
+        return min(self.last - done, settings.rounds_to_evaluation(done), every - done % every, others, kept)
 
     def _to_record(self, block: RoundBlock, round: int) -> tuple[RoundBlock, list[int]]:
         """The block that begins with ``round``, with the clients to record if that round is recorded."""

@@ -16,6 +16,9 @@ from fedrax.participation.policy import Population
 from fedrax.privacy.accounting import Amplification
 from fedrax.xla import OperandFormat
 
+EVALUATIONS = 20
+"""Evaluations of a run by default, without that of the first round: enough for a curve, and for most models and test
+sets a small part of the time of training."""
 Seed = Annotated[int, Bound(ge=0, lt=2**32)]
 
 
@@ -45,8 +48,9 @@ class Settings:
     stragglers: Fraction = 0.0
     """The share of each cohort that are stragglers. A straggler does a fraction of its local work, drawn uniformly from
     (0, 1], in whole steps or epochs, rounded up."""
-    eval_every: PositiveInt = 10
-    """Rounds between evaluations; the last round is always evaluated."""
+    eval_every: PositiveInt | None = None
+    """Rounds between evaluations; the last round is always evaluated. By default a twentieth of ``rounds``, rounded up,
+    and the first round is evaluated, too."""
     eval_train: bool = False
     """Whether to evaluate on all training data, too: ``train_loss`` in events is then the loss on these, and the mean
     loss along the local steps of a round is called ``local_loss``."""
@@ -95,6 +99,35 @@ class Settings:
         if self.dtype == "float64" and self.precision != "highest":
             raise FedraxError(f"precision {self.precision} rounds float32 numbers: set dtype to float32")
 
+    @property
+    def evaluation_interval(self) -> int:
+        """Rounds between evaluations: ``eval_every``, or its default."""
+        return self.eval_every or -(-self.rounds // EVALUATIONS)
+
+    def evaluates(self, round: int) -> bool:
+        """Tell whether a round ends with an evaluation.
+
+        Args:
+            round: its number, from 1.
+
+        Returns:
+            True for the last round and every ``evaluation_interval``-th one, and by default for the first.
+        """
+        first = round == 1 and self.eval_every is None
+        return first or round % self.evaluation_interval == 0 or round == self.rounds
+
+    def rounds_to_evaluation(self, done: int) -> int:
+        """Return the number of rounds until the next evaluation, which may be beyond the last round.
+
+        Args:
+            done: rounds already done.
+
+        Returns:
+            The number, at least 1.
+        """
+        first = done == 0 and self.eval_every is None
+        return 1 if first else self.evaluation_interval - done % self.evaluation_interval
+
 
 class FederationOptions(TypedDict, total=False):
     """The fields of :class:`Settings` that also apply to a deployed federation, as keyword arguments."""
@@ -102,7 +135,7 @@ class FederationOptions(TypedDict, total=False):
     rounds: PositiveInt
     cohort_size: PositiveInt
     weights: Literal["uniform", "samples"]
-    eval_every: PositiveInt
+    eval_every: PositiveInt | None
     per_client: bool
     target: Annotated[float, Bound(gt=0, le=1)] | None
     epsilon_budget: Positive | None

@@ -287,7 +287,7 @@ class _VectorizedRuns:
     def run(self, line: ProgressLine | None) -> list[list[Result]]:
         """Run all rounds of all runs, with the evaluations of the settings."""
         name = f"{self.count * len(self.setups)} runs of {type(self.algorithms[0]).__name__}"
-        total, every = self.settings.rounds, self.settings.eval_every
+        total = self.settings.rounds
         carry, initial = self._initial()
         self.initial = jax.tree.map(np.asarray, initial)
         carry = jax.device_put(carry, self._lanes)  # the sharding of a block's output, to avoid a recompilation
@@ -299,13 +299,13 @@ class _VectorizedRuns:
             if line is not None:
                 line.show(compose_line(name, done, total, ["compiling"] if done == 0 else [], line.width, line.letters))
             began = compute_clock()
-            rounds = min(every - done % every, total - done, LONGEST_BLOCK)
+            rounds = min(self.settings.rounds_to_evaluation(done), total - done, LONGEST_BLOCK)
             blocks = [setup.planner.block(done, rounds, LONGEST_BLOCK) for setup in self.setups]
             inputs = jax.tree.map(lambda *x: np.stack(x), *blocks)
             carry, records = self._block(self.stacked, carry, self.samples, keys, inputs, np.int32(rounds), alive)
             done += rounds
             records = {name: np.asarray(value) for name, value in records.items()}
-            host = jax.tree.map(np.asarray, carry) if done % every == 0 or done == total else None
+            host = jax.tree.map(np.asarray, carry) if self.settings.evaluates(done) else None
             seconds = compute_clock() - began
             for z, g in np.ndindex(len(self.setups), self.count):
                 lane = {name: value[z, g, :rounds] for name, value in records.items()}
