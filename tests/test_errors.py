@@ -1,10 +1,12 @@
 """Suggestions for unknown names, and the source line of warnings."""
 
 import warnings
+from typing import Any
 
-from fedrax import FedraxWarning, LocalSGD, simulate
+from fedrax import FedraxWarning, LocalSGD, LoSAC, simulate
 from fedrax.algorithms import FedSGD
-from fedrax.errors import FedraxError, unknown
+from fedrax.contract import check
+from fedrax.errors import FedraxError, each_warning_once, unknown, warnings_about
 from tests.simulation.problems import FEDERATION, TASK
 
 
@@ -22,6 +24,27 @@ def test_all_names_are_listed_when_none_is_near():
 def test_a_table_of_many_columns_is_not_listed_whole_and_one_without_a_name_is_seen():
     said = str(unknown("column of t.csv", "?", ["", *(f"{i:04}" for i in range(999))]))
     assert "known are: '', 0000, 0001" in said and said.endswith("0058 and 940 others.")
+
+
+def test_warnings_name_the_method_once():
+    """In a comparison by its label; several have the same class, and each is checked for every seed."""
+    blocks = LocalSGD(steps=1, blocks=2, batch_size=32)
+    ignored = "local.batch_size = 32 is ignored: a step uses one of local.blocks = 2, up to 6 samples"
+    options: Any = {"rounds": 1, "cohort_size": 2, "progress": False}
+    with warnings.catch_warnings(record=True) as said, each_warning_once():
+        warnings.simplefilter("always")
+        for seed in range(2):
+            simulate(LoSAC(local=blocks), TASK, FEDERATION, seed=seed, **options)
+        for label in ("a", "b", "b"):
+            with warnings_about(label):
+                simulate(LoSAC(local=blocks), TASK, FEDERATION, **options)
+        check(FedSGD(local=LocalSGD(steps=5)))
+    assert [str(one.message) for one in said] == [
+        f"LoSAC: {ignored}",
+        f"a: {ignored}",
+        f"b: {ignored}",
+        "FedSGD takes one step a round, and local.steps = 5 is ignored",
+    ]
 
 
 def test_a_warning_names_the_users_own_line():

@@ -5,7 +5,9 @@ import difflib
 import functools
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -40,8 +42,39 @@ class FedraxWarning(UserWarning):
     """
 
 
+_subject: ContextVar[str] = ContextVar("_subject", default="")
+_issued: ContextVar[set[str] | None] = ContextVar("_issued", default=None)
+
+
+@contextmanager
+def warnings_about(subject: str) -> Iterator[None]:
+    """Name a method in the warnings of a block, unless an outer block names it, as by its label in a comparison."""
+    token = _subject.set(_subject.get() or subject)
+    try:
+        yield
+    finally:
+        _subject.reset(token)
+
+
+@contextmanager
+def each_warning_once() -> Iterator[None]:
+    """Issue each warning once in a block, which may check a method many times, such as for every seed."""
+    token = _issued.set(_issued.get() or set())
+    try:
+        yield
+    finally:
+        _issued.reset(token)
+
+
 def warn(message: str) -> None:
     """Issue a :class:`FedraxWarning` at the innermost stack frame outside the package."""
+    subject, issued = _subject.get(), _issued.get()
+    if not message.casefold().startswith(subject.casefold()):
+        message = f"{subject}: {message}"
+    if issued is not None:
+        if message in issued:
+            return
+        issued.add(message)
     level, outside, frame = 1, 1, sys._getframe()
     while (frame := frame.f_back) is not None:
         level += 1

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from fedrax import FedAvg, FedraxError, LocalSGD, LoSAC, Upcycled
+from fedrax import FedAvg, FedraxError, LocalSGD, Upcycled
 from fedrax.algorithms import FedSGD, NaiveParallelClip, SignSGD
 from fedrax.config.hyperparameters import check
 from fedrax.contract.algorithm import Algorithm
@@ -69,10 +69,6 @@ def test_options_of_local_steps_are_rejected(method: Algorithm, sentence: str):
             r"local.schedule is ignored: set server_optimizer.schedule",
         ),
         (FedSGD(local=LocalSGD(steps=1, blocks=2)), r"local.blocks is ignored by FedSGD"),
-        (
-            LoSAC(local=LocalSGD(steps=2, blocks=2, batch_size="full")),
-            "local.batch_size is ignored: a step uses one of local.blocks = 2",
-        ),
         (Upcycled(FedAvg(), extrapolate="both"), "FedAvg has no control variates, and extrapolate = 'both' is ignored"),
         (Personalized(FedAvg()), "nothing is personal, so that Personalized has no effect: set personal_params"),
         (Personalized(FedAvg(), ("a",), alternate=CARRIED), r"and alternate.carry is ignored"),
@@ -85,7 +81,6 @@ def test_options_of_local_steps_are_rejected(method: Algorithm, sentence: str):
         "step size",
         "schedule",
         "blocks",
-        "LoSAC",
         "Upcycled",
         "Personalized",
         "alternate",

@@ -286,7 +286,7 @@ def test_losses_that_cannot_be_squared_or_summed(losses: tuple[float, float], tm
     assert row["loss"]["std"] == pytest.approx(abs(losses[0] - losses[1]) / 2**0.5)
     assert fedrax("report", "r").status == 0
     charts = charts_of((tmp_path / "r" / "report.html").read_text())
-    assert len(charts) == 3
+    assert len(charts) == 4
     for data in charts:
         assert data["series"][0]["points"][-1][1] == pytest.approx(row["loss"]["mean"])
 

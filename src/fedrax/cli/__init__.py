@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from fedrax.errors import FedraxError, FedraxWarning
+from fedrax.errors import FedraxError, FedraxWarning, each_warning_once
 from fedrax.escaping import printable_lines
 
 COMMANDS = {
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     status = 0
     try:
-        with _short_warnings(), _repeat_lost_interrupts():
+        with each_warning_once(), _short_warnings(), _repeat_lost_interrupts():
             status = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
         return status

@@ -16,6 +16,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from types import CodeType, FunctionType
 from typing import Annotated, Any, TypeVar, dataclass_transform
@@ -24,7 +25,7 @@ import jax
 
 from fedrax.config.annotations import Bound, Converter, Field, fields_of
 from fedrax.config.user_errors import translate_errors
-from fedrax.errors import FedraxError, unknown
+from fedrax.errors import FedraxError, unknown, warnings_about
 
 Positive = Annotated[float, Bound(gt=0)]
 NonNegative = Annotated[float, Bound(ge=0)]
@@ -194,6 +195,12 @@ def check(config: Any, path: str = "") -> None:
         fedrax.errors.FedraxError: LocalSGD.lr must be greater than 0, got -1.0
     """
     check_class_definition(type(config))
+    with warnings_about(type(config).__name__) if hasattr(config, _MARK) else nullcontext():
+        _check_fields(config, path)
+
+
+def _check_fields(config: Any, path: str) -> None:
+    """Check the fields of an object, those of nested objects, and then the object as a whole."""
     for field in fields_of(type(config)).values():
         value, where = getattr(config, field.name), f"{path or type(config).__name__}.{field.name}"
         nested = dataclasses.is_dataclass(value) and not isinstance(value, type)

@@ -265,10 +265,6 @@ class LocalSGD:
                 f"with fixed blocks (local.blocks = {self.blocks}; a default of LoSAC and FedSaga) every step draws one"
                 " block at random: give local steps, not epochs"
             )
-        if self.blocks is not None and self.batch_size != LocalSGD.batch_size:
-            warn(
-                f"local.batch_size is ignored: a step uses one of local.blocks = {self.blocks}",
-            )
         if self.optimizer is not None and (self.momentum is not None or self.clip is not None):
             raise FedraxError(
                 "local.momentum and local.clip have no effect on a local optimizer: configure the optimizer instead"
@@ -282,7 +278,7 @@ class LocalSGD:
             )
 
     def check_sizes(self, sizes: np.ndarray) -> None:
-        """Refuse more blocks than any client has samples, and warn of samples that are never used.
+        """Refuse more blocks than any client has samples; warn of an ignored batch size and of samples never used.
 
         Args:
             sizes: int [N], the clients' numbers of samples.
@@ -290,6 +286,11 @@ class LocalSGD:
         largest = int(sizes.max())
         if self.blocks is not None and (self.blocks > largest or self.blocks * largest > np.iinfo(np.int32).max):
             raise FedraxError(f"local.blocks = {self.blocks} is too many: the largest client has {largest} samples")
+        if self.blocks is not None and self.batch_size != LocalSGD.batch_size:
+            warn(
+                f"local.batch_size = {self.batch_size} is ignored: a step uses one of local.blocks = {self.blocks}, up"
+                f" to {-(-largest // self.blocks):,} samples"
+            )
         if self.order == "stored" and self.blocks is None and self.batch_size != "full" and self.steps is not None:
             seen = self.steps * self.batch_size
             if seen < largest:

@@ -354,13 +354,14 @@ def _runs(data: ReportData) -> str:
         last = last_values(run.events)
         value = "–" if last.get(metric) is None else number(last[metric])
         sent = f"{megabytes(run.events[-1]):.4g}" if run.events else "–"
+        work = f"{last['gradients']:,}" if run.events else "–"
         took = f"{last['seconds']:.3g}" if run.events else "–"
-        cells = (str(run.seed), f"{len(run.events)} of {run.rounds}", value, sent, took)
+        cells = (str(run.seed), f"{len(run.events)} of {run.rounds}", value, sent, work, took)
         lines.append(
             f"<tr><th>{shown(method.label)}</th>{''.join(f'<td>{shown(cell)}</td>' for cell in cells)}"
             f'<td>{_state(run.state)}</td><td class="name"><code>{shown(run.directory)}</code></td></tr>'
         )
-    heads = ("seed", "rounds", metric.replace("_", " "), "MB", "seconds", "state")
+    heads = ("seed", "rounds", metric.replace("_", " "), "MB", "gradients", "seconds", "state")
     head = "".join(f"<th>{shown(word)}</th>" for word in heads)
     more = f" {len(listed) - _MOST_RUNS:,} more runs are not listed." if len(listed) > _MOST_RUNS else ""
     again = f"fedrax run {shlex.quote(str(listed[0][1].directory / 'experiment.toml'))}"

@@ -17,6 +17,7 @@ T = TypeVar("T")
 X_AXES: dict[str, tuple[str, str, Callable[[Event], float]]] = {
     "round": ("rounds", "communication rounds", lambda event: event["round"]),
     "megabytes": ("megabytes", "traffic of all clients, down and up (MB)", megabytes),
+    "gradients": ("gradients", "gradients of single samples, by all clients", lambda event: event["gradients"]),
     "seconds": ("seconds", "seconds, without compilation", lambda event: event["seconds"]),
 }
 """The x axes: text of the switch, label of the axis, and the position of an event on it."""

@@ -13,7 +13,7 @@ from fedrax.config.user_errors import collecting_errors, raise_collected, transl
 from fedrax.contract.algorithm import Algorithm, Info
 from fedrax.contract.checks import checked_init, checked_message, checked_round
 from fedrax.contract.client_data import ClientAssignment
-from fedrax.errors import FedraxError, warn
+from fedrax.errors import FedraxError, warn, warnings_about
 from fedrax.simulation.round import (
     ClientRecord,
     ClientSums,
@@ -120,7 +120,7 @@ def trace_round(
 
     shapes = jax.eval_shape(lambda *trees: trees, params, statistics, record, samples)
     try:
-        with translate_errors(algorithm):
+        with translate_errors(algorithm), warnings_about(type(algorithm).__name__):
             made, (received, sent, _) = jax.make_jaxpr(one_round, return_shape=True)(*shapes)
     except FedraxError as error:
         raise_collected([*broken, error])

@@ -27,7 +27,7 @@ from fedrax.contract.model import with_statistics
 from fedrax.contract.task import Task, Variables
 from fedrax.contract.task_checks import check_task
 from fedrax.data import Dataset, Federation
-from fedrax.errors import FedraxError, unknown, warn
+from fedrax.errors import FedraxError, unknown, warn, warnings_about
 from fedrax.models import Model
 from fedrax.participation.cohort_sampler import CohortSampler
 from fedrax.participation.policies import WeightedBySamples
@@ -88,6 +88,21 @@ def validate(
     """
     check(algorithm)
     check(settings, "run")
+    with warnings_about(type(algorithm).__name__):
+        return _validated(algorithm, task, settings, sizes, samples, federation, params, script)
+
+
+def _validated(
+    algorithm: Algorithm,
+    task: Task,
+    settings: Settings,
+    sizes: np.ndarray,
+    samples: Any,
+    federation: Federation,
+    params: Tree | None,
+    script: Script | None,
+) -> ValidatedRun:
+    """The checks of :func:`validate` after those of each object by itself."""
     check_method(algorithm)
     if algorithm.local_steps is not None:
         algorithm.local_steps.check_sizes(sizes)

@@ -89,7 +89,7 @@ class Result:
         >>> task = fedrax.classification(fedrax.models.Logistic().build((4,), 2))
         >>> result = fedrax.simulate(fedrax.FedAvg(), task, federation, rounds=2, cohort_size=2, progress=False)
         >>> [round for round, accuracy in result.metric("test_accuracy")]
-        [2]
+        [1, 2]
     """
 
     params: Tree
@@ -254,7 +254,8 @@ class Result:
             value: the target, which is reached from above for metrics of which smaller values are better.
 
         Returns:
-            ``rounds``, ``bytes`` (both directions, all clients) and ``seconds``; None where it is not reached.
+            ``rounds``, ``bytes`` (both directions, all clients), ``gradients`` (of single samples) and ``seconds``;
+            None where it is not reached.
 
         Raises:
             FedraxError: for a name that no event has.
@@ -364,12 +365,13 @@ def cost_to_target(
         lower_is_better: names of metrics besides the loss of which smaller values are better.
 
     Returns:
-        ``rounds``, ``bytes`` (both directions, all clients) and ``seconds``; None where the target is not reached.
+        ``rounds``, ``bytes`` (both directions, all clients), ``gradients`` (of single samples) and ``seconds``; None
+        where the target is not reached.
 
     Example:
-        >>> events = [{"round": 1, "test_accuracy": 0.8, "bytes_down": 10, "bytes_up": 5, "seconds": 0.1}]
-        >>> fedrax.simulation.cost_to_target(events, "test_accuracy", 0.7)
-        {'rounds': 1, 'bytes': 15, 'seconds': 0.1}
+        >>> event = {"round": 1, "test_accuracy": 0.8, "bytes_down": 10, "bytes_up": 5, "gradients": 60, "seconds": 0.1}
+        >>> fedrax.simulation.cost_to_target([event], "test_accuracy", 0.7)
+        {'rounds': 1, 'bytes': 15, 'gradients': 60, 'seconds': 0.1}
     """
     words = metric.split("_")
     falls = "loss" in words or any(f"_{name}" in f"_{metric}" for name in lower_is_better)
@@ -379,6 +381,7 @@ def cost_to_target(
             return {
                 "rounds": event["round"],
                 "bytes": event["bytes_down"] + event["bytes_up"],
+                "gradients": event["gradients"],
                 "seconds": event["seconds"],
             }
     return None
