@@ -7,6 +7,17 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+_LATEX = {c: f"\\{c}" for c in "&%$#_{}"} | {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "±": r"$\pm$",
+    "–": "--",
+}
+
 
 def printable_line(text: str) -> str:
     """The text as one line without control characters, which move cursors and are invalid in SVG."""
@@ -27,6 +38,11 @@ def escape_markdown(text: str) -> str:
     """Escape markup, HTML and cell separators, for a cell of a Markdown table."""
     escaped = html.escape(printable_line(text), quote=False)
     return "".join(f"\\{c}" if c in "\\`*_[]|~#$" else c for c in escaped)
+
+
+def escape_latex(text: str) -> str:
+    """Escape the special characters of LaTeX, for text in its default encoding."""
+    return "".join(_LATEX.get(c, c) for c in printable_line(text))
 
 
 def escape_matplotlib(text: str) -> str:

@@ -1,6 +1,8 @@
 """What files of one comparison must share, and combinations that a comparison rejects."""
 
 import dataclasses
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,10 @@ from fedrax.cli.profile_command import ProfileOptions
 from fedrax.experiments import comparison, experiment
 from fedrax.experiments.comparison import Comparison
 from fedrax.experiments.experiment import Experiment
-from fedrax.experiments.run_comparison import default_directory
+from fedrax.experiments.output_dir import choose_output
 from fedrax.experiments.search import grid
 from fedrax.optim.server import SGD, Adagrad, Adam
-from tests.cli.conftest import TINY, Outcome
+from tests.cli.conftest import TINY, Outcome, numbers
 
 
 @pytest.mark.parametrize("name", ["normalize = false", "validation = 0.3", "seeds = [5, 6]", "target = 0.9"])
@@ -93,9 +95,131 @@ def test_comparisons_on_other_data_have_other_directories(tmp_path: Path, monkey
     for job in spec.runs({}):
         experiment.write(job.spec, job.directory_in(place) / "experiment.toml")
     other = dataclasses.replace(spec, methods=tuple(map(elsewhere, spec.methods)))
-    assert default_directory(spec) == place and default_directory(other) == Path("runs/tiny-2")
-    with pytest.raises(FedraxError, match=r"of another comparison, which differs in \[partition\]"):
+    assert choose_output(spec).directory == place and choose_output(other).directory == Path("runs/tiny-2")
+    with pytest.raises(FedraxError, match=r"of another comparison \(partition.clients 8 there, 5 here\)"):
         compare(other, directory=place)
+
+
+def text(methods: str, top: str = "seeds = [0]") -> str:
+    """A comparison of FedAvg, FedProx, whose table goes on with ``methods``, and further ones."""
+    return f"{top}\n" + SHARED.removeprefix("seeds = [0]\n") + METHODS + methods
+
+
+def plan(spec: Comparison, out: Path) -> None:
+    """Write what the runs of a comparison write at their start."""
+    chosen = {label: {"algorithm.mu": 0.1} for label in spec.grids}
+    trials = [job for label, point in chosen.items() for job in spec.search_runs_at(label, [point])]
+    for job in (*spec.runs(chosen), *trials):
+        experiment.write(job.spec, job.directory_in(out) / "experiment.toml")
+
+
+GRID, RANGE = "grid = { algorithm.mu = [0.1, 0.2] }\n", 'grid = { algorithm.mu = "0.01..1:log" }\n'
+NAMED = '[[compare]]\nname = "scaffold"\nlabel = "FedProx-2"\n'
+BOTH = {"fedprox": "fedprox-2", "search/fedprox": "search/fedprox-2"}
+CHANGES: dict[str, tuple[str, str, dict[str, str], str]] = {
+    "nothing": (text(""), text(""), {}, ""),
+    "seeds": (text(""), text("", "seeds = [0, 1]"), {}, ""),
+    "a method": (text(""), text(NAMED), {}, ""),
+    "values of a grid": (text(GRID), text(GRID.replace("0.2]", "0.2, 0.3]")), {}, ""),
+    "a setting": (text(""), text("mu = 0.5"), {"fedprox": "fedprox-2"}, "(algorithm.mu 0.1 there, 0.5 here)"),
+    "a class": (
+        text(""),
+        text('server_optimizer = "adam"'),
+        {"fedprox": "fedprox-2"},
+        "(algorithm.server_optimizer.name sgd there, adam here;",
+    ),
+    "rounds": (text(""), text("run = { rounds = 7 }"), {"fedprox": "fedprox-2"}, "(run.rounds 4 there, 7 here)"),
+    "a setting and seeds": (
+        text(""),
+        text("mu = 0.5", "seeds = [5, 6]"),
+        {"fedprox": "fedprox-2"},
+        "(algorithm.mu 0.1 there, 0.5 here)",
+    ),
+    "a setting beside a method of that name": (
+        text(NAMED),
+        text(f"mu = 0.5\n{NAMED}"),
+        {"fedprox": "fedprox-3"},
+        "(algorithm.mu 0.1 there, 0.5 here)",
+    ),
+    "a setting beside a grid": (
+        text(GRID),
+        text(f"{GRID}local = {{ lr = 0.7 }}"),
+        BOTH,
+        "(algorithm.local.lr 0.1 there, 0.7 here)",
+    ),
+    "a setting beside a range": (
+        text(RANGE, "seeds = [0]\nsearch = { trials = 2 }"),
+        text(f"{RANGE}local = {{ lr = 0.7 }}", "seeds = [0]\nsearch = { trials = 2 }"),
+        BOTH,
+        "(algorithm.local.lr 0.1 there, 0.7 here)",
+    ),
+    "validation data": (
+        text(GRID),
+        text(GRID, "seeds = [0]\nsearch = { validation = 0.3 }"),
+        {"search/fedprox": "search/fedprox-2"},
+        "(validation 0.2 there, 0.3 here)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_runs_of_a_changed_method_have_another_directory(name: str, tmp_path: Path) -> None:
+    before, after, moved, says = CHANGES[name]
+    first, second, out = read(tmp_path, before), read(tmp_path, after), tmp_path / "out"
+    plan(first, out)
+    found = choose_output(second, out)
+    assert {key.as_posix(): value.as_posix() for key, value in found.comparison.directories.items()} == moved
+    assert len(found.notes) == len(moved) and all(says in note for note in found.notes)
+    plan(found.comparison, out)
+    assert choose_output(second, out) == found._replace(notes=())
+    assert choose_output(first, out).comparison.directories == {}  # the first ones are still there
+
+
+def test_a_directory_of_other_settings_alone_is_of_another_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, second = (read(tmp_path, text("").replace("rounds = 4", f"rounds = {rounds}")) for rounds in (4, 5))
+    plan(first, Path("runs/tiny"))
+    problem = "runs/tiny/fedavg/seed-0 holds a run with other settings (run.rounds 4 there, 5 here)"
+    found = choose_output(second)
+    assert (found.directory, found.notes) == (Path("runs/tiny-2"), (f"{problem}: the results are in runs/tiny-2",))
+    plan(second, found.directory)
+    assert choose_output(second).notes == ()
+    with pytest.raises(FedraxError, match=re.escape(f"{problem}: choose another --out.")):
+        choose_output(second, Path("runs/tiny"))
+
+
+def test_after_a_change_of_one_method_only_its_runs_are_repeated(
+    fedrax: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    def compared(methods: str) -> tuple[str, list[str]]:
+        """What it said, and the directories of the runs that it made."""
+        before = set(tmp_path.rglob("events.jsonl"))
+        (tmp_path / "c.toml").write_text(text(methods).replace("rounds = 4", "rounds = 1"))
+        done = fedrax("compare", "c.toml")
+        assert done.status == 0, done.err
+        made = set(tmp_path.rglob("events.jsonl")) - before
+        return done.out + done.err, sorted(path.parent.relative_to(tmp_path).as_posix() for path in made)
+
+    def shown() -> dict[str, float]:
+        """The loss of each method."""
+        table = json.loads(fedrax("show", "runs/tiny", "--json").out)["methods"]
+        return {row["label"]: row["loss"]["mean"] for row in table}
+
+    def losses(**places: str) -> dict[str, float]:
+        found = numbers(tmp_path)
+        return {label: found[f"runs/tiny/{place}/seed-0"][-1]["test_loss"] for label, place in places.items()}
+
+    other = "local = { lr = 1.5 }"
+    assert compared("")[1] == ["runs/tiny/fedavg/seed-0", "runs/tiny/fedprox/seed-0"]
+    kept = numbers(tmp_path)
+    said, made = compared(other)
+    assert made == ["runs/tiny/fedprox-2/seed-0"] and numbers(tmp_path).items() >= kept.items()
+    assert "(algorithm.local.lr 0.1 there, 1.5 here): the new runs of fedprox are in runs/tiny/fedprox-2" in said
+    assert shown() == losses(fedavg="fedavg", fedprox="fedprox-2") != losses(fedavg="fedavg", fedprox="fedprox")
+    assert compared(other)[1] == []
+    assert compared("")[1] == [] and shown() == losses(fedavg="fedavg", fedprox="fedprox")
 
 
 def test_a_directory_that_cannot_be_read_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,12 +229,12 @@ def test_a_directory_that_cannot_be_read_is_not_passed_over(tmp_path: Path, monk
     experiment.write(run.spec, run.directory_in(Path("runs/tiny")) / "experiment.toml")
     (run.directory_in(Path("runs/tiny")) / "events.jsonl").write_text("nonsense\n")
     with pytest.raises(FedraxError, match="is not an event"):
-        default_directory(spec)
+        choose_output(spec)
     (tmp_path / "runs/tiny").rename(tmp_path / "away")
     (tmp_path / "runs/tiny").mkdir()
     (tmp_path / "runs/tiny/fedavg").symlink_to(tmp_path / "away")
     with pytest.raises(FedraxError, match="is a link"):
-        default_directory(spec)
+        choose_output(spec)
 
 
 WITHOUT_EFFECT = {

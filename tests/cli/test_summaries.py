@@ -8,12 +8,15 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import polars as pl
 import pytest
 
 from fedrax.attacks import Attack
 from fedrax.attacks.observation import Observation
 from fedrax.attacks.optimizers import GradientDescent
+from fedrax.report import read_results
 from fedrax.report.comparison_table import cells, legend
+from fedrax.report.results import SavedResults
 from fedrax.report.runs import MethodRuns, SavedRun, curve, group, summarize, target_of
 from tests.cli.conftest import TINY, Outcome
 
@@ -68,6 +71,103 @@ def test_what_is_no_share_has_four_digits_whatever_its_size(loss: float, says: s
     row = summarize(MethodRuns("m", [run(40, test_loss=loss, test_auc=0.75)]), None, "test_loss")
     shown = [text for text, _ in cells([row], None, "test_loss").rows[0]]
     assert {says, f"{says} (40)", "0.7500"} <= set(shown)
+
+
+RESULTS = SavedResults(
+    (
+        MethodRuns(
+            "A & B_1",
+            [
+                run(40, 0, test_accuracy=0.5, test_loss=2e-5, gradients=1200, seconds=0.5),
+                run(40, 1, test_accuracy=0.7, test_loss=4e-5, gradients=1600, seconds=1.5),
+            ],
+        ),
+        MethodRuns("50 %", [run(40, 0, test_accuracy=0.8, test_loss=1.5, gradients=300, seconds=0.25)], "local.lr 0.1"),
+    ),
+    0.4,
+)
+
+
+def test_a_table_for_latex():
+    """Names are escaped, the best is bold, deviations and powers of ten are set."""
+    begin, *lines, end = RESULTS.to_latex().splitlines()
+    assert (begin, end) == (r"\begin{tabular}{llrrrrrrrrr}  % \usepackage{booktabs}", r"\end{tabular}")
+    assert (lines[0], lines[2], lines[-1]) == (r"\toprule", r"\midrule", r"\bottomrule")
+    first, second = (line.removesuffix(r" \\").split(" & ") for line in lines[3:5])
+    assert first == [
+        r"A \& B\_1",
+        "",
+        r"0.6000 $\pm$ 0.1414",
+        r"\textbf{$3 \times 10^{-5}$ $\pm$ $1.4 \times 10^{-5}$}",
+        "0.6000 (40)",
+        r"1,400 $\pm$ 283",
+        r"\textbf{40 $\pm$ 0.0}",
+        r"\textbf{0 $\pm$ 0}",
+        r"1,400 $\pm$ 283",
+        r"1 $\pm$ 0.71",
+        "2",
+    ]
+    assert second[:4] == [r"50 \%", "local.lr 0.1", r"\textbf{0.8000}", "1.5"]
+    running = SavedResults([MethodRuns("m", [run(7, test_loss=1.0)])]).to_latex().splitlines()
+    assert running[0].startswith(r"\begin{tabular}{lrrrrl}") and running[4].endswith(r"& 1 & round 7 of 40 \\")
+
+
+def test_a_method_of_many_gradients_is_named():
+    work = lambda *counts: legend(  # noqa: E731
+        None,
+        False,
+        [summarize(MethodRuns(name, [run(40, gradients=n)]), None) for name, n in zip("abc", counts, strict=True)],
+    )
+    assert work(1200, 100, 300) == "gradients: of single samples, by all clients; a computes 12 times those of b."
+    assert work(150, 100, 0) == "gradients: of single samples, by all clients."
+
+
+def test_a_table_as_numbers():
+    table = RESULTS.table()
+    first, second = table.rows(named=True)
+    assert (first["method"], first["seeds"], second["settings"], second["state"]) == (
+        "A & B_1",
+        2,
+        "local.lr 0.1",
+        "finished",
+    )
+    assert first["test_accuracy"] == pytest.approx(0.6) and first["test_accuracy_std"] == pytest.approx(0.02**0.5)
+    assert second["test_accuracy_std"] is None and second["gradients"] == second["gradients_to_target"] == 300
+    assert (first["best_test_accuracy"], first["best_round"], first["seconds_to_target"]) == (pytest.approx(0.6), 40, 1)
+    assert "epsilon" not in table.columns
+    assert table.write_csv().startswith("method,settings,seeds,state,test_accuracy,test_accuracy_std,test_loss,")
+
+
+def test_rounds_as_numbers():
+    rounds = RESULTS.to_polars()
+    assert len(rounds) == 120 and rounds.columns[:3] == ["method", "seed", "round"]
+    last = rounds.filter(pl.col("test_loss").is_not_null())
+    assert last.select("method", "seed", "round", "test_loss", "gradients").rows() == [
+        ("A & B_1", 0, 40, 2e-5, 1200),
+        ("A & B_1", 1, 40, 4e-5, 1600),
+        ("50 %", 0, 40, 1.5, 300),
+    ]
+    own = SavedResults(
+        [MethodRuns("m", [run(1, seed=3, method=7.0, test_loss=1)]), MethodRuns("n", [run(1, test_loss=0.5)])]
+    )
+    assert own.to_polars().select("method", "seed", "test_loss").rows() == [("m", 3, 1.0), ("n", 0, 0.5)]
+    assert SavedResults([]).to_polars().is_empty()
+
+
+@pytest.mark.parametrize("flag", ["--csv", "--latex", "--markdown", "--json"])
+def test_formats_of_the_table(flag: str, fedrax: Callable[..., Outcome], tmp_path: Path):
+    """Of a comparison while it is made, and of its directory."""
+    (tmp_path / "x.toml").write_text("seeds = [0, 1]\n" + TINY.replace("rounds = 4", "rounds = 1"))
+    assert fedrax("compare", "x.toml", "--out", "c", "--quiet").status == 0
+    results = read_results(tmp_path / "c")
+    shown = fedrax("show", "c", flag)
+    made = {"--csv": results.table().write_csv, "--latex": results.to_latex, "--markdown": results.to_markdown}
+    assert flag == "--json" or shown == Outcome(0, made[flag](), "")
+    if flag != "--markdown":
+        again = fedrax("compare", "x.toml", "--out", "c", flag)
+        assert again.status == 0 and again.err == "" and (flag == "--json" or again.out == shown.out)
+    refused = fedrax("show", "c", flag, "--json" if flag != "--json" else "--csv")
+    assert refused.status == 2 and "are both given: choose one" in refused.err
 
 
 def test_seeds_without_a_metric_do_not_hide_the_others():

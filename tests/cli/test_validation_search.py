@@ -176,7 +176,7 @@ def test_another_search_of_the_same_name_goes_elsewhere(
     before = (tmp_path / "runs" / first / "comparison.json").read_bytes()
     file.write_text(file.read_text().replace("rounds = 1", "rounds = 2"))
     refused = fedrax("compare", file, "--out", f"runs/{first}")
-    assert refused.status == 2 and "holds a trial of another comparison" in refused.err
+    assert refused.status == 2 and "holds a run with other settings (run.rounds 1 there, 2 here)" in refused.err
     assert fedrax("compare", file).status == 0
     assert places() == [first, f"{first}-2"]
     assert (tmp_path / "runs" / first / "comparison.json").read_bytes() == before

@@ -14,6 +14,7 @@ from typing import Any
 from fedrax.cli import tell
 from fedrax.cli.arguments import parse_experiment
 from fedrax.cli.run_command import ReportingOptions, make_trackers
+from fedrax.cli.show_command import chosen_format, print_table
 from fedrax.errors import FedraxError
 from fedrax.escaping import printable_line
 from fedrax.experiments import comparison
@@ -67,8 +68,17 @@ class CompareOptions(ReportingOptions):
     does."""
     out: Path | None = None
     """Directory of the comparison; by default runs/NAME."""
+    latex: bool = False
+    """Print the table for LaTeX instead, with the package booktabs."""
+    csv: bool = False
+    """Print the table as CSV instead: means, and standard deviations in columns of their own."""
     json: bool = False
     """Print the table as JSON instead."""
+
+    @property
+    def format(self) -> str | None:
+        """The format of the table other than for the terminal."""
+        return chosen_format(self, ("latex", "csv", "json"))
 
 
 def main(args: list[str]) -> int:
@@ -211,7 +221,7 @@ class CommandWatcher(ProgressWatcher):
 
     def __init__(self, options: CompareOptions):
         super().__init__()
-        self._options, self._silent = options, options.quiet or options.json
+        self._options, self._silent = options, options.quiet or options.format is not None
 
     def sinks(self, job: RunJob, directory: Path, number: int, of: int) -> list[Any]:
         """The progress line, and the trackers of the options."""
@@ -221,7 +231,7 @@ class CommandWatcher(ProgressWatcher):
         return made + make_trackers(job.spec, directory, str(job.path), self._options)
 
     def done(self, job: RunJob, directory: Path, error: str | None) -> None:
-        """Print the result of a run; with --json only that it diverged."""
+        """Print the result of a run; only that it diverged if the table is not for the terminal."""
         if not self._silent:
             super().done(job, directory, error and f"fedrax: {error}")
         elif error is not None and not self._options.quiet:
@@ -236,8 +246,10 @@ class CommandWatcher(ProgressWatcher):
 def report(outcome: ComparisonResult, options: CompareOptions, args: list[str]) -> None:
     """Print the table or JSON, where files are saved, and what to try next."""
     spec, out = outcome.comparison, outcome.directory
-    if options.json:
+    if options.format == "json":
         print(json.dumps(outcome.summary()))
+    elif options.format is not None:
+        print_table(outcome, options.format)
     elif not options.quiet:
         console = comparison_table.wide_console()
         comparison_table.show(console, outcome.rows, outcome.target, outcome.metric, spec.name)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
 from fedrax.cli.arguments import parse
 from fedrax.errors import FedraxError
+from fedrax.escaping import printable_lines
 from fedrax.report import comparison_table
-from fedrax.report.runs import find_runs, group, main_metric, summarize, target_of
+from fedrax.report.results import MethodResults, read_results
 
 DESCRIPTION = """Show runs: `fedrax show DIR...`.
 
@@ -32,6 +34,10 @@ class ShowOptions:
     """Also draw curves, to this file name with .png and .svg."""
     markdown: bool = False
     """Print the table as Markdown."""
+    latex: bool = False
+    """Print the table for LaTeX, with the package booktabs."""
+    csv: bool = False
+    """Print the table as CSV: means, and standard deviations in columns of their own."""
     json: bool = False
     """Print the table as JSON."""
 
@@ -43,24 +49,36 @@ def main(args: list[str]) -> int:
         raise FedraxError("no directory given: fedrax show DIR...")
     if options.target is not None and not 0 < options.target <= 1:
         raise FedraxError(f"the target is an accuracy in (0, 1], not {options.target}.")
-    found = {run.directory.resolve(): run for path in options.directories for run in find_runs(path)}
-    methods = group(list(found.values()))
-    metric = main_metric(methods)
-    target, given = target_of(methods, options.target)
-    rows = [summarize(method, target, metric) for method in methods]
-    if options.json:
-        print(json.dumps({"metric": metric, "target": target, "methods": comparison_table.values(rows)}))
-    elif options.markdown:
-        print(comparison_table.markdown(rows, target, metric), end="")
+    text = chosen_format(options, ("markdown", "latex", "csv", "json"))
+    results = read_results(*options.directories, target=options.target)
+    if text == "json":
+        table = comparison_table.values(results.rows)
+        print(json.dumps({"metric": results.metric, "target": results.target, "methods": table}))
+    elif text is not None:
+        print_table(results, text)
     else:
         console = comparison_table.wide_console()
-        comparison_table.show(console, rows, target, metric)
-        console.print(comparison_table.legend(target, given, rows))
+        comparison_table.show(console, results.rows, results.target, results.metric)
+        console.print(results.legend())
     if options.curves is not None:
         from fedrax.report.curves import draw_curves, save_curves
 
         path = options.curves.with_suffix("") if options.curves.suffix in (".png", ".svg") else options.curves
-        pictures = save_curves(draw_curves(methods, target, metric), path)
-        if not options.json:
+        pictures = save_curves(draw_curves(results.methods, results.target, results.metric), path)
+        if text is None:
             print(f"curves: {pictures[0]} and .svg")
     return 0
+
+
+def chosen_format(options: Any, formats: Sequence[str]) -> str | None:
+    """The one format that is set; raises FedraxError for several."""
+    chosen = [name for name in formats if getattr(options, name)]
+    if len(chosen) > 1:
+        raise FedraxError(f"--{chosen[0]} and --{chosen[1]} are both given: choose one.")
+    return chosen[0] if chosen else None
+
+
+def print_table(results: MethodResults, text: str) -> None:
+    """Print the table in a text format."""
+    made = {"markdown": results.to_markdown, "latex": results.to_latex, "csv": lambda: results.table().write_csv()}
+    print(printable_lines(made[text]()), end="")

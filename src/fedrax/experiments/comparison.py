@@ -34,13 +34,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
-import tomlkit
-
 from fedrax import files
 from fedrax.config.annotations import Bound, describe_type
 from fedrax.config.hyperparameters import PositiveInt, check
-from fedrax.errors import FedraxError
-from fedrax.escaping import format_settings
+from fedrax.errors import FedraxError, warnings_about
+from fedrax.escaping import format_settings, printable_line
 from fedrax.experiments import experiment
 from fedrax.experiments.experiment import COMPARISON_KEYS, Experiment
 from fedrax.experiments.nesting import shared_by, with_tables
@@ -65,8 +63,16 @@ SHARED_KEYS = (*SHARED, *SAMPLE_KEYS)
 """Tables and keys that may not differ between methods."""
 
 
+_LISTED = 4
+"""Most differing settings that a message lists."""
+
+
 class OtherExperimentError(FedraxError):
     """A directory holds runs of another comparison."""
+
+    def __init__(self, problem: str):
+        super().__init__(f"{problem}: choose another --out.")
+        self.problem = problem
 
 
 @dataclass(frozen=True)
@@ -111,6 +117,9 @@ class Comparison:
     """How settings are selected."""
     run: Settings = field(default_factory=Settings)
     """Run settings of the methods without their own."""
+    directories: Mapping[Path, Path] = field(default_factory=dict)
+    """Directories of runs in that of the comparison, where the ones that labels name hold runs with other settings;
+    :func:`compare` sets it."""
 
     def __repr__(self) -> str:
         """A line, and one for each method."""
@@ -144,7 +153,8 @@ class Comparison:
         self._check_search()
         for job in self.possible_runs():
             try:
-                job.spec.check()
+                with warnings_about(job.spec.name):
+                    job.spec.check()
             except FedraxError as error:
                 raise FedraxError(f"{job.title}: {error}") from error
 
@@ -262,7 +272,35 @@ class Comparison:
         """
         points = [(method, chosen.get(method.name, {})) for method in self.methods]
         specs = [(point, self.experiment_at(method, point)) for method, point in points]
-        return [RunJob.of(spec, seed, point) for seed in self.seeds for point, spec in specs]
+        return [self._job(spec, seed, point) for seed in self.seeds for point, spec in specs]
+
+    def _job(self, spec: Experiment, seed: int, point: SettingPoint) -> RunJob:
+        """The run of an experiment with one seed."""
+        named = Path("search" if spec.validation else "", safe_name(spec.name))
+        return RunJob.of(spec, seed, point, self.directories.get(named, named))
+
+    def final_runs(self, label: str) -> list[RunJob]:
+        """The runs of a method at every setting that the search may select.
+
+        Args:
+            label: The method.
+
+        Returns:
+            The runs, with every seed.
+        """
+        return [self._job(spec, seed, point) for point, spec in self.candidates[label] for seed in self.seeds]
+
+    def possible_trials(self, label: str) -> list[RunJob]:
+        """The runs of the search of a method; with ranges, those of `candidates`.
+
+        Args:
+            label: The method.
+
+        Returns:
+            The runs; none for a method without a grid.
+        """
+        points = self.candidates[label] if label in self.grids else []
+        return self.search_runs_at(label, [point for point, _ in points])
 
     def search_runs(self, label: str) -> list[RunJob]:
         """The runs of the grid search of a method, point by point.
@@ -291,7 +329,7 @@ class Comparison:
         held = [
             (p, dataclasses.replace(self.experiment_at(method, p), validation=self.search.validation)) for p in points
         ]
-        return [RunJob.of(spec, seed, point) for point, spec in held for seed in self.search_seeds]
+        return [self._job(spec, seed, point) for point, spec in held for seed in self.search_seeds]
 
     def possible_runs(self) -> Iterator[RunJob]:
         """Every run that the comparison may make, whatever settings are selected.
@@ -299,9 +337,9 @@ class Comparison:
         Yields:
             The runs.
         """
-        for label, found in self.candidates.items():
+        for label in self.candidates:
             yield from self.search_runs(label)
-            yield from (RunJob.of(spec, seed, point) for point, spec in found for seed in self.seeds)
+            yield from self.final_runs(label)
 
 
 @dataclass(frozen=True)
@@ -313,17 +351,18 @@ class RunJob:
     """The directory, relative to that of the comparison."""
     title: str
     """Label, settings and seed, for messages."""
+    directory: Path
+    """The directory of the runs of its method, which contains its own."""
     point: SettingPoint = field(default_factory=dict)
     """Its settings at the paths of the grid."""
 
     @classmethod
-    def of(cls, spec: Experiment, seed: int, point: SettingPoint) -> RunJob:
-        """The run of an experiment with one seed."""
-        path = Path("search") if spec.validation else Path()
-        path = path / safe_name(spec.name) / (grid.point_directory(point) if point else "") / f"seed-{seed}"
+    def of(cls, spec: Experiment, seed: int, point: SettingPoint, directory: Path) -> RunJob:
+        """The run of an experiment with one seed, in the directory of its method."""
+        path = directory / (grid.point_directory(point) if point else "") / f"seed-{seed}"
         words = f" ({format_settings(point)})" if point else ""
         run = dataclasses.replace(spec.run, seed=seed)
-        return cls(dataclasses.replace(spec, run=run), path, f"{spec.name}{words}, seed {seed}", point)
+        return cls(dataclasses.replace(spec, run=run), path, f"{spec.name}{words}, seed {seed}", directory, point)
 
     def directory_in(self, out: Path) -> Path:
         """The run's directory in that of the comparison; raises FedraxError if a link leads out of it."""
@@ -438,11 +477,19 @@ def saved_run(spec: Experiment, directory: Path) -> SavedRun | None:
     file = directory / "experiment.toml"
     if not file.exists():
         return None
-    with files.open_regular_file(file, files.MAX_FILE) as saved:
-        same = saved.read() == tomlkit.dumps(experiment.to_table(spec)).encode()
-    if not same:
-        raise OtherExperimentError(f"{directory} holds a run of another experiment: choose another --out.")
+    if found := differences(files.read_toml(file), experiment.to_table(spec)):
+        raise OtherExperimentError(f"{directory} holds a run with other settings ({found})")
     return read_run(directory)
+
+
+def differences(saved: Mapping[str, Any], planned: Mapping[str, Any]) -> str:
+    """The settings in which a saved experiment differs from a planned one, as text; empty if there are none."""
+    there, here = (files.flatten(table, keep_empty=True) for table in (saved, planned))
+    found = [path for path in {**here, **there} if repr(there.get(path)) != repr(here.get(path))]
+    found.sort(key=lambda path: not path.endswith(".name"))  # other classes have other settings
+    words = [f"{path} {there.get(path, 'unset')} there, {here.get(path, 'unset')} here" for path in found[:_LISTED]]
+    words += [f"{len(found) - _LISTED} more"] * (len(found) > _LISTED)
+    return printable_line("; ".join(words))
 
 
 def first_difference(

@@ -19,7 +19,7 @@ import tomlkit
 
 from fedrax.contract.task import Task
 from fedrax.data import Federation
-from fedrax.errors import FedraxError
+from fedrax.errors import FedraxError, warnings_about
 from fedrax.experiments import experiment
 from fedrax.experiments.comparison import RunJob, saved_run
 from fedrax.experiments.experiment import Experiment
@@ -139,7 +139,8 @@ def check_saved_runs(jobs: Sequence[RunJob], out: Path, problem: Callable[[], Ta
         if run is None or not _has_checkpoint(directory):
             continue
         try:
-            check_possible(job.spec.algorithm, *problem(), job.spec.run, directory)
+            with warnings_about(job.spec.name):
+                check_possible(job.spec.algorithm, *problem(), job.spec.run, directory)
         except FedraxError as error:
             raise FedraxError(f"{error}: choose another --out for the present comparison") from error
 
@@ -148,15 +149,16 @@ def check_methods(jobs: Sequence[RunJob], out: Path, problem: Callable[[], TaskA
     """Raise FedraxError for a method that does not fit the data, the model or the cohorts."""
     firsts = {job.path.parent: job for job in reversed(unfinished(jobs, out))}
     for job in reversed(firsts.values()):
-        with error_prefix(job.spec.name):
+        with naming(job.spec.name, job.spec.name):
             check_possible(job.spec.algorithm, *problem(), job.spec.run)
 
 
 @contextmanager
-def error_prefix(title: str) -> Iterator[None]:
-    """Prefix FedraxErrors with the title of the run."""
+def naming(title: str, label: str) -> Iterator[None]:
+    """Prefix FedraxErrors with the title of the run, and warnings with the label of its method."""
     try:
-        yield
+        with warnings_about(label):
+            yield
     except FedraxError as error:
         raise FedraxError(f"{title}: {error}") from error
 
@@ -173,7 +175,7 @@ def run_here(
         if job.path not in left:
             continue
         directory = job.directory_in(out)
-        with error_prefix(job.title) if len(jobs) > 1 else nullcontext():
+        with naming(job.title, job.spec.name) if len(jobs) > 1 else nullcontext():
             error = _run(job.spec, directory, problem(), watcher.sinks(job, directory, number, len(jobs)))
         watcher.done(job, directory, error)
 
@@ -339,14 +341,14 @@ def _run_or_error(text: str, directory: str, data_dir: str | None) -> Any:
 def _run_text(text: str, directory: str, data_dir: str | None) -> tuple[str, str] | None:
     """Parse the experiment and run it."""
     use_all_cores()
-    directory = Path(directory)
+    folder = Path(directory)
     try:
         table = tomlkit.parse(text).unwrap()
         spec = experiment.from_table(table, "the experiment of a worker", trust="typed")
-        if (directory / "experiment.toml").exists() and read_run(directory).finished:
+        if (folder / "experiment.toml").exists() and read_run(folder).finished:
             return None  # a worker that was reported as lost has finished it
         shared = {key: value for key, value in table.items() if key not in ("name", "algorithm", "run")}
-        error = _run(spec, directory, _problem(tomlkit.dumps(shared), data_dir), [])
+        error = _run(spec, folder, _problem(tomlkit.dumps(shared), data_dir), [])
     except FedraxError as invalid:
         return "invalid", str(invalid)
     return None if error is None else ("diverged", error)

@@ -12,24 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from fedrax import files
-from fedrax.errors import FedraxError
+from fedrax.errors import FedraxError, each_warning_once
 from fedrax.escaping import format_settings
 from fedrax.experiments import backends, comparison, experiment, jobs
-from fedrax.experiments.comparison import Comparison, OtherExperimentError, RunJob
+from fedrax.experiments.comparison import Comparison, RunJob
 from fedrax.experiments.experiment import Experiment
 from fedrax.experiments.jobs import ComparisonWatcher, Executors, ProgressWatcher, TaskAndFederation, WorkerPool
-from fedrax.experiments.output_dir import check_output_dir
+from fedrax.experiments.output_dir import choose_output
 from fedrax.experiments.search import grid as grids_of
 from fedrax.experiments.search import trials
 from fedrax.report import comparison_table, curves, search_plots
+from fedrax.report.results import MethodResults
 from fedrax.report.runs import (
     COMPARISON,
     MethodRuns,
-    MethodSummary,
     SavedRun,
-    main_metric,
     read_comparison,
-    summarize,
     target_of,
 )
 from fedrax.simulation import use_all_cores
@@ -38,7 +36,7 @@ from fedrax.tuning.selection import SearchResult
 
 
 @dataclass(frozen=True, repr=False)
-class ComparisonResult:
+class ComparisonResult(MethodResults):
     """The outcome of a comparison.
 
     Example:
@@ -53,15 +51,10 @@ class ComparisonResult:
     """The comparison."""
     directory: Path
     """Directory of the runs, table.md, comparison.json, the curves and the figure of the search."""
-    methods: tuple[MethodRuns, ...]
+    methods: Sequence[MethodRuns]
     """The runs of each method."""
     search_results: Mapping[str, SearchResult]
     """Search results of the methods whose grids have several points, by label."""
-
-    @property
-    def metric(self) -> str:
-        """The metric that methods are compared by."""
-        return main_metric(self.methods)
 
     @property
     def _runs(self) -> list[SavedRun]:
@@ -69,23 +62,9 @@ class ComparisonResult:
         return [run for method in self.methods for run in method.runs]
 
     @property
-    def target(self) -> float | None:
-        """The target accuracy of the costs in the table.
-
-        The comparison's own target, that of its runs, or 95 % of the best method's final accuracy.
-        """
-        return self._target[0]
-
-    @property
     def _target(self) -> tuple[float | None, bool]:
-        """The target, and whether it was given."""
+        """The comparison's target, or what `target_of` takes in its place; and whether it was given."""
         return target_of(self.methods, self.comparison.target)
-
-    @property
-    def rows(self) -> list[MethodSummary]:
-        """The table, a row for each method."""
-        target, metric = self.target, self.metric
-        return [summarize(method, target, metric) for method in self.methods]
 
     @property
     def diverged(self) -> bool:
@@ -101,7 +80,7 @@ class ComparisonResult:
         spec = self.comparison
         search = (spec.search.validation, spec.search_seeds, spec.search.trials)
         selected = search_plots.lines(self.search_results, *search) if self.search_results else []
-        legend = comparison_table.legend(*self._target, self.rows)
+        legend = self.legend()
         return selected + [legend] * bool(legend)
 
     def summary(self) -> dict[str, Any]:
@@ -136,17 +115,14 @@ class ComparisonResult:
         """Write table.md, comparison.json and the figures, as :func:`compare` does."""
         out, name = self.directory, self.comparison.name
         files.write_text(out / COMPARISON, json.dumps(self.summary(), indent=2) + "\n")
-        files.write_text(out / "table.md", comparison_table.markdown(self.rows, self.target, self.metric))
+        files.write_text(out / "table.md", self.to_markdown())
         curves.save_curves(curves.draw_curves(self.methods, self.target, self.metric, name), out / "curves")
         if self.search_results:
             curves.save_curves(search_plots.draw_grids(self.search_results, name), out / "grid")
 
     def __repr__(self) -> str:
         """The table in Markdown, and the lines below it."""
-        return "\n".join([comparison_table.markdown(self.rows, self.target, self.metric), *self.lines()])
-
-    def _repr_markdown_(self) -> str:
-        return repr(self)
+        return "\n".join([self.to_markdown(), *self.lines()])
 
 
 def read_file(path: str | Path) -> Experiment | Comparison:
@@ -199,8 +175,9 @@ def compare(
             ranges: ``{"algorithm.local.lr": "0.001..1:log"}``.
         seeds: Replaces the seeds of the file.
         target: Replaces the target of the file.
-        directory: Where to save; by default the first of runs/NAME, runs/NAME-2, ... that is free or holds this
-            comparison. Finished runs in it are not repeated.
+        directory: Where to save; by default the first of runs/NAME, runs/NAME-2, ... that does not belong to another
+            comparison. Finished runs in it are not repeated; if the settings of a method have changed, its new runs are
+            in a directory LABEL-2 beside the earlier ones.
         data_dir: Directory of data files; by default $FEDRAX_DATA.
         executor: Runs on the workers of a ``concurrent.futures.Executor``, of a function that makes one (called again
             after a lost worker broke the executor), or of a scheduler, ``"dask://HOST:PORT"`` or
@@ -231,19 +208,21 @@ def compare(
     changes |= {"seeds": tuple(seeds)} if seeds else {}
     changes |= {"target": target} if target is not None else {}
     spec = dataclasses.replace(spec, **changes)
-    spec.check()
-    if isinstance(executor, str):
-        executor = backends.executor_factory(executor)
-    out = default_directory(spec) if directory is None else Path(directory)
-    check_output_dir(spec, out)
-    if watcher is None:
-        use_all_cores()
-        watcher = ProgressWatcher() if progress and progress_is_visible() else ComparisonWatcher()
     with contextlib.ExitStack() as at_end:
+        at_end.enter_context(each_warning_once())
+        spec.check()
+        if isinstance(executor, str):
+            executor = backends.executor_factory(executor)
+        spec, out, notes = choose_output(spec, None if directory is None else Path(directory))
+        if watcher is None:
+            use_all_cores()
+            watcher = ProgressWatcher() if progress and progress_is_visible() else ComparisonWatcher()
         at_end.callback(watcher.close)
         workers = None if executor is None else WorkerPool(executor)
         if workers is not None:
             at_end.callback(workers.close)
+        for note in notes:
+            watcher.say(note)
         outcome = _run(spec, out, data_dir, workers, watcher)
         outcome.save()
         return outcome
@@ -262,21 +241,6 @@ def _with_lists(grid: Mapping[str, Any]) -> dict[str, Any]:
     """A grid with lists instead of tuples, ranges and arrays."""
     one = (str, Mapping)
     return {path: list(v) if isinstance(v, Iterable) and not isinstance(v, one) else v for path, v in grid.items()}
-
-
-def default_directory(spec: Comparison) -> Path:
-    """The first of runs/NAME, runs/NAME-2, ... that is free or holds runs of this comparison.
-
-    Raises FedraxError for one that cannot be read.
-    """
-    stem = Path("runs") / comparison.safe_name(spec.name)
-    number = 1
-    while True:
-        out = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
-        with contextlib.suppress(OtherExperimentError):
-            check_output_dir(spec, out)
-            return out
-        number += 1
 
 
 def _run(

@@ -1,4 +1,7 @@
 from fedrax.report.html import write_report as write_report
+from fedrax.report.results import MethodResults as MethodResults
+from fedrax.report.results import SavedResults as SavedResults
+from fedrax.report.results import read_results as read_results
 from fedrax.report.runs import find_runs as find_runs
 from fedrax.report.runs import read_run as read_run
 from fedrax.report.sinks import (

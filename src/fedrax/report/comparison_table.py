@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import polars as pl
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fedrax.escaping import escape_markdown, printable_line
+from fedrax.escaping import escape_latex, escape_markdown, printable_line
 from fedrax.metrics import better, is_share
 from fedrax.report.runs import MethodSummary, Statistic, finite
 
-COLUMNS = ("accuracy", "loss", "best", "epsilon", "epsilon_paper", "rounds", "megabytes", "seconds")
-"""Columns that are fields of `MethodSummary`, in the order of the table."""
-_TO_TARGET = ("rounds", "megabytes", "seconds")
+_TO_TARGET = ("rounds", "megabytes", "gradients", "seconds")
 """Columns of the cost to reach the target."""
+COLUMNS = ("accuracy", "loss", "best", "epsilon", "epsilon_paper", "all_gradients", *_TO_TARGET)
+"""Columns that are fields of `MethodSummary`, in the order of the table."""
+_EXPONENT = re.compile(r"(-?\d+(?:\.\d+)?)e([-+]\d+)")
+"""A number with an exponent, as Python formats it."""
+_NO_RESULTS = ("epsilon", "epsilon_paper", "all_gradients")
+"""Columns without a best value: guarantees, and the work of all rounds, which settings determine."""
 _OVER_CLIENTS = {
     "_worst_client": ", worst client",
     "_client_p10": ", 10 % of clients",
@@ -56,8 +62,10 @@ def headings(target: float | None, metric: str = "test_accuracy") -> dict[str, s
         "best": f"best {name} (round)",
         "epsilon": "epsilon",
         "epsilon_paper": "epsilon by the paper",
+        "all_gradients": "gradients",
         "rounds": f"rounds{to}",
         "megabytes": f"MB{to}",
+        "gradients": f"gradients{to}",
         "seconds": f"s{to}",
     }
 
@@ -69,9 +77,17 @@ def legend(target: float | None, given: bool, rows: Sequence[MethodSummary]) -> 
         name = "accuracy" if any(row.accuracy is not None for row in rows) else "loss"
         origin = "as given" if given else "95 % of the best method's final test accuracy, since none was given"
         parts.append(
-            f"target {target:g}: {origin}. rounds, MB, s: until the test {name} first reached it; MB down and up of all"
-            " clients, seconds without compilation."
+            f"target {target:g}: {origin}. rounds, MB, gradients, s: until the test {name} first reached it; MB down"
+            " and up of all clients, seconds without compilation."
         )
+    work = {
+        row.label: row.all_gradients.mean for row in rows if row.all_gradients is not None and row.all_gradients.mean
+    }
+    if work:
+        most, least = (choose(work, key=lambda label: work[label]) for choose in (max, min))
+        times = work[most] / work[least]
+        more = f"; {most} computes {times:.3g} times those of {least}" if times >= 2 else ""
+        parts.append(f"gradients: of single samples, by all clients{more}.")
     worst = [samples for row in rows for samples in row.worst_samples]
     if worst:
         few, many = min(worst), max(worst)
@@ -86,7 +102,7 @@ def best(rows: Sequence[MethodSummary], column: str, metric: str = "test_accurac
         for i, row in enumerate(rows)
         if (value := _value(row, column)) is not None and "diverged" not in row.state
     }
-    if len(means) < 2 or "epsilon" in column:  # a guarantee, not a result
+    if len(means) < 2 or column in _NO_RESULTS:
         return set()
     wanted = better(metric_name(metric if column == "best" else column))
     if column.startswith(("test_", "train_")) and wanted is None:
@@ -128,9 +144,11 @@ def _columns(rows: Sequence[MethodSummary], target: float | None) -> list[str]:
 
 
 def amount(value: Statistic, column: str, metric: str = "test_accuracy") -> str:
-    """Format a mean and its deviation: metrics in [0, 1] with four decimals, rounds as integers, others to 4 digits."""
+    """Format a mean and its deviation: metrics in [0, 1] with four decimals, counts as integers, others to 4 digits."""
     if column == "rounds":
         mean, spread = ".0f", ".1f"
+    elif column in ("gradients", "all_gradients"):
+        mean, spread = ",.0f", ",.0f"
     elif is_share(metric_name(metric if column == "best" else column)):
         mean, spread = ".4f", ".4f"
     else:
@@ -237,6 +255,48 @@ def markdown(rows: Sequence[MethodSummary], target: float | None, metric: str = 
         shown = (f"**{escape_markdown(text)}**" if top else escape_markdown(text) for text, top in row)
         lines.append(f"| {' | '.join(shown)} |")
     return "\n".join(lines) + "\n"
+
+
+def latex(rows: Sequence[MethodSummary], target: float | None, metric: str = "test_accuracy") -> str:
+    """The table for LaTeX with the package booktabs; the best of each column is bold.
+
+    The states are left out if all runs are finished.
+    """
+    made = cells(rows, target, metric)
+    columns = len(made.headings) - all(row.state == "finished" for row in rows)
+    right = len(made.headings) - made.names - 1  # numbers
+    lines = [" & ".join(map(escape_latex, made.headings[:columns]))]
+    for row in made.rows:
+        texts = [_EXPONENT.sub(_power_of_ten, escape_latex(text)) for text, _ in row[:columns]]
+        texts = [rf"\textbf{{{text}}}" if top else text for text, (_, top) in zip(texts, row, strict=False)]
+        lines.append(" & ".join(texts))
+    head, *body = (rf"{line} \\" for line in lines)
+    rules = [r"\toprule", head, r"\midrule", *body, r"\bottomrule"]
+    form = "l" * made.names + "r" * right + "l" * (columns - made.names - right)
+    return "\n".join([rf"\begin{{tabular}}{{{form}}}  % \usepackage{{booktabs}}", *rules, r"\end{tabular}"]) + "\n"
+
+
+def _power_of_ten(found: re.Match[str]) -> str:
+    """A number with an exponent in LaTeX."""
+    return rf"${found[1]} \times 10^{{{int(found[2])}}}$"
+
+
+def data_frame(rows: Sequence[MethodSummary], metric: str = "test_accuracy") -> pl.DataFrame:
+    """The table as numbers: a row for each method; of a mean over seeds its deviation is in the column NAME_std."""
+    names = {"accuracy": "test_accuracy", "loss": "test_loss", "best": f"best_{metric}", "all_gradients": "gradients"}
+    names |= {column: f"{column}_to_target" for column in _TO_TARGET}
+    records = []
+    for row in rows:
+        record: dict[str, Any] = {"method": row.label, "settings": row.settings or None}
+        record |= {"seeds": row.seeds, "state": row.state}
+        for column in ("accuracy", *sorted({name for other in rows for name in other.others}), *COLUMNS[1:]):
+            value, name = _value(row, column), names.get(column, column)
+            record |= {name: None if value is None else value.mean, f"{name}_std": value and value.std}
+            if column == "best":
+                record["best_round"] = row.best_round and row.best_round.mean
+        records.append(record)
+    table = pl.DataFrame(records, infer_schema_length=None)
+    return table.select(column for column in table if column.null_count() < len(table))
 
 
 def values(rows: Sequence[MethodSummary]) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -155,19 +155,19 @@ def find_runs(path: Path | str) -> list[SavedRun]:
     path = Path(path)
     if (path / "experiment.toml").is_file():
         return [read_run(path)]
-    left = _settings_left(path)
     found = [read_run(file.parent) for file in sorted(path.glob("**/experiment.toml"))]
     if not found:
         raise FedraxError(f"{path} holds no run: there is no experiment.toml in it.")
     shown = [run for run in found if not run.validation] or found
-    return [run for run in shown if not left(run.directory.parent)] or shown
-
-
-def _settings_left(path: Path) -> Callable[[Path], bool]:
-    """Predicate of directories whose runs have settings that a later search of the comparison did not select."""
     chosen = {path / directory for directory in read_comparison(path).get("directories", [])}
-    methods = {directory.parent for directory in chosen} - {path}
-    return lambda directory: directory.parent in methods and directory not in chosen
+    current = {_name(run) for run in shown if run.directory.parent in chosen}
+    # Not those of the comparison's methods with earlier settings, or settings that a later search did not select
+    return [run for run in shown if run.directory.parent in chosen or _name(run) not in current]
+
+
+def _name(run: SavedRun) -> str:
+    """The name of a run's experiment, in a comparison the label of its method."""
+    return str(run.table.get("name", ""))
 
 
 def read_comparison(directory: Path) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def group(runs: Sequence[SavedRun]) -> list[MethodRuns]:
     for run in _without_duplicates(runs):
         settings = {k: v for k, v in run.table["run"].items() if k != "seed"}
         groups.setdefault(json.dumps(run.table | {"run": settings}, sort_keys=True, default=str), []).append(run)
-    names = [[str(runs[0].table.get("name", "")) for runs in groups.values()]]
+    names = [[_name(runs[0]) for runs in groups.values()]]
     names.append([str(runs[0].table["algorithm"].get("name", "")).rpartition(":")[2] for runs in groups.values()])
     names.append([runs[0].directory.name for runs in groups.values()])
     names.append([str(runs[0].directory) for runs in groups.values()])
@@ -225,7 +225,7 @@ def last_values(events: Sequence[Event]) -> dict[str, float]:
 
 
 def summary_line(events: Sequence[Event]) -> str:
-    """Summarize a run in a line: 'test accuracy 0.912, test loss 0.31 after 50 rounds, 12.3 MB, 4.2 s'."""
+    """Summarize a run: 'test accuracy 0.912, test loss 0.31 after 50 rounds, 12.3 MB, 5,000 gradients, 4.2 s'."""
     if not events:
         return "no rounds yet"
     last = last_values(events)
@@ -233,7 +233,8 @@ def summary_line(events: Sequence[Event]) -> str:
     asked_for = [key for key in last if key.startswith("test_") and "_client" not in key and key not in after]
     names = [key for key in dict.fromkeys([*first, *asked_for, *after]) if last.get(key) is not None]
     values = ", ".join(f"{name.replace('_', ' ')} {last[name]:.4g}" for name in names)
-    return f"{values} after {last['round']} rounds, {megabytes(events[-1]):.4g} MB, {last['seconds']:.3g} s"
+    cost = f"{megabytes(events[-1]):.4g} MB, {last['gradients']:,} gradients, {last['seconds']:.3g} s"
+    return f"{values} after {last['round']} rounds, {cost}"
 
 
 def main_metric(methods: Sequence[MethodRuns]) -> str:
@@ -328,9 +329,12 @@ class MethodSummary:
     reached: int
     """Number of seeds that reached the target."""
     rounds: Statistic | None
-    """Rounds, megabytes and seconds to the target, None unless all seeds reached it."""
+    """Rounds, megabytes, seconds and gradients to the target, None unless all seeds reached it."""
     megabytes: Statistic | None
     seconds: Statistic | None
+    gradients: Statistic | None = None
+    all_gradients: Statistic | None = None
+    """Gradients of single samples that all clients have computed in all rounds."""
     epsilon: Statistic | None = None
     """Privacy loss of private runs."""
     epsilon_paper: Statistic | None = None
@@ -396,6 +400,8 @@ def summarize(method: MethodRuns, target: float | None, metric: str = "test_accu
         rounds=Statistic.of([entry["rounds"] for entry in costs]) if complete else None,
         megabytes=Statistic.of([entry["bytes"] / 1e6 for entry in costs]) if complete else None,
         seconds=Statistic.of([entry["seconds"] for entry in costs]) if complete else None,
+        gradients=Statistic.of([entry["gradients"] for entry in costs]) if complete else None,
+        all_gradients=Statistic.of([last["gradients"] for last in lasts if "gradients" in last]),
         epsilon=Statistic.of(_defined(lasts, "epsilon")),
         epsilon_paper=Statistic.of(_defined(lasts, "epsilon_paper")),
         best=Statistic.of([value for value, _ in best_values]),

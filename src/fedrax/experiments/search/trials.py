@@ -17,7 +17,7 @@ import jax
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.task import Task
 from fedrax.data import Federation
-from fedrax.errors import FedraxError
+from fedrax.errors import FedraxError, warnings_about
 from fedrax.escaping import format_settings
 from fedrax.experiments.comparison import Comparison, RunJob, saved_run
 from fedrax.experiments.experiment import Experiment
@@ -26,7 +26,7 @@ from fedrax.experiments.jobs import (
     ExperimentFile,
     TaskAndFederation,
     WorkerPool,
-    error_prefix,
+    naming,
     run_here,
     run_on,
     unfinished,
@@ -146,7 +146,7 @@ def _programs(comparison: Comparison, task: Task, federation: Federation) -> dic
         found[label] = {}
         for point, spec in firsts.values():
             run = dataclasses.replace(spec.run, seed=comparison.search_seeds[0])
-            with error_prefix(f"{label} ({format_settings(dict(point))})"):
+            with naming(f"{label} ({format_settings(dict(point))})", label):
                 name, digests = program_keys(spec.algorithm, task, federation, run)
             found[label][f"program of {label}: {name}"] = digests
     return found
@@ -188,7 +188,8 @@ def search(
             run_on(workers, jobs, out, data_dir, watcher)
             return
         for label in dict.fromkeys(job.spec.name for job in jobs):
-            run_trials(comparison, [job for job in jobs if job.spec.name == label], out, problem, watcher)
+            with warnings_about(label):
+                run_trials(comparison, [job for job in jobs if job.spec.name == label], out, problem, watcher)
 
     def evaluated(label: str, points: Sequence[SettingPoint]) -> list[Trial]:
         return [_trial(comparison, label, point, out, metric) for point in points]
