@@ -365,6 +365,38 @@ def test_impure_methods_are_detected():
         check_algorithm(method(server=server))
 
 
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize(
+    ("mean", "passes"),
+    [
+        (lambda cohort, each: each.mean(0), False),
+        (lambda cohort, each: each.sum(0) / cohort.size, True),
+        (lambda cohort, each: cohort.weights @ each, True),
+        (lambda cohort, each: jnp.sum(each[: len(each)], 0, where=cohort.real[:, None]) / cohort.size, True),
+        (lambda cohort, each: each[(jnp.arange(len(each)) < cohort.size).sum() - 1], True),
+        (lambda cohort, each: each[-1], False),
+    ],
+    ids=["all rows", "sum", "weights", "real", "last of the cohort", "last row"],
+)
+def test_servers_that_take_padding_for_clients_are_detected(mean: Callable, passes: bool):
+    """One method's server averages the biases of its clients by itself."""
+
+    def client(self: Any, message: Any, state: Any, data: Any) -> ClientOutput:
+        result = self.local.run(data, message)
+        return ClientOutput(upload=(), each=result.params["output"]["bias"], info=result.info)
+
+    def server(self: Any, server: Any, cohort: Any) -> tuple:
+        output = server.params["output"] | {"bias": mean(cohort, cohort.each)}
+        empty = tree.where(cohort.size > 0, output, server.params["output"])
+        return server._replace(params={"output": empty}), {}
+
+    mine = method(client=client, server=server)
+    if passes:
+        return check_algorithm(mine)
+    with pytest.raises(FedraxError, match=r"must mask by cohort\.real the rows of cohort\.each"):
+        check_algorithm(mine)
+
+
 ARGUMENTS = {
     "did you mean 'rounds'": {"round": 5},
     "did you mean 'cohort_size'": {"cohortsize": 5},

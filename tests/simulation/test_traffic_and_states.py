@@ -135,6 +135,61 @@ def test_state_across_phases_rounds_and_devices(plan: dict):
         np.testing.assert_array_equal(state.rounds, [rounds[c], doubled[c]])
 
 
+class SeenRows(NamedTuple):
+    """What each round's cohort holds in its first rows, -1 beyond them."""
+
+    params: Tree
+    clients: jax.Array
+    each: jax.Array
+    uploads: jax.Array
+    weights: jax.Array
+    real: jax.Array
+
+
+@hyperparameters
+class Seeing(FedAvg):
+    """A server that takes the first S rows to be the cohort's."""
+
+    traits = fedrax.contract.Traits(stacked_uploads=True)
+
+    def init(self, params: Tree, num_clients: int) -> SeenRows:
+        """A row for each of five rounds."""
+        return SeenRows(params, *[jnp.full((5, num_clients), -1.0)] * 5)
+
+    def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
+        """The client's number, in two ways."""
+        number = data.assignment.client
+        return ClientOutput(upload=100.0 + number, each=number.astype(jnp.int8))
+
+    def server(self, server: SeenRows, cohort: Cohort) -> tuple[SeenRows, Info]:
+        """Note the first S rows."""
+        here = jnp.arange(len(cohort.each)) < cohort.size
+        found = (cohort.clients, cohort.each, cohort.uploads, cohort.weights, cohort.real)
+        rows = [jnp.where(here, values, -1.0) for values in found]
+        return SeenRows(
+            server.params, *[t.at[cohort.round, : len(v)].set(v) for t, v in zip(server[1:], rows, strict=True)]
+        ), {}
+
+
+@pytest.mark.slow(keep=3)
+@pytest.mark.parametrize(
+    "plan", slow_cases(PLANS, TOLD_APART), ids=["-".join(str(value) for value in plan.values()) for plan in PLANS]
+)
+def test_the_first_rows_are_the_cohort_in_client_order(plan: dict):
+    """On two devices its clients lie in two places, with unused ones after each."""
+    cohorts = [[4, 1], [5, 2, 7, 1], [0], [6, 4, 3, 2, 1], [1, 6]]
+    script = fedrax.simulation.Script(cohorts=cohorts)
+    seen = run(Seeing(), script=script, rounds=5, weights="samples", **plan).server
+    for r, cohort in enumerate(cohorts):
+        row = lambda values: np.concatenate([values, np.full(len(SIZES) - len(values), -1.0)])  # noqa: E731
+        clients, sizes = np.sort(cohort), np.array(SIZES)[np.sort(cohort)]
+        for name in ("clients", "each"):
+            np.testing.assert_array_equal(getattr(seen, name)[r], row(clients), err_msg=name)
+        np.testing.assert_array_equal(seen.uploads[r], row(100 + clients))
+        np.testing.assert_array_equal(seen.real[r], row(np.ones(len(cohort))))
+        np.testing.assert_allclose(seen.weights[r], row(sizes / sizes.sum()), rtol=1e-6)
+
+
 def test_clients_that_never_took_part_have_the_initial_state():
     result = run(fedrax.LoSAC(local=BLOCKS), cohort_size=2, rounds=2)
     absent = set(range(len(SIZES))) - set(result.homes)

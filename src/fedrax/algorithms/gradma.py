@@ -214,7 +214,7 @@ class ServerMemory(Algorithm):
 def take_slots(memory: Memory, clients: Array, num_clients: int) -> tuple[Array, Array]:
     """The slot of each client of the cohort, and whether it is new (Algorithm 4).
 
-    A client without a slot gets an index beyond the last one. The result does not depend on the order of the clients.
+    clients: in ascending order. A client without a slot gets an index beyond the last one.
     """
     room = len(memory.owner)
     real = clients < num_clients
@@ -223,8 +223,8 @@ def take_slots(memory: Memory, clients: Array, num_clients: int) -> tuple[Array,
     is_new = real & ~known
     group = jnp.where(memory.count == 0, 0, jnp.where(present, 2, 1))  # free, to be dropped, to be kept
     order = jnp.lexsort((memory.owner, memory.entered, memory.count, group))
-    before = jnp.sum(is_new & (clients < clients[:, None]), axis=1)  # new clients with smaller numbers
-    slot = jnp.where(known, jnp.argmax(same, axis=1), order[jnp.minimum(before, room - 1)])
+    before = jnp.cumsum(is_new) - 1  # new clients with smaller numbers, for a new one
+    slot = jnp.where(known, jnp.argmax(same, axis=1), order[jnp.clip(before, 0, room - 1)])
     return jnp.where(real, slot, room), is_new
 
 

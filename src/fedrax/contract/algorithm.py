@@ -77,14 +77,16 @@ class Cohort(NamedTuple):
     """sum_i p_i receive(upload_i), with weights p_i that sum to one over the cohort; float32 at least. In a round
     without clients, which `Poisson` sampling allows, it is zero."""
     each: Tree
-    """The ``each`` of the clients, stacked on a leading axis of ``clients.shape``."""
+    """The ``each`` of the clients, one row for each on a leading axis: the first S rows are the cohort's in ascending
+    order of client numbers, under every plan and on any number of devices. Where rounds differ in size, further rows
+    hold no client: mask them by ``real``."""
     total: Tree
     """The sum of the clients' ``total``."""
     clients: Array
-    """int32; the client of each entry of ``each``; entries beyond the cohort hold ``num_clients``, which is out
-    of range: index with ``.at[clients].set(..., mode="drop")``."""
+    """int32; the client of each row, ascending; rows beyond the cohort have ``num_clients``, which is out of range:
+    index with ``.at[clients].set(..., mode="drop")``."""
     weights: Array
-    """p_i, in the order of ``clients``; zero beyond the cohort."""
+    """p_i of each row; zero beyond the cohort."""
     size: Array
     """S, as a float."""
     num_clients: int
@@ -94,15 +96,15 @@ class Cohort(NamedTuple):
     keys: NamedKeys
     """The server's random keys of this round and phase; see :meth:`key`."""
     uploads: Tree = ()
-    """Where the phase is ``stacked``: every receive(upload_i), on a leading axis of ``clients.shape``; zero beyond the
-    cohort, float32 at least. An empty tuple elsewhere."""
+    """Where the phase is ``stacked``: every receive(upload_i), in rows as those of ``each``; zero beyond the cohort,
+    float32 at least. An empty tuple elsewhere."""
     expected: Any = None
     """The expected S where the size of the cohort varies, as with `Poisson` sampling or an availability trace;
     otherwise ``size``; a float."""
 
     @property
     def real(self) -> Array:
-        """bool, in the order of ``clients``: False beyond the cohort."""
+        """bool; whether a row of ``each``, ``uploads``, ``clients`` and ``weights`` holds a client of the cohort."""
         return self.clients < self.num_clients
 
     def key(self, name: str) -> Array:

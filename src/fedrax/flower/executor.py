@@ -26,6 +26,7 @@ from fedrax.simulation.round import (
     SHARED_KEY,
     ClientRecord,
     ClientResult,
+    ClientRows,
     ClientSums,
     Executor,
     PhaseResult,
@@ -143,8 +144,8 @@ class FlowerExecutor(Executor):
         super().__init__(computation.program, algorithm, round_inputs, key)
         self.computation, self.registry, self.delivery = computation, registry, delivery
         self.cohort = [int(client) for client in round_inputs.assignments.client]
-        self.replied = self.cohort
-        """Clients that have replied in every phase so far."""
+        self.replied = sorted(self.cohort)
+        """Clients that have replied in every phase so far, in the order of their rows at the server."""
         self.sent: dict[tuple, str] = {}
         """Names of the arrays that earlier phases of the round have sent, by content."""
         words = jax.random.key_data(jax.random.fold_in(self.round_key, jnp.uint32(SHARED_KEY)))
@@ -173,7 +174,7 @@ class FlowerExecutor(Executor):
             cohort_size=self.round_inputs.cohort_size.dtype.type(len(self.replied))
         )
         sums, stacked = so_far
-        return PhaseResult(sums, stacked, clients, weights)
+        return PhaseResult(sums, ClientRows(stacked, clients, weights))
 
     def _cohort_weights(self) -> tuple[JaxArray, JaxArray]:
         """(clients that replied, their weights, which sum to one), padded to the cohort with N and weight zero."""

@@ -148,7 +148,7 @@ class ParticipationPolicy(ABC):
         Args:
             state: the state before the round.
             round: the round, from 0.
-            clients: the clients of the round, int [S].
+            clients: the clients of the round, int [S], in ascending order.
             info: what each of them reported, by name, float [S] each, in the order of ``clients``: "loss", the mean
                 loss along the local steps, for methods with local steps, and the other entries of the method's info.
 

@@ -66,7 +66,7 @@ def center_on_median_norm(cohort: Cohort) -> tuple[Tree, Tree]:
     largest = min(float(jnp.finfo(u.dtype).max) for u in leaves)
     limit = math.sqrt(largest / (64 * len(cohort.clients) * max(sum(u[0].size for u in leaves), 1)))
     bounded = jax.tree.map(lambda u: jnp.where(jnp.isnan(u), limit, jnp.clip(u, -limit, limit)), cohort.uploads)
-    order = jnp.lexsort((cohort.clients, jnp.where(cohort.real, norms(bounded), jnp.inf)))
+    order = jnp.argsort(jnp.where(cohort.real, norms(bounded), jnp.inf))
     row = order[(jnp.sum(cohort.real) - 1) // 2]
     center = jax.tree.map(lambda u: u[row], bounded)
     return center, jax.tree.map(lambda u, c: u - c, bounded, center)
@@ -242,8 +242,8 @@ class Krum:
         distances = jnp.sort(jnp.where(pair, squared_distances(cohort), jnp.inf), axis=1)
         near = rows < jnp.maximum(count - self.attackers - 2, 1)
         scores = jnp.sum(jnp.where(near & jnp.isfinite(distances), distances, 0), axis=1)
-        # Mutually nearest uploads have equal scores: client numbers break ties, whatever the order of the rows.
-        best = jnp.lexsort((cohort.clients, jnp.where(real, scores, jnp.inf)))
+        # Mutually nearest uploads have equal scores: the lower client number, and so the earlier row, comes first.
+        best = jnp.argsort(jnp.where(real, scores, jnp.inf))
         chosen = best[: self.keep]  # selected before summing, so that NaN elsewhere has no effect
         among = jnp.arange(len(chosen)) < count
         uploads = jax.tree.map(lambda u: u[chosen], cohort.uploads)

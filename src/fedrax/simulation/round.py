@@ -45,6 +45,8 @@ class RoundProgram(NamedTuple):
     """Expected cohort size under Poisson sampling; None where the cohort size is given by the round."""
     data_parallel_devices: int = 0
     """Number of devices that share the mini-batches of some clients; 0: each client runs on one device."""
+    largest_cohort: int | None = None
+    """The most clients of any round, the number of rows of ``cohort.each``; None: as many as there are positions."""
     client_info: bool = False
     """Whether a round also returns the info of each client, for adaptive participation policies."""
     code: CodeFingerprint | None = None
@@ -131,13 +133,19 @@ class ClientSums(NamedTuple):
     """int32; lowest number of a client whose loss is not finite; num_clients if there is none."""
 
 
+class ClientRows(NamedTuple):
+    """What the server receives for each client, by ascending client number; rows of no client have the number N."""
+
+    per_client: Tree
+    clients: Array
+    weights: Array
+
+
 class PhaseResult(NamedTuple):
     """Aggregated uploads of the cohort in a phase."""
 
     sums: ClientSums
-    per_client: Tree
-    clients: Array
-    weights: Array
+    rows: ClientRows
 
 
 class Executor(ABC):
@@ -215,13 +223,13 @@ def run_server(
     round_key: Array,
 ) -> tuple[Any, Info]:
     """The server's update at the end of phase ``p``: (server state, info)."""
-    each, uploads = gathered.per_client
+    (each, uploads), clients, weights = gathered.rows
     cohort = Cohort(
         mean=gathered.sums.upload,
         each=each,
         total=gathered.sums.total,
-        clients=gathered.clients,
-        weights=gathered.weights,
+        clients=clients,
+        weights=weights,
         size=jnp.asarray(round_inputs.cohort_size, float),
         num_clients=program.num_clients,
         round=jnp.asarray(round_inputs.round),
@@ -334,9 +342,16 @@ class SingleClientExecutor(Executor):
         sums = add_client(self.program, sums, done, assignments.weight[0], jnp.bool_(True), assignments.client[0])
         self.record = done.record
         self.finished.append(done)
-        return PhaseResult(
-            sums, jax.tree.map(lambda a: a[None], done.per_client), assignments.client, assignments.weight
-        )
+        per_client = jax.tree.map(lambda a: a[None], done.per_client)
+        return PhaseResult(sums, ClientRows(per_client, assignments.client, assignments.weight))
+
+
+def merge_rows(program: RoundProgram, rows: ClientRows, devices: int) -> ClientRows:
+    """The rows of the whole cohort from those of its devices, one after another, without rows that are never used."""
+    if devices == 1:  # one device has them in order: a gather would copy all uploads
+        return jax.tree.map(lambda a: a[: program.largest_cohort], rows)
+    order = jnp.argsort(rows.clients)[: program.largest_cohort]
+    return jax.tree.map(lambda a: a.at[order].get(mode="clip"), rows)
 
 
 # -- sums ----------------------------------------------------------------------------------------------------------

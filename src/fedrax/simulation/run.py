@@ -308,8 +308,10 @@ class Run:
             self.exchanges += exchanges(recorded, len(events) + 1, phases)
         carry = self.storage.save_states(carry, block)
         if sampler.adaptive:
-            clients = np.asarray(block.inputs.assignments.client[0]).ravel()
-            sampler.observe(len(events), clients[clients < setup.info.num_clients], client_info[0])
+            clients = np.asarray(block.inputs.assignments.client[0]).ravel()  # by device, as their info
+            clients = clients[clients < setup.info.num_clients]
+            order = np.argsort(clients)
+            sampler.observe(len(events), clients[order], {name: a[order] for name, a in client_info[0].items()})
         new = events_of(setup.info, records, block.inputs.count, events, compute_clock() - began)
         record_spending(self.ledger, block.inputs, new, setup.info.num_clients)
         due, lost = setup.settings.evaluates(after) or after == self.last, None

@@ -139,6 +139,7 @@ def prepare(
         precision=settings.precision,
         sharded_samples=streamed,
         expected_cohort_size=sampler.expected,
+        largest_cohort=sampler.largest,
         client_info=sampler.adaptive,
         code=CodeFingerprint(algorithm, task),
     )

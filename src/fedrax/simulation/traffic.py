@@ -16,6 +16,7 @@ from fedrax.contract.client_data import ClientAssignment
 from fedrax.errors import FedraxError, warn, warnings_about
 from fedrax.simulation.round import (
     ClientRecord,
+    ClientRows,
     ClientSums,
     PhaseResult,
     RoundInputs,
@@ -59,7 +60,8 @@ class ShapeTracer(SingleClientExecutor):
         with collecting_errors(self.algorithm, self.broken), phase_scope(p):
             return self._client(p, message, statistics)
         none = ClientSums(tree.zeros_like(self.params), (), {}, (), jnp.int32(self.program.num_clients))
-        return PhaseResult(none, ((), ()), self.round_inputs.assignments.client, self.round_inputs.assignments.weight)
+        assignments = self.round_inputs.assignments
+        return PhaseResult(none, ClientRows(((), ()), assignments.client, assignments.weight))
 
     def _client(self, p: int, message: Tree, statistics: Tree) -> PhaseResult:
         gathered = super().clients(p, message, statistics)

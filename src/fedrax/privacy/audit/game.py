@@ -144,7 +144,8 @@ class _AuditedRound(SingleClientExecutor):
         gathered = super().clients(p, message, statistics)
         if self.there is None:
             return gathered
-        empty = jax.tree.map(jnp.zeros_like, gathered)._replace(clients=jnp.full(1, self.program.num_clients))
+        empty = jax.tree.map(jnp.zeros_like, gathered)
+        empty = empty._replace(rows=empty.rows._replace(clients=jnp.full(1, self.program.num_clients)))
         return jax.tree.map(partial(jnp.where, self.there), gathered, empty)
 
     def server(self, p: int, server: Any, gathered: PhaseResult) -> tuple[Any, Info]:

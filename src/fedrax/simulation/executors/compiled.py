@@ -33,6 +33,7 @@ from fedrax.simulation.round import (
     RoundInputs,
     RoundProgram,
     client_keys,
+    merge_rows,
     run_round,
 )
 from fedrax.tree import Tree
@@ -77,6 +78,7 @@ class MeshExecutor(Executor):
         self.client_info: dict[str, Array] = {}
         self.join: Callable = partial(jax.lax.psum, axis_name=axis) if axis else lambda x: x
         self.least: Callable = partial(jax.lax.pmin, axis_name=axis) if axis else lambda x: x
+        self.devices = jax.lax.axis_size(axis) if axis else 1
         self.gather: Callable = partial(jax.lax.all_gather, axis_name=axis, tiled=True) if axis else lambda x: x
         clients = round_inputs.assignments.client
         self.keys = client_keys(self.round_key, self.gather(clients) if program.data_parallel_devices else clients)
@@ -87,11 +89,10 @@ class MeshExecutor(Executor):
 
     def clients(self, p: int, message: Tree, statistics: Tree) -> PhaseResult:
         """Run this device's clients, then sum over all devices."""
-        assignments = self.round_inputs.assignments
         kind = DataParallelRunner if self.program.data_parallel_devices else PhaseRunner
         runner = kind(self.program, self.algorithm, p, message, statistics, self.samples, self.round_inputs, self.keys)
         with phase_scope(p):
-            sums, per_client, self.client_records, self.store, notes, info = runner.run(self.client_records, self.store)
+            sums, rows, self.client_records, self.store, notes, info = runner.run(self.client_records, self.store)
         self.client_info |= dict(info)
         if self.round_inputs.recorded is not None:
             self.recorded_phases.append(
@@ -100,10 +101,8 @@ class MeshExecutor(Executor):
         share = partial(exchanged, axis=self.vectors_axis) if self.vectors_axis else partial(jax.tree.map, self.gather)
         with scope(AGGREGATE):
             sums = self.join(sums._replace(diverged=()))._replace(diverged=self.least(sums.diverged))
-            per_client, clients, weights = map_vectors(
-                share, (per_client, assignments.client, assignments.weight), self.gather
-            )
-        return PhaseResult(sums, per_client, clients, weights)
+            rows = merge_rows(self.program, map_vectors(share, rows, self.gather), self.devices)
+        return PhaseResult(sums, rows)
 
     def server(self, p: int, server: Any, gathered: PhaseResult) -> tuple[Any, Info]:
         """As every executor, on every device alike."""

@@ -121,11 +121,7 @@ class DebugExecutor(Executor):
         if self.round_inputs.recorded is not None:
             down = broadcast_statistics(self.algorithm, p, statistics)
             self.recorded_phases.append(RecordedPhase(message, down, progress.notes))
-        assignments = self.round_inputs.assignments
-        per_client, clients, weights = jax.tree.map(
-            lambda a: a[:count], (progress.per_client, assignments.client, assignments.weight)
-        )
-        return PhaseResult(progress.sums, per_client, clients, weights)
+        return PhaseResult(progress.sums, jax.tree.map(lambda a: a[:count], progress.rows))
 
     def server(self, p: int, server: Any, gathered: PhaseResult) -> tuple[Any, Info]:
         """As every executor; the new state must be finite."""

@@ -26,6 +26,7 @@ from fedrax.simulation.round import (
     RoundInputs,
     RoundProgram,
     client_keys,
+    merge_rows,
     merge_sums,
     run_round,
     run_server,
@@ -89,9 +90,10 @@ class CompiledSteps:
         ) -> PhaseState:
             return runner(p, algorithm, *inputs).step(i, client_records, progress)
 
-        def gather(parts: list, clients: Array, weights: Array) -> PhaseResult:
-            per_client = jax.tree.map(lambda *e: jnp.concatenate(e), *[per_client for _, per_client in parts])
-            return PhaseResult(reduce(merge_sums, [sums for sums, _ in parts]), per_client, clients, weights)
+        def gather(parts: list) -> PhaseResult:
+            rows = jax.tree.map(lambda *e: jnp.concatenate(e), *[rows for _, rows in parts])
+            sums = reduce(merge_sums, [sums for sums, _ in parts])
+            return PhaseResult(sums, merge_rows(program, rows, len(parts)))
 
         def server(p: int, algorithm: Algorithm, *inputs: Any) -> tuple[Any, Info]:
             return run_server(program, p, algorithm, *inputs)
@@ -163,9 +165,7 @@ class LoopExecutor(Executor):
             notes = jax.tree.map(lambda *a: np.concatenate([np.asarray(x) for x in a]), *[q.notes for q in progress])
             down = broadcast_statistics(self.algorithm, p, statistics)
             self.recorded_phases += phases_to_host([RecordedPhase(message, down, notes)], len(self.devices))
-        parts = jax.device_put([(q.sums, q.per_client) for q in progress], self.devices[0])
-        assignments = self.round_inputs.assignments
-        return self.compiled.gather(parts, assignments.client.reshape(-1), assignments.weight.reshape(-1))
+        return self.compiled.gather(jax.device_put([(q.sums, q.rows) for q in progress], self.devices[0]))
 
     def server(self, p: int, server: Any, gathered: PhaseResult) -> tuple[Any, Info]:
         """As every executor, compiled."""

@@ -16,6 +16,7 @@ from fedrax.simulation.results.message_recorder import empty_upload_buffer, reco
 from fedrax.simulation.round import (
     ClientKeys,
     ClientResult,
+    ClientRows,
     ClientSums,
     RoundInputs,
     RoundProgram,
@@ -32,8 +33,9 @@ class PhaseState(NamedTuple):
     """Loop state of one device in a phase: running sums, stacked uploads, client records, and recorded messages."""
 
     sums: ClientSums
-    per_client: Tree
+    rows: ClientRows
     client_records: Tree
+    """By position."""
     store: Tree
     notes: Any = ()
     """Recorded uploads."""
@@ -56,6 +58,10 @@ class PhaseRunner:
         keys: ClientKeys,
     ):
         self.program, self.algorithm, self.p, self.round_inputs = program, algorithm, p, round_inputs
+        self.order = jnp.argsort(round_inputs.assignments.client)
+        """The positions by ascending client number; unused ones have N and come last."""
+        self.row_of = jnp.argsort(self.order)
+        """The row in ``PhaseState.rows`` of the client in each position."""
         self.first, self.last = p == 0, p == len(algorithm.phases) - 1
         # A state that goes back to the store before the next client's turn can leave its tables there.
         in_place = self.first and self.last and not program.chunk
@@ -74,7 +80,7 @@ class PhaseRunner:
 
     def start(self, client_records: Tree, store: Tree) -> PhaseState:
         """The loop state before the first client: zero sums, and buffers with one entry for each position."""
-        n = self.round_inputs.assignments.client.shape[0]
+        assignments, n = self.round_inputs.assignments, len(self.order)
         begins = jax.eval_shape(self.get_state, store if self.first else client_records, jnp.int32(0))
         shape = jax.eval_shape(
             self.one, begins, self.round_inputs.count
@@ -84,9 +90,8 @@ class PhaseRunner:
         sums = zero_sums(self.program, self.algorithm, self.p, initial, shape)
         notes = empty_upload_buffer(self.round_inputs.recorded, recorded_upload(shape, self.last))
         info = by_place(shape.output.info) if self.program.client_info else ()
-        return PhaseState(
-            sums, by_place(shape.per_client), () if self.last else by_place(shape.record), store, notes, info
-        )
+        rows = ClientRows(by_place(shape.per_client), assignments.client[self.order], assignments.weight[self.order])
+        return PhaseState(sums, rows, () if self.last else by_place(shape.record), store, notes, info)
 
     def step(self, i: Array, before: Tree, progress: PhaseState) -> PhaseState:
         """Client i (or chunk i of clients) of this device; a chunk beyond the last client repeats that one.
@@ -114,10 +119,10 @@ class PhaseRunner:
         real: as in :func:`add_client`. put, put_state: (table, rows, values) -> the table with these rows set to the
         values.
         """
-        sums, per_client, client_records, store, notes, client_info = progress
+        sums, rows, client_records, store, notes, client_info = progress
         client, slot = self.round_inputs.assignments.client[at], self.round_inputs.assignments.slot[at]
         with scope(STATES):
-            per_client = put(per_client, at, done.per_client)
+            rows = rows._replace(per_client=put(rows.per_client, self.row_of[at], done.per_client))
             if self.last:
                 store = put_state(store, slot, done.record)
             else:
@@ -129,7 +134,7 @@ class PhaseRunner:
         notes = record_uploads(notes, self.round_inputs.recorded, client, recorded_upload(done, self.last))
         if self.program.client_info:
             client_info = put(client_info, at, done.output.info)
-        return PhaseState(sums, per_client, client_records, store, notes, client_info)
+        return PhaseState(sums, rows, client_records, store, notes, client_info)
 
     def run(self, client_records: Tree, store: Tree) -> PhaseState:
         """Run all clients of this device."""
