@@ -45,7 +45,8 @@ def test_every_write_can_be_the_last(tmp_path: Path):
         assert main(["run", str(experiment), "--out", str(folder), "--quiet"]) == 0
     assert len(seen) > 60
     kinds = {name for kept in seen for name in kept if name.endswith(".part")}
-    files = ("experiment.toml", "events.jsonl", "environment.json", "clients.json", "checkpoint/state.npz")
+    names = ("experiment.toml", "events.jsonl", "environment.json", "clients.json", "run.json", "model.safetensors")
+    files = (*names, "checkpoint/state.npz")
     assert kinds == {str(Path(name).with_name(f".{Path(name).name}.part")) for name in files}
     whole, rng = outcome(folder), random.Random(0)
     first = next(i for i, kept in enumerate(seen) if "experiment.toml" in kept)

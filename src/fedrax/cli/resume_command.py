@@ -14,8 +14,11 @@ from fedrax.cli.run_command import ReportingOptions, run
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
 from fedrax.report import doctor
+from fedrax.report.runs import how_to_resume
 from fedrax.simulation import use_all_cores
+from fedrax.simulation.persistence import run_description
 from fedrax.simulation.persistence.checkpoint import check_format
+from fedrax.simulation.persistence.run_description import EXPERIMENT
 from fedrax.simulation.persistence.run_directory import CHECKPOINT
 
 DESCRIPTION = """Resume an interrupted run from its last checkpoint: `fedrax resume DIR`.
@@ -40,7 +43,9 @@ class ResumeOptions:
 def main(args: list[str]) -> int:
     """Parse, prepare, resume."""
     parsed = parse(ResumeOptions, args, "fedrax resume", DESCRIPTION)
-    file = parsed.directory / "experiment.toml"
+    file = parsed.directory / EXPERIMENT
+    if not file.is_file() and (parsed.directory / run_description.FILE).is_file():
+        raise FedraxError(f"{parsed.directory} is not a run of an experiment file: {how_to_resume(parsed.directory)}.")
     if not file.is_file():
         below = doctor.runs_below(parsed.directory)
         other = f"; {below}; resume a comparison with the command that started it" if below else ""

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 import operator
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -287,6 +288,11 @@ def fields_of(cls: type) -> Mapping[str, Field]:
     """The descriptions of a dataclass's fields by name, in order."""
     hints = type_hints(cls)
     return {field.name: describe_type(hints[field.name], field.name) for field in dataclasses.fields(cls)}
+
+
+def snake_case(name: str) -> str:
+    """The name of a class in files: ``StepDecay`` -> ``step_decay``, ``SGD`` -> ``sgd``."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
 def infer_type(default: Any) -> Any:

@@ -17,7 +17,15 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from fedrax.config.annotations import Field, LazyClasses, fields_of, has_shared_methods, infer_type, type_hints
+from fedrax.config.annotations import (
+    Field,
+    LazyClasses,
+    fields_of,
+    has_shared_methods,
+    infer_type,
+    snake_case,
+    type_hints,
+)
 from fedrax.config.hyperparameters import check_class_definition
 from fedrax.contract.algorithm import Algorithm
 from fedrax.errors import FedraxError, unknown
@@ -120,11 +128,6 @@ def names_another(base: Mapping[str, Any], table: Mapping[str, Any]) -> bool:
     """Whether both tables name a class, and not the same one."""
     first, second = base.get("name"), table.get("name")
     return isinstance(first, str) and isinstance(second, str) and _normalized(first) != _normalized(second)
-
-
-def snake_case(name: str) -> str:
-    """``StepDecay`` -> ``step_decay``, ``SGD`` -> ``sgd``."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
 def user_algorithm(found: Any) -> type:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,21 +19,25 @@ from fedrax.flower.evaluation import Evaluate
 from fedrax.flower.executor import DeliveryState, FlowerExecutor, ServerComputation, TooFewReplies
 from fedrax.flower.instructions import RoundInstructions
 from fedrax.flower.persistence import ServerCheckpoint, load_checkpoint, save_checkpoint
-from fedrax.flower.registry import POLL_SECONDS, ClientRegistry, log
+from fedrax.flower.registry import POLL_SECONDS, ClientRegistry, Traffic, log
 from fedrax.participation.cohort_sampler import CohortSampler
 from fedrax.privacy.ledger import Ledger
 from fedrax.simulation.evaluation import Metrics, split_finite
 from fedrax.simulation.executors.debug import NonFiniteError
-from fedrax.simulation.persistence.run_directory import MODEL, lock_directory
+from fedrax.simulation.persistence import checkpoint
+from fedrax.simulation.persistence.client_summary import ClientSummary, write_client_summary
+from fedrax.simulation.persistence.run_description import write_description
+from fedrax.simulation.persistence.run_directory import CHECKPOINT, FAILURE, MODEL, lock_directory
 from fedrax.simulation.process import write_environment
-from fedrax.simulation.results.events import Event, EventFile, RunInfo, Sink, events_of, report
+from fedrax.simulation.results.events import Event, EventFile, RunInfo, Sink, events_of, report, round_seconds
 from fedrax.simulation.results.result import Result, Snapshot
 from fedrax.simulation.round import RoundInputs, run_round
 from fedrax.simulation.run import Callback
 from fedrax.simulation.settings import Settings
 from fedrax.tree import Tree
 
-"""File of the latest model in the run directory."""
+_DATA = "data of the clients"
+"""Name of the data in reports: a server knows only the clients' numbers of samples."""
 _CHECKPOINT_SECONDS = 30.0
 """Seconds between checkpoints. Rounds after the last one are repeated at resume."""
 
@@ -58,7 +62,9 @@ class RoundDriver:
     ledger: Ledger | None
     info: RunInfo
     identity: dict[str, str]
-    """Description of the run that a checkpoint belongs to: a name and text for each part of it."""
+    """Digests of the run that a checkpoint belongs to, by part of it."""
+    described: Mapping[str, Any]
+    """The settings that ``run.json`` names; a secret seed is not among them."""
     resume: bool = False
     sinks: Sequence[Sink] = ()
     callbacks: Sequence[Callback] = ()
@@ -71,9 +77,11 @@ class RoundDriver:
             return self._run_with_sinks(self.server, self.statistics, None)
         with lock_directory(directory, self.resume):
             server, statistics = self._restore()
+            checkpoint.discard(directory / FAILURE)  # of an earlier attempt
             file = EventFile(directory, self.events)
-            write_environment(directory)
             try:
+                write_environment(directory)
+                write_client_summary(directory, ClientSummary.of_sizes(_DATA, self.registry.sizes))
                 return self._run_with_sinks(server, statistics, file)
             finally:
                 file.close()
@@ -92,6 +100,8 @@ class RoundDriver:
         self.delivery.set_start(state.start)
         if events:
             self.delivery.bytes_down, self.delivery.bytes_up = events[-1]["bytes_down"], events[-1]["bytes_up"]
+            traffic = self.registry.traffic._asdict()  # the clients have introduced themselves again
+            self.registry.traffic = Traffic(**{name: events[-1][name] + more for name, more in traffic.items()})
         if self.ledger is not None:
             self.ledger.restore(state.spent, len(events))
         return state.server, state.statistics
@@ -111,6 +121,8 @@ class RoundDriver:
             for sink in self.sinks:
                 sink.start(dataclasses.replace(self.info, first_round=len(self.events)))
                 started.append(sink)
+            if self.info.directory is not None:
+                write_description(self.info.directory, self.info, self.algorithm, self.described)
             result = self._run_rounds(server, statistics, file)
             return result
         finally:
@@ -125,6 +137,7 @@ class RoundDriver:
             cohort = self.sampler.cohort_among(r, available)
             if not self._within_budget(cohort):
                 stopped = "budget"
+                self._save(server, statistics, file, stopped=stopped)
                 break
             before = server, statistics
             spent: Event = {}
@@ -135,6 +148,7 @@ class RoundDriver:
             try:
                 server, statistics, record, replied = self._round(r, cohort, *before)
             except NonFiniteError as error:
+                self._save(*before, file, FAILURE, error=str(error))
                 error.result = self._result(*before, "diverged")
                 raise
             event, last = self._event(record, replied, time.monotonic() - began) | spent, r + 1 == self.settings.rounds
@@ -144,6 +158,8 @@ class RoundDriver:
             evaluated = self.settings.evaluates(r + 1)
             if evaluated:
                 event |= self._evaluate(r, server, statistics, available)
+                event["seconds"] = round_seconds(self.events, time.monotonic() - began)
+            event |= self.registry.traffic._asdict()
             report([event], self.events, file, self.sinks)
             log.info("fedrax: %s", _log_line(event))
             if self._target_reached(event):
@@ -161,11 +177,12 @@ class RoundDriver:
             )
         return self._result(server, statistics, stopped)
 
-    def _save(self, server: Any, statistics: Tree, file: EventFile | None) -> None:
-        """Write a checkpoint, if the run has a directory."""
+    def _save(self, server: Any, statistics: Tree, file: EventFile | None, name: str = CHECKPOINT, **more: str) -> None:
+        """Write a checkpoint with ``more`` metadata to the folder ``name``, if the run has a directory."""
         if file is not None and self.info.directory is not None:
             file.sync()
-            save_checkpoint(self.info.directory, self._checkpoint_state(server, statistics), self.identity, self.events)
+            meta = {"identity": self.identity, "algorithm": self.info.algorithm} | more
+            save_checkpoint(self.info.directory / name, self._checkpoint_state(server, statistics), meta, self.events)
 
     def _available_clients(self, r: int) -> np.ndarray:
         """Wait for as many available clients as a round needs; returns none if there are too few within the timeout."""
@@ -262,5 +279,6 @@ def _on_host(*trees: Tree) -> tuple[Tree, ...]:
 
 def _log_line(event: Event) -> str:
     """A line of the log with the event's metrics."""
-    shown = {k: v for k, v in event.items() if k not in ("bytes_down", "bytes_up", "gradients", "seconds")}
+    hidden = ("bytes_down", "bytes_up", "gradients", "seconds", *Traffic._fields)
+    shown = {k: v for k, v in event.items() if k not in hidden}
     return ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in shown.items())

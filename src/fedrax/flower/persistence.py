@@ -74,10 +74,10 @@ class ServerCheckpoint(NamedTuple):
     """int32 [N]; each client's participations in a private run; otherwise an empty tuple."""
 
 
-def save_checkpoint(directory: Path, state: ServerCheckpoint, identity: dict[str, str], events: list[Event]) -> None:
-    """Write a checkpoint after the last round of ``events``; ``identity`` describes the run it belongs to."""
-    meta = {"round": len(events), "identity": identity, "events": digest_of(events)}
-    checkpoint.save(directory / CHECKPOINT, state, meta)
+def save_checkpoint(folder: Path, state: ServerCheckpoint, meta: dict[str, Any], events: list[Event]) -> None:
+    """Write a checkpoint after the last round of ``events``, with metadata such as the identity of the run."""
+    about = {"round": len(events), "rows": 0, "events": digest_of(events)}  # no rows: clients store their states
+    checkpoint.save(folder, state, about | meta)
 
 
 def load_checkpoint(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import getLogger
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -25,6 +25,15 @@ _TYPES = {name: np.dtype(jax.numpy.dtype(name)) for name in _NAMES.split()}
 """Allowed dtypes of samples."""
 POLL_SECONDS = 1.0
 """Longest pause between two requests for the list of nodes or for replies."""
+
+
+class Traffic(NamedTuple):
+    """Bytes of the contents of all messages so far: arrays, their names, instructions and evaluations."""
+
+    wire_bytes_down: int = 0
+    """Bytes sent to clients."""
+    wire_bytes_up: int = 0
+    """Bytes received from clients."""
 
 
 @dataclass
@@ -48,6 +57,8 @@ class ClientRegistry:
     """Nodes that have replied to the query for their data, correctly or not."""
     retry_at: dict[int, float] = field(default_factory=dict)
     """Time from which a node that did not reply is queried again."""
+    traffic: Traffic = field(default_factory=Traffic)
+    """Bytes that the run has sent and received."""
 
     @property
     def num_clients(self) -> int:
@@ -132,6 +143,7 @@ class ClientRegistry:
 
     def _exchange(self, messages: Sequence[Message]) -> dict[int, RecordDict | str]:
         """Replies within the timeout by node: contents, or text of an error."""
+        sent, received = sum(_content_bytes(message.content) for message in messages), 0
         ids = self.grid.push_messages(messages)
         to = [message.metadata.dst_node_id for message in messages]
         waiting = {number: node for number, node in zip(ids, to, strict=False) if number}  # rejected ones have no ID
@@ -142,10 +154,12 @@ class ClientRegistry:
                 node = waiting.pop(reply.metadata.reply_to_message_id, None)
                 if node is not None:
                     found[node] = str(reply.error.reason) if reply.has_error() else reply.content
+                    received += 0 if reply.has_error() else _content_bytes(reply.content)
             passed = time.monotonic() - began
             if passed > self.timeout or not waiting:
                 break
             time.sleep(min(max(0.1, passed / 10), POLL_SECONDS))
+        self.traffic = Traffic(self.traffic.wire_bytes_down + sent, self.traffic.wire_bytes_up + received)
         return found
 
     def _introductions(self, nodes: Iterable[int]) -> dict[int, Mapping[str, Any]]:
@@ -173,6 +187,22 @@ class ClientRegistry:
             if isinstance(version, str) and version != VERSION:
                 log.warning("node %d has fedrax %.40s, and the server %s: install the same", node, version, VERSION)
         return {node: dict(facts) for node, facts in found.items() if node not in wrong}  # type: ignore[arg-type]
+
+
+def _content_bytes(content: RecordDict) -> int:
+    """Bytes of a message's records and of all names in them; Flower's ``count_bytes`` fails on empty values."""
+    arrays = [(name, array.data) for record in content.array_records.values() for name, array in record.items()]
+    others = (*content.config_records.values(), *content.metric_records.values())
+    facts = [(name, value) for record in others for name, value in record.items()]
+    names = sum(map(len, (*content, *(name for name, _ in (*arrays, *facts)))))
+    return names + sum(len(data) for _, data in arrays) + sum(_value_bytes(value) for _, value in facts)
+
+
+def _value_bytes(value: Any) -> int:
+    """Bytes of a value in a record: numbers have eight."""
+    if isinstance(value, list):
+        return sum(map(_value_bytes, value))
+    return len(value) if isinstance(value, str | bytes) else 8
 
 
 def _too_few_message(connected: int, known: Mapping[int, Mapping[str, Any]], count: int, wait: float) -> str:

@@ -229,17 +229,15 @@ def _prepare(
         evaluate=on_server or evaluate_on_clients(task, registry, delivery, settings.per_client),
         ledger=ledger,
         identity={**of_method(algorithm), "number of clients": str(registry.num_clients), "task": task.name},
-        info=RunInfo(
-            algorithm=type(algorithm).__name__,
-            plan=f"Flower, {registry.num_clients} clients",
-            rounds=settings.rounds,
-            first_round=0,
-            cohort_size=sampler.largest,
-            num_clients=registry.num_clients,
-            bytes_down=traced.bytes_down,
-            bytes_up=traced.bytes_up,
-            parameters=sum(x.size for x in jax.tree.leaves(start)),
+        described={name: getattr(settings, name) for name in _FEDERATION_SETTINGS} | {"seed": seed},
+        info=RunInfo.of(
+            algorithm,
+            sampler,
+            traced,
+            start,
+            f"Flower, {registry.num_clients} clients",
             directory=directory,
+            runtime="federation",
         ),
     )
 

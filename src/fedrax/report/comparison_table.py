@@ -78,7 +78,8 @@ def legend(target: float | None, given: bool, rows: Sequence[MethodSummary]) -> 
         origin = "as given" if given else "95 % of the best method's final test accuracy, since none was given"
         parts.append(
             f"target {target:g}: {origin}. rounds, MB, gradients, s: until the test {name} first reached it; MB down"
-            " and up of all clients, seconds without compilation."
+            " and up of all clients, seconds without compilation"
+            f"{', of a federation measured' * any(r.federation for r in rows)}."
         )
     work = {
         row.label: row.all_gradients.mean for row in rows if row.all_gradients is not None and row.all_gradients.mean

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from fedrax.errors import FedraxError
 from fedrax.files import MAX_FILE, atomic_write, open_regular_file
-from fedrax.report.runs import read_experiment
-from fedrax.simulation.persistence import checkpoint, client_summary
+from fedrax.report.runs import directories_of_runs, how_to_resume, read_table
+from fedrax.simulation.persistence import checkpoint, client_summary, run_description
 from fedrax.simulation.persistence.client_summary import read_client_summary
 from fedrax.simulation.persistence.resume import round_of
+from fedrax.simulation.persistence.run_description import EXPERIMENT, read_description
 from fedrax.simulation.persistence.run_directory import CHECKPOINT, FAILURE
 from fedrax.simulation.results import events
 
@@ -62,21 +63,20 @@ class Examination:
 
 def runs_below(directory: Path) -> str:
     """Text that names the first run below a directory, such as that of a comparison; "" if there is none."""
-    depths = ("/".join("*" * depth) for depth in range(1, _MAX_DEPTH + 1))
-    below = sorted(path.parent for depth in depths for path in directory.glob(f"{depth}/experiment.toml"))
+    below = directories_of_runs(directory, ["/".join("*" * depth) for depth in range(1, _MAX_DEPTH + 1)])
     return f"the first of {len(below)} below it is {below[0]}" if below else ""
 
 
 def is_run_directory(directory: Path) -> bool:
     """Whether a directory has any file of a run, leftovers included."""
-    names = ("experiment.toml", events.FILE, CHECKPOINT, FAILURE)
+    names = (EXPERIMENT, run_description.FILE, events.FILE, CHECKPOINT, FAILURE)
     return any(os.path.lexists(directory / name) for name in names) or any(leftovers(directory))
 
 
 def examine(directory: Path) -> Examination:
     """Read every byte of the run in ``directory`` without changing it; the caller holds its lock."""
     made = Examination(directory)
-    table = _check_experiment(made)
+    known = _check_experiment(made)
     found = _check_events(made)
     states = {name: _check_checkpoint(made, name, found) for name in (checkpoint.FILE, checkpoint.PREVIOUS)}
     _check_failure(made)
@@ -96,7 +96,7 @@ def examine(directory: Path) -> Examination:
     for part in leftovers(directory):
         description = f"remove {part.relative_to(directory)}, left by an interrupted write"
         made.repairs.append(Repair(description, part.unlink))
-    made.conclusion = _conclusion(directory, table is not None, found.rounds or 0, states, usable)
+    made.conclusion = _conclusion(directory, known, found.rounds or 0, states, usable)
     return made
 
 
@@ -118,20 +118,30 @@ def leftovers(directory: Path) -> Iterator[Path]:
 # -- state of files -------------------------------------------------------------------------------------------------
 
 
-def _check_experiment(made: Examination) -> dict | None:
-    """Check experiment.toml, and return its table."""
-    name = "experiment.toml"
+def _check_experiment(made: Examination) -> bool:
+    """Check experiment.toml and run.json; whether what they describe can be run again."""
+    name, described = run_description.FILE, None
+    try:
+        described = read_description(made.directory)
+    except FedraxError as error:
+        made.files.append(FileState(name, f"damaged: {error}; resuming the run rewrites it", False))
+    by_file = described is None or described.experiment is None or os.path.lexists(made.directory / EXPERIMENT)
+    if by_file and described is not None:
+        made.files.append(FileState(name, f"intact: {described.runtime}", True))
+    name = EXPERIMENT if by_file else name
     if not os.path.lexists(made.directory / name):
         made.files.append(FileState(name, "missing", False))
-        return None
+        return False
     try:
-        table = read_experiment(made.directory)
+        table = read_table(made.directory)
     except FedraxError as error:
         made.files.append(FileState(name, f"damaged: {error}", False))
-        return None
-    state = f"intact: {table['algorithm'].get('name')}, {table['run']['rounds']} rounds, seed {table['run']['seed']}"
+        return False
+    run = table["run"]
+    of = "" if described is None or by_file else f"{described.runtime}, "
+    state = f"intact: {of}{table['algorithm'].get('name')}, {run['rounds']} rounds, seed {run['seed']}"
     made.files.append(FileState(name, state, True))
-    return table
+    return True
 
 
 def _check_events(made: Examination) -> FileState:
@@ -215,20 +225,21 @@ def _check_clients(made: Examination) -> None:
 
 
 def _conclusion(directory: Path, known: bool, written: int, states: dict, usable: dict) -> str:
-    """Whether and how the run can be resumed; known: whether experiment.toml is intact."""
+    """Whether and how the run can be resumed; known: whether the files that describe it are intact."""
     existing = [name for name, state in states.items() if state is not None]
     if not existing and not written:
         return "there is no finished round: run the experiment again"
     if not existing:
-        return f"there is no checkpoint: resuming starts from the beginning: fedrax resume {directory}"
+        return f"there is no checkpoint: resuming starts from the beginning: {how_to_resume(directory)}"
     if not usable:
-        again = f": run it again with fedrax run {directory / 'experiment.toml'}" if known else ""
+        by_file = known and (directory / EXPERIMENT).exists()
+        again = f": run it again with fedrax run {directory / EXPERIMENT}" if by_file else ""
         return f"cannot be resumed: no checkpoint is intact with all events before it{again}"
     best = next(iter(usable))
     if not known:
         return "experiment.toml is lost: only the Python program that started the run can resume it (resume=True)"
     first = "" if best == checkpoint.FILE else "with --repair, "
-    return f"{first}can be resumed from round {usable[best]}: fedrax resume {directory}"
+    return f"{first}can be resumed from round {usable[best]}: {how_to_resume(directory)}"
 
 
 # -- repairs -------------------------------------------------------------------------------------------------------

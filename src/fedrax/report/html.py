@@ -18,9 +18,10 @@ from fedrax.escaping import format_setting, short_path
 from fedrax.files import flatten, write_text
 from fedrax.report import comparison_table, html_curves, search_plots
 from fedrax.report.report_data import ReportData, SearchOutcome, differences, gather
-from fedrax.report.runs import last_values, megabytes, summarize
+from fedrax.report.runs import how_to_resume, last_values, megabytes, summarize, wire_megabytes
 from fedrax.report.svg import ChartCurve, bars, breakable, chart, dots, number, shown
 from fedrax.simulation.persistence.client_summary import ClientSummary
+from fedrax.simulation.persistence.run_description import EXPERIMENT
 from fedrax.version import VERSION
 
 FILE = "report.html"
@@ -123,8 +124,9 @@ def _lead(data: ReportData) -> str:
         tables_of = [run.table[part] for run in runs if isinstance(run.table.get(part), dict)]
         names = dict.fromkeys(str(table.get("name")) for table in tables_of)
         words += [f"{part} {', '.join(names)}"] if names else []
-    seeds = sorted({run.seed for run in runs})
-    words.append(f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds[:10]))}{', …' if len(seeds) > 10 else ''}")
+    if seeds := sorted({run.seed for run in runs if run.seed is not None}):
+        several, more = "s" * (len(seeds) > 1), ", …" if len(seeds) > 10 else ""
+        words.append(f"seed{several} {', '.join(map(str, seeds[:10]))}{more}")
     done = sum(run.finished and run.failure is None for run in runs)
     lost = sum(run.failure is not None for run in runs)
     state = f"{done} of {len(runs)}" if done < len(runs) else str(done)
@@ -354,9 +356,12 @@ def _runs(data: ReportData) -> str:
         last = last_values(run.events)
         value = "–" if last.get(metric) is None else number(last[metric])
         sent = f"{megabytes(run.events[-1]):.4g}" if run.events else "–"
+        if run.events and (wire := wire_megabytes(run.events[-1])) is not None:
+            sent += f" ({wire:.4g} on the wire)"
         work = f"{last['gradients']:,}" if run.events else "–"
         took = f"{last['seconds']:.3g}" if run.events else "–"
-        cells = (str(run.seed), f"{len(run.events)} of {run.rounds}", value, sent, work, took)
+        seed = "secret" if run.seed is None else str(run.seed)
+        cells = (seed, f"{len(run.events)} of {run.rounds}", value, sent, work, took)
         lines.append(
             f"<tr><th>{shown(method.label)}</th>{''.join(f'<td>{shown(cell)}</td>' for cell in cells)}"
             f'<td>{_state(run.state)}</td><td class="name"><code>{shown(run.directory)}</code></td></tr>'
@@ -364,14 +369,17 @@ def _runs(data: ReportData) -> str:
     heads = ("seed", "rounds", metric.replace("_", " "), "MB", "gradients", "seconds", "state")
     head = "".join(f"<th>{shown(word)}</th>" for word in heads)
     more = f" {len(listed) - _MOST_RUNS:,} more runs are not listed." if len(listed) > _MOST_RUNS else ""
-    again = f"fedrax run {shlex.quote(str(listed[0][1].directory / 'experiment.toml'))}"
+    files = (run.directory / EXPERIMENT for _, run in listed)
+    again = next((f"fedrax run {shlex.quote(str(file))}" for file in files if file.exists()), None)
+    repeats = "" if again is None else f" <code>{shown(again)}</code> repeats a run."
     unfinished = next((run for _, run in listed if not run.finished), None)
-    resume = "" if unfinished is None else f"fedrax resume {shlex.quote(str(unfinished.directory))}"
-    on = f", <code>{shown(resume)}</code> resumes an unfinished one" if resume else ""
+    remedy = "" if unfinished is None else how_to_resume(unfinished.directory)
+    resume = f" To resume an unfinished one: {shown(remedy)}." if remedy else ""
+    measured = "; those of a federation are measured and include waiting" * any(run.federation for _, run in listed)
     return (
         f'<div class="card scroll"><table><thead><tr><th class="name">method</th>{head}<th class="name">directory</th>'
-        f'</tr></thead><tbody>{"".join(lines)}</tbody></table></div><p class="note">Seconds are without compilation.'
-        f"{more} <code>{shown(again)}</code> repeats a run{on}.</p>"
+        f'</tr></thead><tbody>{"".join(lines)}</tbody></table></div><p class="note">Seconds are without compilation'
+        f"{measured}.{more}{repeats}{resume}</p>"
     )
 
 

@@ -149,7 +149,8 @@ def _unique_labels(methods: Sequence[MethodRuns], requested: Mapping[Path, Path]
 def _source(directory: Path, saved: dict[str, Any], methods: Sequence[MethodRuns]) -> ReportSource:
     """The source of a directory; ``saved``: its comparison.json, empty if it has none."""
     if not saved:
-        name = str(methods[0].runs[0].table.get("name", "")) if len(methods) == 1 else directory.resolve().name
+        only = methods[0] if len(methods) == 1 else None
+        name = directory.resolve().name if only is None else str(only.runs[0].table.get("name", only.label))
         return ReportSource(directory, name, methods)
     try:
         return _comparison_source(saved, directory, methods)

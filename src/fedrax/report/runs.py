@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +14,16 @@ import polars as pl
 
 from fedrax.errors import FedraxError
 from fedrax.files import open_regular_file, read_toml
-from fedrax.simulation.persistence import checkpoint
+from fedrax.simulation.persistence import checkpoint, run_description
+from fedrax.simulation.persistence.run_description import EXPERIMENT, read_description
 from fedrax.simulation.persistence.run_directory import CHECKPOINT, FAILURE
 from fedrax.simulation.results.events import Event, holds, read_events
 from fedrax.simulation.results.result import cost_to_target
 
+RUNTIME = "runtime"
+"""Key in the table of a federation, whose value describes it; simulations have none."""
+_DEPLOYED = " (deployed)"
+"""What the label of a federation ends with, beside simulations of the same name."""
 COMPARISON = "comparison.json"
 """File in the directory of a comparison: its table and its search, as JSON."""
 MAX_COMPARISON = 64 << 20
@@ -42,9 +48,15 @@ class SavedRun:
     """Whether the run ended because its privacy budget was spent."""
 
     @property
-    def seed(self) -> int:
-        """The run's seed."""
-        return int(self.table["run"]["seed"])
+    def seed(self) -> int | None:
+        """The run's seed; None for a federation whose random numbers are secret."""
+        seed = self.table["run"]["seed"]
+        return None if seed == "none" else int(seed)
+
+    @property
+    def federation(self) -> bool:
+        """Whether the clients were nodes of a federation, so that times and messages are measured."""
+        return RUNTIME in self.table
 
     @property
     def rounds(self) -> int:
@@ -108,7 +120,7 @@ def read_run(directory: Path | str) -> SavedRun:
         'round 0 of 100'
     """
     directory = Path(directory)
-    table = read_experiment(directory)
+    table = read_table(directory)
     events = read_events(directory) if (directory / "events.jsonl").exists() else []
     failed = directory / FAILURE  # empty after a full disk
     failure = checkpoint.load_meta(failed).get("error") if checkpoint.exists(failed) else None
@@ -118,17 +130,48 @@ def read_run(directory: Path | str) -> SavedRun:
     return SavedRun(directory, table, events, None if failure is None else str(failure), spent)
 
 
-def read_experiment(directory: Path) -> dict[str, Any]:
-    """Read experiment.toml of a run, whose seed, rounds and target are checked to be numbers."""
-    table = read_toml(directory / "experiment.toml")
+def read_table(directory: Path) -> dict[str, Any]:
+    """Read the experiment of a run: experiment.toml, or run.json of a run that Python code has started.
+
+    Rounds, seed and target are checked to be numbers. The table of a federation has the key ``RUNTIME``.
+    """
+    described, path = read_description(directory), directory / EXPERIMENT
+    federation = described is not None and described.federation
+    if described is not None and described.experiment is not None and not path.exists():
+        path, table = directory / run_description.FILE, dict(described.experiment)
+    else:
+        table = read_toml(path)
     run, algorithm = table.get("run"), table.get("algorithm")
     if not isinstance(run, dict) or not isinstance(algorithm, dict) or not {"seed", "rounds"} <= run.keys():
-        raise FedraxError(f"{directory / 'experiment.toml'} is not the complete experiment of a run.")
+        raise FedraxError(f"{path} is not the complete experiment of a run.")
+    may_be_none = {"target", "seed"} if federation else {"target"}
     for key, kind in (("seed", int), ("rounds", int), ("target", (int, float))):
         value = run.get(key, "none")
-        if (value != "none" or key != "target") and (not isinstance(value, kind) or isinstance(value, bool)):
-            raise FedraxError(f"{directory / 'experiment.toml'}: run.{key} must be a number, not {value!r:.40}.")
-    return table
+        if (value != "none" or key not in may_be_none) and (not isinstance(value, kind) or isinstance(value, bool)):
+            raise FedraxError(f"{path}: run.{key} must be a number, not {value!r:.40}.")
+    return table | {RUNTIME: described.plan} if described is not None and federation else table
+
+
+def how_to_resume(directory: Path) -> str:
+    """The command or the call that resumes a run."""
+    try:
+        described = read_description(directory)
+    except FedraxError:
+        described = None
+    if described is not None and described.federation:
+        return (
+            "start the server app again with resume=True, or `flwr run` with --run-config resume=true for an app that"
+            " fedrax deploy has written"
+        )
+    if described is not None and described.experiment is not None and not (directory / EXPERIMENT).exists():
+        return "run the Python program that started it again, with resume=True"
+    return f"fedrax resume {shlex.quote(str(directory))}"
+
+
+def directories_of_runs(path: Path, depths: Sequence[str] = ("**",)) -> list[Path]:
+    """The run directories below a path, sorted; ``depths``: patterns of their places."""
+    names = (EXPERIMENT, run_description.FILE)
+    return sorted({file.parent for depth in depths for name in names for file in path.glob(f"{depth}/{name}")})
 
 
 def find_runs(path: Path | str) -> list[SavedRun]:
@@ -153,11 +196,11 @@ def find_runs(path: Path | str) -> list[SavedRun]:
         [0, 1]
     """
     path = Path(path)
-    if (path / "experiment.toml").is_file():
+    if any((path / name).is_file() for name in (EXPERIMENT, run_description.FILE)):
         return [read_run(path)]
-    found = [read_run(file.parent) for file in sorted(path.glob("**/experiment.toml"))]
+    found = [read_run(directory) for directory in directories_of_runs(path)]
     if not found:
-        raise FedraxError(f"{path} holds no run: there is no experiment.toml in it.")
+        raise FedraxError(f"{path} holds no run: there is no {EXPERIMENT} or {run_description.FILE} in it.")
     shown = [run for run in found if not run.validation] or found
     chosen = {path / directory for directory in read_comparison(path).get("directories", [])}
     current = {_name(run) for run in shown if run.directory.parent in chosen}
@@ -189,7 +232,8 @@ def _without_duplicates(runs: Sequence[SavedRun]) -> list[SavedRun]:
     """Drop duplicates: of runs with equal experiment and seed, keep the one with the most rounds."""
     found: dict[str, SavedRun] = {}
     for run in runs:
-        key = json.dumps(run.table, sort_keys=True, default=str)
+        secret = str(run.directory.resolve()) if run.seed is None else ""  # two such runs are never equal
+        key = secret + json.dumps(run.table, sort_keys=True, default=str)
         if key not in found or len(run.events) > len(found[key].events):
             found[key] = run
     return list(found.values())
@@ -201,14 +245,22 @@ def group(runs: Sequence[SavedRun]) -> list[MethodRuns]:
     for run in _without_duplicates(runs):
         settings = {k: v for k, v in run.table["run"].items() if k != "seed"}
         groups.setdefault(json.dumps(run.table | {"run": settings}, sort_keys=True, default=str), []).append(run)
-    names = [[_name(runs[0]) for runs in groups.values()]]
-    names.append([str(runs[0].table["algorithm"].get("name", "")).rpartition(":")[2] for runs in groups.values()])
+    methods = [str(runs[0].table["algorithm"].get("name", "")).rpartition(":")[2] for runs in groups.values()]
+    given = [str(runs[0].table.get("name", method)) for runs, method in zip(groups.values(), methods, strict=True)]
+    suffixes = [_DEPLOYED if runs[0].federation else "" for runs in groups.values()]
+    names = [[name + end for name, end in zip(each, suffixes, strict=True)] for each in (given, methods)]
     names.append([runs[0].directory.name for runs in groups.values()])
     names.append([str(runs[0].directory) for runs in groups.values()])
     if len(groups) == 1 and names[0] == ["experiment"]:
         names.pop(0)
     labels = next((each for each in names if len(set(each)) == len(each)), names[-1])
     return [MethodRuns(label, runs) for label, runs in zip(labels, groups.values(), strict=True)]
+
+
+def wire_megabytes(event: Event) -> float | None:
+    """Cumulative bytes of all messages of a federation, in MB; None for simulated clients."""
+    down, up = event.get("wire_bytes_down"), event.get("wire_bytes_up")
+    return None if down is None or up is None else (down + up) / 1e6
 
 
 def megabytes(event: Event) -> float:
@@ -348,6 +400,8 @@ class MethodSummary:
     """Settings of the method, as text."""
     worst_samples: tuple[int, ...] = ()
     """Sample counts of the worst clients, one for each seed."""
+    federation: bool = False
+    """Whether the clients were nodes of a federation."""
 
 
 OWN_MODELS = ("_personal_", "_finetuned_")
@@ -409,6 +463,7 @@ def summarize(method: MethodRuns, target: float | None, metric: str = "test_accu
         others=other_metrics(lasts),
         settings=method.settings,
         worst_samples=tuple(samples for last in lasts for samples in _worst_client_samples(last)),
+        federation=method.runs[0].federation,
     )
 
 

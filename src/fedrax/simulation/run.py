@@ -25,9 +25,10 @@ from fedrax.simulation.evaluation import Metrics, non_finite_remedy, split_finit
 from fedrax.simulation.executors.compiled import CLIENT_INFO, RECORDED_PHASES, RoundState
 from fedrax.simulation.executors.debug import NonFiniteError, describe_nonfinite_samples, diagnose_divergence
 from fedrax.simulation.persistence import checkpoint
-from fedrax.simulation.persistence.client_summary import write_client_summary
+from fedrax.simulation.persistence.client_summary import ClientSummary, write_client_summary
 from fedrax.simulation.persistence.model_file import problem_of, save_model
 from fedrax.simulation.persistence.resume import RunStart, check_can_continue, check_identity, save, start_run
+from fedrax.simulation.persistence.run_description import write_description
 from fedrax.simulation.persistence.run_directory import CHECKPOINT, FAILURE, MODEL, RunDirectory, lock_directory
 from fedrax.simulation.placement.streaming import BlockLoader, RoundBlock, SampleStreamer, StateSpill
 from fedrax.simulation.privacy_ledger import check_not_spent, last_round, ledger_of, record_spending
@@ -229,7 +230,8 @@ class Run:
                 checkpoint.discard(setup.directory / FAILURE)  # of an earlier attempt
                 self.log = EventFile(setup.directory, self.events)
                 write_environment(setup.directory)
-                write_client_summary(setup.directory, setup.federation)
+                write_client_summary(setup.directory, ClientSummary.of(setup.federation))
+                write_description(setup.directory, setup.info, setup.algorithm, vars(setup.settings))
             with interrupt_flag() as interrupted, explaining():
                 carry, stopped = self._rounds(start.carry, interrupted)
             result = self._result(carry, stopped)

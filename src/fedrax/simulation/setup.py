@@ -179,18 +179,13 @@ def prepare(
         personal=PersonalEvaluator.of(
             algorithm, task, federation, settings, program, engine, start, statistics, initial
         ),
-        info=RunInfo(
-            algorithm=type(algorithm).__name__,
-            plan=words,
-            rounds=settings.rounds,
-            first_round=0,
-            cohort_size=sampler.largest,
-            num_clients=sampler.num_clients,
-            bytes_down=traced.bytes_down,
-            bytes_up=traced.bytes_up,
-            parameters=sum(x.size for x in jax.tree.leaves(start)),
+        info=RunInfo.of(
+            algorithm,
+            sampler,
+            traced,
+            start,
+            words,
             directory=directory,
-            clock=sampler.clock,
             loss="local_loss" if _on_training_samples(settings, federation) else "train_loss",
         ),
         traced=traced,

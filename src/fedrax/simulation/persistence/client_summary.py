@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,24 +63,34 @@ class ClientSummary:
             distance = measure_heterogeneity(federation).total_variation
         names, ends = federation.class_names or tuple(map(str, range(classes))), federation.offsets
         owned = [federation.train.y[ends[i] : ends[i + 1]] for i in range(shown if counted else 0)]
-        return cls(
-            data=federation.name[:_NAME],
-            clients=federation.num_clients,
-            samples=int(sizes.sum()),
-            smallest=int(sizes.min()),
-            median=float(np.median(sizes)),
-            largest=int(sizes.max()),
+        return replace(
+            cls.of_sizes(federation.name, sizes, tuple(federation.client_name(i)[:_NAME] for i in range(shown))),
             total_variation=distance,
-            names=tuple(federation.client_name(i)[:_NAME] for i in range(shown)),
-            sizes=tuple(map(int, sizes[:shown])),
             classes=tuple(name[:_NAME] for name in names) if counted else (),
             counts=tuple(tuple(np.bincount(y, minlength=classes).tolist()) for y in owned),
         )
 
+    @classmethod
+    def of_sizes(cls, data: str, sizes: np.ndarray, names: Sequence[str] = ()) -> ClientSummary:
+        """Summarize clients of which only the numbers of samples, int [N], are known, and the first ones' names."""
+        return cls(
+            data=data[:_NAME],
+            clients=len(sizes),
+            samples=int(sizes.sum()),
+            smallest=int(sizes.min()),
+            median=float(np.median(sizes)),
+            largest=int(sizes.max()),
+            total_variation=None,
+            names=tuple(names) or tuple(map(str, range(min(SHOWN, len(sizes))))),
+            sizes=tuple(map(int, sizes[:SHOWN])),
+            classes=(),
+            counts=(),
+        )
 
-def write_client_summary(directory: Path, federation: Federation) -> None:
+
+def write_client_summary(directory: Path, summary: ClientSummary) -> None:
     """Write ``clients.json`` atomically."""
-    write_text(directory / FILE, json.dumps(asdict(ClientSummary.of(federation))) + "\n")
+    write_text(directory / FILE, json.dumps(asdict(summary)) + "\n")
 
 
 def read_client_summary(directory: Path) -> ClientSummary | None:

@@ -14,12 +14,19 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import jax
 import numpy as np
 
 from fedrax.errors import FedraxError
 from fedrax.files import atomic_write, open_regular_file, open_to_append
+from fedrax.tree import Tree
+
+if TYPE_CHECKING:
+    from fedrax.contract.algorithm import Algorithm
+    from fedrax.participation.cohort_sampler import CohortSampler
+    from fedrax.simulation.traffic import TracedRound
 
 Event = dict[str, Any]
 FILE = "events.jsonl"
@@ -75,6 +82,39 @@ class RunInfo:
     loss: str = "train_loss"
     """Key of the mean loss along the local steps in events: ``local_loss`` where ``train_loss`` is the evaluated loss
     on all training samples."""
+    runtime: Literal["simulation", "federation"] = "simulation"
+    """Where the clients are: simulated on this machine, or nodes of a federation."""
+
+    @classmethod
+    def of(
+        cls, algorithm: Algorithm, sampler: CohortSampler, traced: TracedRound, params: Tree, plan: str, **others: Any
+    ) -> RunInfo:
+        """The facts of a run from its parts.
+
+        Args:
+            algorithm: the method.
+            sampler: the sampler of its cohorts.
+            traced: its traced round.
+            params: its starting parameters, or their shapes.
+            plan: the execution plan, as text.
+            **others: the fields ``directory``, ``loss`` and ``runtime``, where they are not the defaults.
+
+        Returns:
+            The facts.
+        """
+        return cls(
+            algorithm=type(algorithm).__name__,
+            plan=plan,
+            rounds=sampler.rounds,
+            first_round=0,
+            cohort_size=sampler.largest,
+            num_clients=sampler.num_clients,
+            bytes_down=traced.bytes_down,
+            bytes_up=traced.bytes_up,
+            parameters=sum(leaf.size for leaf in jax.tree.leaves(params)),
+            clock=sampler.clock,
+            **others,
+        )
 
 
 class Sink(Protocol):
