@@ -34,6 +34,7 @@ COMMANDS = {
     "privacy": "compute the epsilon of a private experiment without training, or the noise for an epsilon",
     "audit": "attack a private experiment: a lower bound on epsilon beside its guarantee",
     "profile": "show the time of a round by its parts, its heaviest operations, and what to do",
+    "deploy": "make a Flower app of an experiment, with TLS and keys; rehearse it, try it with real processes",
     "download": "download published data sets into the data directory, verified by checksums",
     "list": "list algorithms, data sets, models, optimizers, ...",
 }

@@ -80,6 +80,12 @@ def import_named(name: str, folder: Path, trust: Trust = "beside") -> tuple[str,
     return f"{source}:{attribute}", getattr(module, attribute)
 
 
+def files_imported_by(folder: Path) -> list[Path]:
+    """The files that user code in a folder has imported from it so far."""
+    found = [getattr(module, "__file__", None) for module in _folder_modules.get(folder, {}).values()]
+    return [Path(file) for file in found if isinstance(file, str) and Path(file).is_relative_to(folder)]
+
+
 def traceback_of(error: BaseException) -> str | None:
     """A message with the place in user code where an error was raised; None where it was raised elsewhere."""
     modules = [module for name in _modules if (module := sys.modules.get(name)) is not None]

@@ -4,8 +4,6 @@
 ``fedrax[flower]``.
 """
 
-from fedrax.flower.client import client_app
-from fedrax.flower.local_grid import LocalGrid
-from fedrax.flower.server import federate, server_app
+from fedrax.lazy import attach_stub
 
-__all__ = ["LocalGrid", "client_app", "federate", "server_app"]
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -59,10 +59,12 @@ def client_app(
         data: a function of the app's Context that returns the client's samples: (x [n, ...], y [n, ...]), a pair of
             these for training and test, or a :class:`fedrax.Dataset`. For tests a :class:`fedrax.Federation`, of which
             each client takes the part of its ``node_config["partition-id"]``, from 0.
-        seed: draw mini-batches and noise as ``fedrax.simulate`` does with this seed, to compare the two. By default
-            they are drawn from secrets of the client: noise that others can reproduce protects nothing.
+        seed: draw mini-batches and noise as ``fedrax.simulate`` does with this seed, to compare the two; by default
+            the ``node_config["seed"]`` of the SuperNode. Without either, they are drawn from secrets of the client:
+            noise that others can reproduce protects nothing.
         directory: where to store the client state between rounds, so that the federation can be resumed
-            (``federate(..., resume=True)``); by default it stays in the Context and is lost at the end of the run.
+            (``federate(..., resume=True)``); by default the ``node_config["directory"]`` of the SuperNode. Without
+            either, the client state stays in the Context and is lost at the end of the run.
 
     Returns:
         The app, for a SuperNode or :class:`fedrax.flower.LocalGrid`.
@@ -141,7 +143,7 @@ class _Client:
             _assignment(instructions, len(samples.y)),
             jnp.int32(instructions.round),
             jnp.asarray(instructions.cohort_size, float),
-            self._round_key(instructions, store),
+            self._round_key(instructions, store, context),
             jax.random.wrap_key_data(jnp.asarray(instructions.shared, jnp.uint32)),
         )
         run = _compiled_phase(setup.program, instructions.phase)
@@ -163,21 +165,23 @@ class _Client:
         params, statistics = jax.tree.map(jnp.asarray, start)
         return ClientRecord.at_first(self.algorithm, params, statistics)
 
-    def _round_key(self, instructions: RoundInstructions, store: ClientStore) -> jax.Array:
+    def _round_key(self, instructions: RoundInstructions, store: ClientStore, context: Context) -> jax.Array:
         """The client's random key of a round: from the seed as in a simulation, else from a secret."""
-        if self.seed is not None:
+        seed = context.node_config.get("seed") if self.seed is None else self.seed
+        if seed is not None:
+            if type(seed) is not int:
+                raise FedraxError(f"node_config['seed'] must be a whole number, not {seed!r:.40}")
             return jax.random.fold_in(
-                jax.random.fold_in(purpose_key(self.seed, RUN), instructions.round), instructions.client
+                jax.random.fold_in(purpose_key(seed, RUN), instructions.round), instructions.client
             )
         words = store.key_words(instructions, lambda: np.frombuffer(os.urandom(8), np.uint32).tolist())
         return jax.random.wrap_key_data(jnp.asarray(words, jnp.uint32))
 
     def _state_directory(self, context: Context) -> Path | None:
         """The directory of the client state; None where Flower's Context holds it."""
-        number = context.node_config.get("partition-id")
-        if self.directory is None:
-            return None
-        return self.directory if number is None else self.directory / f"client-{int(number)}"
+        number, configured = (context.node_config.get(name) for name in ("partition-id", "directory"))
+        directory = self.directory or (None if configured is None else Path(str(configured)))
+        return directory if directory is None or number is None else directory / f"client-{int(number)}"
 
     def evaluate(self, message: Message, context: Context) -> Message:
         """Reply with sums of the metrics over the client's test samples, of the global and the personalized model."""
@@ -251,7 +255,7 @@ class _ClientSetup:
 def load_client_data(data: Data, context: Context) -> Federation:
     """Load and check the data of a client, as a federation of one client."""
     if isinstance(data, Federation):
-        return _client_of_federation(data, context)
+        return client_of_federation(data, context)
     found: Any = _call_data_function(data, context)
     description: dict[str, Any] = {}
     if isinstance(found, Dataset):
@@ -286,7 +290,7 @@ def _call_data_function(data: Callable[[Context], Any], context: Context) -> Any
         ) from None
 
 
-def _client_of_federation(federation: Federation, context: Context) -> Federation:
+def client_of_federation(federation: Federation, context: Context) -> Federation:
     """The part of a federation that belongs to the client with this Context's partition-id."""
     number = context.node_config.get("partition-id")
     if type(number) is not int or not 0 <= number < federation.num_clients:

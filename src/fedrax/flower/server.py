@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Required, Unpack
@@ -44,6 +44,8 @@ from fedrax.xla import CodeFingerprint, run_cached
 
 _FEDERATION_SETTINGS = tuple(FederationOptions.__annotations__)
 """Names of the settings that apply to a federation; the others are for simulations."""
+_IN_RUN_CONFIG = (*_FEDERATION_SETTINGS, "directory", "resume", "seed", "wait", "timeout")
+"""Names of the arguments that a run config may replace."""
 
 
 class FederateArguments(FederationOptions, total=False):
@@ -71,6 +73,10 @@ def server_app(
 ) -> ServerApp:
     """Make a Flower ServerApp that calls :func:`federate`; its clients run :func:`fedrax.flower.client_app`.
 
+    The run config of the app, ``[tool.flwr.app.config]`` in its pyproject.toml or ``flwr run --run-config``, replaces
+    arguments of the same name: the settings of the run, and ``directory``, ``resume``, ``seed``, ``wait`` and
+    ``timeout``. The text "none" stands for None.
+
     Args:
         algorithm: the algorithm; the clients must be given the same.
         task: loss and metrics; the clients must be given the same.
@@ -89,11 +95,16 @@ def server_app(
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        result = federate(grid, algorithm, task, settings, **arguments)
+        result = federate(grid, algorithm, task, settings, **(arguments | _in_run_config(context.run_config)))
         if then is not None:
             then(result)
 
     return app
+
+
+def _in_run_config(config: Mapping[str, Any]) -> Any:
+    """The arguments of :func:`federate` that a run config replaces; the app may have other keys of its own."""
+    return {name: None if config[name] == "none" else config[name] for name in _IN_RUN_CONFIG if name in config}
 
 
 def federate(
@@ -161,7 +172,7 @@ def federate(
     check_lists(sinks=sinks, callbacks=callbacks)
     if resume and directory is None:
         raise FedraxError("resume needs a directory: give the directory of the run to continue")
-    settings = _settings(settings, options, seed)
+    settings = federation_settings(settings, options, seed)
     use_all_cores()
     registry = ClientRegistry(grid, timeout)
     registry.wait_for_clients(clients, wait)
@@ -171,7 +182,7 @@ def federate(
         return replace(driver, sinks=sinks, callbacks=callbacks, resume=resume).run()
 
 
-def _settings(settings: Settings | None, options: FederationOptions, seed: int | None) -> Settings:
+def federation_settings(settings: Settings | None, options: FederationOptions, seed: int | None) -> Settings:
     """The run's settings with the given or a secret seed; raises FedraxError for settings of simulations only."""
     settings = changed_settings(settings, options)
     for one in fields(Settings):

@@ -1,0 +1,105 @@
+"""``fedrax deploy``: makes a Flower app of an experiment, rehearses it, and tries it with real processes."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedrax.cli import tell
+from fedrax.cli.arguments import parse, parse_experiment
+from fedrax.cli.run_command import ignored_keys_note, print_notes
+from fedrax.errors import FedraxError
+from fedrax.experiments import experiment
+from fedrax.experiments.comparison import safe_name
+from fedrax.simulation import Interrupted, use_all_cores
+
+DESCRIPTION = """Deploy an experiment on Flower: `fedrax deploy [FILE.toml] [flags]`.
+
+Writes a directory with a Flower app of the experiment's method, model and settings, certificates for TLS, a key for
+each client, and a README.md with the commands for each machine. Then rehearses the app in this process and compares
+its losses with those of the simulator. --trial also starts the SuperLink, the SuperNodes and the run as processes of
+this machine, and stops all of them at the end. `fedrax deploy DIR` does the same with a directory that it has written,
+whose app you may have changed. Needs fedrax[flower]."""
+_TOLERANCE = 1e-4
+"""Relative difference of losses up to which two runs are the same but for rounding."""
+
+
+@dataclass
+class TrialOptions:
+    """Options of a deployment that exists."""
+
+    trial: bool = False
+    """Run the deployment with real processes on this machine."""
+    quiet: bool = False
+    """Print nothing."""
+
+
+@dataclass
+class DeployOptions(TrialOptions):
+    """Options of ``fedrax deploy``."""
+
+    out: Path | None = None
+    """Directory to write; by default deployments/NAME."""
+    server: tuple[str, ...] = ()
+    """Names or addresses of the server's machine, for which the certificate is valid besides this machine."""
+    data_dir: Path | None = None
+    """Directory of data files; by default $FEDRAX_DATA."""
+
+
+def main(args: list[str]) -> int:
+    """Write the deployment, rehearse it, try it."""
+    try:
+        import flwr  # noqa: F401
+    except ImportError as error:
+        raise FedraxError('fedrax deploy needs Flower: pip install "fedrax[flower]"') from error
+    from fedrax.flower.deployment import write_deployment
+
+    if args and not args[0].startswith("-") and Path(args[0]).is_dir():
+        options = parse(TrialOptions, args[1:], "fedrax deploy", DESCRIPTION)
+        return _start(Path(args[0]), options, changed=True)
+    parsed = parse_experiment(DeployOptions, args, "fedrax deploy", DESCRIPTION)
+    spec, options = parsed.experiment, parsed.options
+    directory = options.out or Path("deployments") / safe_name(spec.name)
+    use_all_cores()
+    _, task, federation = experiment.build(spec, options.data_dir)
+    if not options.quiet:
+        print_notes([*ignored_keys_note(parsed.ignored_keys, spec), *federation.notes, *task.notes], False)
+    write_deployment(spec, federation, directory, options.server)
+    if not options.quiet:
+        print(f"{directory}: app, certificates and keys of {federation.num_clients} clients")
+    return _start(directory, options, changed=False)
+
+
+def _start(directory: Path, options: TrialOptions, changed: bool) -> int:
+    """Rehearse a deployment and try it."""
+    from fedrax.flower.trial import rehearse, run_trial
+
+    def say(text: str) -> None:
+        if not options.quiet:
+            print(text, flush=True)
+
+    try:
+        difference = rehearse(directory)
+        if difference > _TOLERANCE and not changed:
+            raise FedraxError(
+                f"the losses of the app differ from those of the simulator by up to {difference:.2g} (relative):"
+                " the method or the data of the experiment depend on more than its file"
+            )
+        say(f"rehearsal: {_compared(difference)}")
+        if options.trial:
+            say(f"trial: {_compared(run_trial(directory, say))}; all processes are stopped")
+            say(f"show it beside the simulation with: fedrax report {shlex.quote(str(directory / 'trial'))}")
+        else:
+            say(f"next: fedrax deploy {shlex.quote(str(directory))} --trial, or {directory / 'README.md'}")
+    except Interrupted as stop:
+        tell("fedrax: interrupted; all processes are stopped")
+        return 128 + stop.signal
+    return 0
+
+
+def _compared(difference: float) -> str:
+    """A comparison with the simulator in words."""
+    if difference > _TOLERANCE:
+        return f"its losses differ from those of the simulator by up to {difference:.2g} (relative)"
+    return f"the losses are those of the simulator (largest relative difference {difference:.1g})"

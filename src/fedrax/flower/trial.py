@@ -1,0 +1,246 @@
+"""Rehearsal of a deployment in one process, and its trial on one machine with all of Flower's processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+import math
+import os
+import shutil
+import socket
+import sys
+import sysconfig
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from flwr.app import Context, RecordDict
+
+from fedrax.errors import FedraxError, FedraxWarning
+from fedrax.experiments import experiment
+from fedrax.experiments.experiment import Experiment
+from fedrax.experiments.jobs import ExperimentFile
+from fedrax.files import write_text
+from fedrax.flower.credentials import CA
+from fedrax.flower.deployment import (
+    APP,
+    CERTIFICATES,
+    CONNECTION,
+    KEYS,
+    PACKAGE,
+    Deployment,
+    connection,
+    superlink_command,
+    supernode_command,
+)
+from fedrax.flower.local_grid import LocalGrid
+from fedrax.flower.processes import ProcessSet
+from fedrax.flower.registry import log
+from fedrax.report.runs import read_run, summary_line
+from fedrax.simulation.results.events import FILE, Event, holds, read_events
+from fedrax.simulation.run import simulate
+
+REHEARSED_ROUNDS = 2
+"""Rounds of a rehearsal: the second one starts from client states and from what the first one has aggregated."""
+MOST_CLIENTS = 32
+"""Most clients of a trial: each has two processes of its own, and a third one with JAX for each message."""
+_START_SECONDS = 120.0
+_ROUND_SECONDS = 900.0
+"""Longest time until a process has started, and between two rounds."""
+_HOST = "127.0.0.1"
+_SWITCHES = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
+}
+"""Environment variables by which Flower's processes contact nobody else, and look for tasks each 0.1 instead of 1 s."""
+
+
+def read_deployment(directory: Path) -> Deployment:
+    """Read the deployment in a directory; FedraxError where there is none."""
+    if not (directory / APP / PACKAGE).is_dir():
+        raise FedraxError(f"{directory} is not a deployment, which fedrax deploy FILE makes: it has no {APP}/{PACKAGE}")
+    return Deployment.read(directory / APP / PACKAGE)
+
+
+def rehearse(directory: Path) -> float:
+    """Run the first rounds of a deployment's app in this process, and of the simulator.
+
+    Args:
+        directory: the deployment.
+
+    Returns:
+        The largest relative difference of their losses.
+    """
+    deployed = read_deployment(directory)
+    spec = deployed.experiment
+    rounds = min(REHEARSED_ROUNDS, spec.run.rounds)
+    nodes = [{"partition-id": number, "seed": spec.run.seed} for number in range(deployed.clients)]
+    spec = dataclasses.replace(spec, run=dataclasses.replace(spec.run, rounds=rounds, eval_every=1))
+    with tempfile.TemporaryDirectory() as folder, _modules_of(directory / APP), _quiet():
+        server, client = (importlib.import_module(f"{PACKAGE}.{name}_app").app for name in ("server", "client"))
+        config = {"seed": spec.run.seed, "rounds": rounds, "eval_every": 1, "directory": folder}
+        context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config=config)  # type: ignore[arg-type]
+        server(LocalGrid(client, nodes), context)
+        events = read_events(folder)
+        return largest_difference(events, _simulated(spec, None))
+
+
+def run_trial(directory: Path, say: Callable[[str], None]) -> float:
+    """Run a deployment on this machine: a SuperLink, a SuperNode for each client and ``flwr run``, each a process.
+
+    All processes, and those that they start, have ended when this function returns or raises.
+
+    Args:
+        directory: the deployment. Runs, logs and Flower's files are written to a new directory in it.
+        say: receives messages about the progress.
+
+    Returns:
+        The largest relative difference of the losses from those of the simulator.
+    """
+    directory = directory.resolve()
+    deployed, place = read_deployment(directory), _new_directory(directory / "trial")
+    if deployed.clients > MOST_CLIENTS:
+        raise FedraxError(
+            f"a trial of {deployed.clients} clients would start more than {2 * deployed.clients} processes: deploy the"
+            f" experiment with at most {MOST_CLIENTS} clients to try it (--partition.clients {MOST_CLIENTS})"
+        )
+    with ProcessSet(place / "logs", _environment(place / "flower")) as processes:
+        at = start_federation(processes, directory, place, deployed)
+        say(
+            f"SuperLink at {at}, over TLS; {deployed.clients} SuperNodes with registered keys; logs in {processes.logs}"
+        )
+        _run_app(processes, directory, place, deployed.experiment.run.seed, say)
+    return largest_difference(read_events(place / "run"), _simulated(deployed.experiment, place / "simulation"))
+
+
+def start_federation(processes: ProcessSet, directory: Path, place: Path, deployed: Deployment) -> str:
+    """Start a SuperLink and register and start a SuperNode for each client; returns the SuperLink's address."""
+    certificates, port = directory / CERTIFICATES, _free_port()
+    at = f"{_HOST}:{port}"
+    write_text(place / "flower" / "config.toml", connection(at, str(certificates / CA)))
+    processes.start("superlink", superlink_command(port, _HOST, str(certificates)))
+    processes.wait(lambda: _is_listening(port), _START_SECONDS, "the start of the SuperLink")
+    for client in range(deployed.clients):
+        key = str(directory / KEYS / f"client-{client}")
+        processes.run(f"register-{client}", ["flwr", "supernode", "register", f"{key}.pub", CONNECTION], _START_SECONDS)
+        config = f"partition-id={client} seed={deployed.experiment.run.seed}"
+        node = supernode_command(at, _free_port(), str(certificates / CA), key, config)
+        processes.start(f"client-{client}", node)
+    return at
+
+
+def _run_app(processes: ProcessSet, directory: Path, place: Path, seed: int, say: Callable[[str], None]) -> None:
+    """Start the run and wait until it has ended; raises FedraxError for one that fails."""
+    config = f'directory="{place / "run"}" seed={seed}'
+    command = ["flwr", "run", str(directory / APP), CONNECTION, "--run-config", config, "--stream"]
+    run, progress = processes.start("run", command), _Progress(place / "run", say)
+    while run.poll() is None:
+        processes.wait(lambda: run.poll() is not None or progress.update(), _ROUND_SECONDS, "a round")
+    progress.update()
+    if not progress.rounds or not read_run(place / "run").finished:
+        raise FedraxError(f"the run has failed in round {progress.rounds + 1}: see {processes.logs / 'run.log'}")
+
+
+def largest_difference(ours: Sequence[Event], theirs: Sequence[Event]) -> float:
+    """The largest relative difference of a loss in two runs; infinite where they differ in rounds or losses."""
+    if len(ours) != len(theirs):
+        return math.inf
+    largest = 0.0
+    for one, other in zip(ours, theirs, strict=True):
+        names = {name for name in other if name.endswith(("_loss", "_mse")) and holds(other, name)}
+        names = {name for name in names if name.count("_") == 1}  # not those of personal models or single clients
+        names -= {"local_loss", "train_loss"} if "local_loss" in other else set()  # a federation has the former only
+        if not all(holds(one, name) for name in names):
+            return math.inf
+        largest = max([largest, *(abs(one[name] - other[name]) / max(abs(other[name]), 1e-12) for name in names)])
+    return largest
+
+
+class _Progress:
+    """Tells the rounds of a run while another process writes them."""
+
+    def __init__(self, directory: Path, say: Callable[[str], None]):
+        self.rounds, self._directory, self._say = 0, directory, say
+
+    def update(self) -> bool:
+        """Tell new rounds; whether there are some."""
+        events = read_events(self._directory) if (self._directory / FILE).exists() else []
+        before, self.rounds = self.rounds, len(events)
+        for number in range(before + 1, self.rounds + 1):
+            self._say(f"round {number}: {summary_line(events[:number])}")
+        return self.rounds > before
+
+
+def _simulated(spec: Experiment, directory: Path | None) -> list[Event]:
+    """The events of the simulator, whose privacy loss is accounted for as in a federation."""
+    algorithm, task, federation = experiment.build(spec)
+    sinks = [] if directory is None else [ExperimentFile(spec, directory)]
+    return simulate(algorithm, task, federation, spec.run, directory=directory, sinks=sinks, progress=False).events
+
+
+@contextmanager
+def _modules_of(app: Path) -> Iterator[None]:
+    """Let the package of an app be imported, which has the same name in every deployment."""
+
+    def forget() -> None:
+        for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
+            del sys.modules[name]
+
+    forget()
+    sys.path.insert(0, str(app.resolve()))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(str(app.resolve()))
+        forget()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Flower's log of every round, and the warning that a seed makes private noise reproducible, as meant."""
+    level = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FedraxWarning)
+            yield
+    finally:
+        log.setLevel(level)
+
+
+def _new_directory(stem: Path) -> Path:
+    """``stem``, or with the first number that is free."""
+    number = 1
+    while (directory := stem if number == 1 else stem.with_name(f"{stem.name}-{number}")).exists():
+        number += 1
+    return directory
+
+
+def _environment(home: Path) -> dict[str, str]:
+    """Environment variables of Flower's processes: with the commands of this environment, and a home of their own."""
+    commands = [sysconfig.get_path("scripts"), str(Path(sys.executable).parent)]
+    path = os.pathsep.join([*commands, os.environ.get("PATH", os.defpath)])
+    if shutil.which("flower-superlink", path=path) is None:
+        raise FedraxError("there is no command flower-superlink: install fedrax[flower] in this environment")
+    return {**os.environ, **_SWITCHES, "PATH": path, "FLWR_HOME": str(home)}
+
+
+def _free_port() -> int:
+    """A port of this machine at which nobody listens."""
+    with socket.socket() as listener:
+        listener.bind((_HOST, 0))
+        return listener.getsockname()[1]
+
+
+def _is_listening(port: int) -> bool:
+    """Whether a process listens at a port."""
+    try:
+        socket.create_connection((_HOST, port), 1).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,271 @@
+"""`fedrax deploy`: the app, its certificates and keys, the rehearsal, and a trial whose processes all end."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import ssl
+import stat
+import subprocess
+import sys
+import textwrap
+import time
+import warnings
+import zipfile
+from io import BytesIO
+from pathlib import Path
+
+import jax
+import pytest
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
+from flwr.app import Context, RecordDict
+from flwr.cli.build import build_fab_from_disk
+
+from fedrax import FedAvg, FedraxError, LocalSGD
+from fedrax.cli import main
+from fedrax.flower import Deployment, LocalGrid, client_app, processes, server_app, trial
+from fedrax.flower.credentials import make_certificates, make_node_key
+from fedrax.flower.deployment import supernode_command
+from fedrax.report import find_runs, read_run
+from fedrax.simulation import read_events
+from tests.flower.messages import SIZES, TASK, X, Y, own
+
+FILE = """
+name = "four hospitals"
+[partition]
+name = "shards"
+clients = 4
+[model]
+name = "logistic"
+[algorithm]
+name = "losac"
+local = { lr = 0.05, steps = 2, blocks = 3 }
+[run]
+rounds = 3
+cohort_size = 4
+eval_every = 1
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """An experiment of four clients."""
+    path = tmp_path / "x.toml"
+    path.write_text(FILE)
+    return path
+
+
+def shakes_hands(certificates: Path, name: str) -> bool:
+    """Whether a client that trusts the authority accepts the server under a name, verifying strictly."""
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+    server.load_cert_chain(certificates / "server.crt", certificates / "server.key")
+    client.load_verify_locations(certificates / "ca.crt")
+    client.verify_flags |= ssl.VERIFY_X509_STRICT
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = (
+        server.wrap_bio(to_server, to_client, server_side=True),
+        client.wrap_bio(to_client, to_server, server_hostname=name),
+    )
+    waiting = set(ends)
+    for _ in range(10):
+        for end in (ends[1], ends[0]):
+            try:
+                end.do_handshake()
+                waiting.discard(end)
+            except ssl.SSLWantReadError:
+                continue
+            except ssl.SSLError:
+                return False
+    return not waiting
+
+
+def test_certificates_are_valid_for_the_named_hosts_and_this_machine(tmp_path: Path):
+    make_certificates(tmp_path, ["fl.example.org", "192.0.2.7"])
+    for name in ("fl.example.org", "192.0.2.7", "localhost", "127.0.0.1"):
+        assert shakes_hands(tmp_path, name)
+    assert not shakes_hands(tmp_path, "other.example.org")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ca.crt", "server.crt", "server.key"]
+    with pytest.raises(FedraxError, match="neither a host name nor an address"):
+        make_certificates(tmp_path / "other", ["https://fl.example.org"])
+
+
+def test_private_keys_are_readable_by_their_owner_only(tmp_path: Path):
+    make_certificates(tmp_path, [])
+    make_node_key(tmp_path / "keys" / "client-0")
+    for path in (tmp_path / "server.key", tmp_path / "keys" / "client-0"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    private = load_ssh_private_key((tmp_path / "keys" / "client-0").read_bytes(), None)
+    public = load_ssh_public_key((tmp_path / "keys" / "client-0.pub").read_bytes())
+    assert private.public_key() == public
+    with pytest.raises(FedraxError, match="cannot write"):
+        make_node_key(tmp_path / "keys" / "client-0")
+
+
+def test_an_experiment_becomes_an_app_that_equals_the_simulator(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "d"
+    assert main(["deploy", str(file), "--out", str(out), "--server", "fl.example.org"]) == 0
+    printed = capsys.readouterr().out
+    assert "rehearsal: the losses are those of the simulator" in printed
+    assert shakes_hands(out / "certificates", "fl.example.org")
+    assert sorted(path.name for path in (out / "keys").glob("*.pub")) == [f"client-{k}.pub" for k in range(4)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of what Flower uses
+        bundle = build_fab_from_disk(out / "app")
+    names = set(zipfile.ZipFile(BytesIO(bundle)).namelist())
+    files = ("__init__.py", "shared.py", "server_app.py", "client_app.py", "settings.toml", "data.json")
+    assert names == {"pyproject.toml", ".info/CONTENT", *(f"deployment/{name}" for name in files)}
+    assert "fl.example.org:8000" in (out / "README.md").read_text("utf-8")
+    status = main(["deploy", str(file), "--out", str(out)])
+    assert status == 2 and f"fedrax deploy {out} --trial" in capsys.readouterr().err
+    # an app that was changed is rehearsed as it is
+    client = out / "app" / "deployment" / "client_app.py"
+    client.write_text(client.read_text().replace("DEPLOYMENT.client_samples(context)", "changed(context)"))
+    client.write_text(client.read_text().replace("def data", textwrap.dedent(CHANGED) + "\n\ndef data"))
+    assert main(["deploy", str(out)]) == 0
+    assert "its losses differ from those of the simulator" in capsys.readouterr().out
+
+
+CHANGED = """
+def changed(context):
+    own = DEPLOYMENT.client_samples(context)
+    return own.train.x, 9 - own.train.y
+"""
+
+
+def test_own_code_is_part_of_the_app(tmp_path: Path):
+    (tmp_path / "widths.py").write_text("HIDDEN = 3\n")
+    model = """
+    from widths import HIDDEN
+    from fedrax.models import MLP
+
+    def small(input_shape, num_outputs):
+        return MLP(hidden=(HIDDEN,)).build(input_shape, num_outputs)
+    """
+    (tmp_path / "own.py").write_text(textwrap.dedent(model))
+    (tmp_path / "x.toml").write_text(FILE.replace('name = "logistic"', 'name = "own.py:small"'))
+    assert main(["deploy", str(tmp_path / "x.toml"), "--out", str(tmp_path / "d"), "--quiet"]) == 0
+    package = shutil.move(tmp_path / "d" / "app" / "deployment", tmp_path / "elsewhere")
+    for name in ("own.py", "widths.py", "x.toml"):
+        (tmp_path / name).unlink()
+    assert "own.py:small" in (Path(package) / "settings.toml").read_text()
+    shapes = [leaf.shape for leaf in jax.tree.leaves(Deployment.read(package).task.init(jax.random.key(0)))]
+    assert (3,) in shapes
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--run.stragglers", "0.5"], "stragglers is a setting of simulations"),
+        (["--run.participation", "poisson", "--algorithm", "fedavg"], "participation is a setting of simulations"),
+        (["--server", "two words"], "neither a host name nor an address"),
+    ],
+)
+def test_what_no_federation_can_do_is_said_before_anything_is_written(
+    flags: list[str], words: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["deploy", str(file), "--out", str(tmp_path / "d"), *flags]) == 2
+    assert words in capsys.readouterr().err and not (tmp_path / "d" / "app").exists()
+
+
+def test_run_and_node_config_replace_arguments(tmp_path: Path):
+    """A server's run config and a client's node config; a client never takes its seed from the server."""
+    method = FedAvg(local=LocalSGD(lr=0.05, steps=2))
+    config = {"rounds": 2, "seed": 3, "directory": str(tmp_path / "run"), "target": "none", "of the app": 1}
+    events = []
+    for node_config in ({"seed": 3}, {"seed": 3, "directory": str(tmp_path / "clients")}, {}):
+        nodes = [{"partition-id": k, **node_config} for k in range(len(SIZES))]
+        app = server_app(method, TASK, clients=len(SIZES), rounds=9, cohort_size=3, test=(X, Y), target=0.01)
+        config["directory"] = str(tmp_path / f"run{len(events)}")
+        context = Context(1, 1, {}, RecordDict(), config)
+        app(LocalGrid(client_app(method, TASK, own), nodes), context)
+        events.append([event["train_loss"] for event in read_events(config["directory"])])
+    assert events[0] == events[1] != events[2] and len(events[0]) == 2
+    assert read_run(tmp_path / "run0").seed == 3
+    assert (tmp_path / "clients").is_dir()
+
+
+SLEEPER = """
+import signal, subprocess, sys, time
+{ignored}
+child = [] if sys.argv[2:] else [subprocess.Popen([sys.executable, *sys.argv, "grandchild"], start_new_session=True)]
+open(sys.argv[1], "a").write(str(__import__("os").getpid()) + "\\n")
+time.sleep(600)
+"""
+OWNER = """
+import os, signal, sys
+from pathlib import Path
+from fedrax.flower import processes
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # some of them may be ignored where tests run
+    signal.signal(number, signal.default_int_handler)
+processes._GRACE_SECONDS = 0.5
+with processes.ProcessSet(Path(sys.argv[1]), os.environ) as started:
+    for name in ("polite", "stubborn"):
+        started.start(name, [sys.executable, f"{name}.py", "pids"])
+    started.wait(lambda: Path("pids").exists() and len(Path("pids").read_text().split()) == 4, 60, "the start")
+    Path("ready").touch()
+    if sys.argv[2] == "error":
+        raise RuntimeError("an error")
+    if sys.argv[2] == "crash":
+        started.start("crash", [sys.executable, "-c", "raise SystemExit(3)"])
+    started.wait(lambda: False, 60, "nothing")
+"""
+
+
+def is_running(number: int) -> bool:
+    """Whether a process runs."""
+    return any(one.number == number for one in processes._running())
+
+
+@pytest.mark.parametrize("end", ["SIGINT", "SIGTERM", "SIGHUP", "error", "crash"])
+def test_all_processes_end_with_the_one_that_started_them(end: str, tmp_path: Path):
+    """Those that ignore SIGTERM too, and those that lead groups of their own."""
+    for name, ignored in (("polite", ""), ("stubborn", "signal.signal(signal.SIGTERM, signal.SIG_IGN)")):
+        (tmp_path / f"{name}.py").write_text(SLEEPER.format(ignored=ignored))
+    (tmp_path / "owner.py").write_text(OWNER)
+    owner = subprocess.Popen([sys.executable, "owner.py", "logs", end], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    due = time.monotonic() + 60
+    while not (tmp_path / "ready").exists() and time.monotonic() < due:
+        time.sleep(0.05)
+    numbers = list(map(int, (tmp_path / "pids").read_text().split()))
+    if end.startswith("SIG"):
+        assert len(numbers) == 4 and all(map(is_running, numbers))
+        owner.send_signal(getattr(signal, end))
+    _, said = owner.communicate(timeout=60)
+    words = {"error": "an error", "crash": "crash ended with status 3"}.get(end, "Interrupted")
+    assert owner.returncode != 0 and words in said, said
+    assert not any(map(is_running, numbers))
+
+
+@pytest.mark.slow
+def test_a_trial_equals_the_simulator_and_leaves_no_process(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Four clients of LoSAC over TLS, with registered keys."""
+    before = {one.number for one in processes._running()}
+    assert main(["deploy", str(file), "--out", str(tmp_path / "d"), "--trial"]) == 0
+    assert "trial: the losses are those of the simulator" in capsys.readouterr().out
+    place = tmp_path / "d" / "trial"
+    ours, theirs = read_events(place / "run"), read_events(place / "simulation")
+    assert [event["clients"] for event in ours] == [4, 4, 4]
+    assert trial.largest_difference(ours, theirs) < 1e-5
+    assert [run.federation for run in find_runs(place)] == [True, False]
+    left = [one for one in processes._running() if one.number not in before]
+    assert not [one for one in left if b"flwr" in Path(f"/proc/{one.number}/cmdline").read_bytes()]
+
+
+@pytest.mark.slow
+def test_a_supernode_without_a_registered_key_is_refused(file: Path, tmp_path: Path):
+    directory, place = tmp_path / "d", tmp_path / "place"
+    one = ["--partition.clients", "1", "--run.cohort-size", "1", "--quiet"]
+    assert main(["deploy", str(file), "--out", str(directory), *one]) == 0
+    make_node_key(tmp_path / "stranger")
+    with processes.ProcessSet(place / "logs", trial._environment(place / "flower")) as started:
+        at = trial.start_federation(started, directory, place, trial.read_deployment(directory))
+        certificate, port = str(directory / "certificates" / "ca.crt"), trial._free_port()
+        command = supernode_command(at, port, certificate, str(tmp_path / "stranger"), "partition-id=0")
+        stranger = started.start("stranger", command)
+        with pytest.raises(FedraxError, match="stranger ended with status"):
+            started.wait(lambda: False, 120, "the refusal")
+        assert stranger.returncode
