@@ -339,8 +339,9 @@ def _exp(value: float) -> float | None:
 
 def _among_largest(outputs: Array, y: Array, k: int) -> Array:
     """Whether a label is among the classes of the k largest logits; of equal logits the later classes come first."""
-    if outputs.shape[-1] <= k:
-        raise FedraxError(f"top_{k}_accuracy needs more than {k} classes, not {outputs.shape[-1]}")
+    classes = 1 if outputs.shape == y.shape else outputs.shape[-1]
+    if classes <= k:
+        raise FedraxError(f"top_{k}_accuracy needs more than {k} outputs per label, one for each class, not {classes}")
     own = jnp.where(y[..., None] == jnp.arange(outputs.shape[-1]), outputs, 0).sum(-1, keepdims=True)
     later = jnp.arange(outputs.shape[-1]) > y[..., None]
     return ((outputs > own) | ((outputs == own) & later)).sum(-1) < k
@@ -455,7 +456,7 @@ def _by_name(name: Any) -> Metric | LabelMean | None:
 
 def find_metrics(
     names: Iterable[str],
-    labels: Labels,
+    labels: Labels | None,
     known: Iterable[str] = (),
     positive: int | str | None = None,
     class_names: Sequence[str] | None = None,
@@ -464,7 +465,7 @@ def find_metrics(
 
     Args:
         names: the names; those in ``known``, which the task has already, are left out.
-        labels: the kind of labels.
+        labels: the kind of labels; None for any.
         known: names of the metrics that the task has.
         positive: number or name of the class that f1, precision and recall are of.
         class_names: names of the classes.
@@ -474,11 +475,9 @@ def find_metrics(
     """
     check_names(names := tuple(names) if isinstance(names, Iterator) else names)
     made = {name: metric for name in names if name not in known and (metric := _by_name(name)) is not None}
-    odd = next(
-        (name for name in names if name not in known and (name not in made or made[name].labels != labels)), None
-    )
-    if odd is not None:
-        raise FedraxError(f"{odd} is not a metric of {labels}")
+    for name in names:
+        if name not in known and (name not in made or labels not in (made[name].labels, None)):
+            raise FedraxError(f"{name} is not a metric of {labels or 'this task'}")
     if "accuracy_per_class" in made and class_names is not None:
         named = partial(accuracy_per_class, names=tuple(class_names))
         made["accuracy_per_class"] = dataclasses.replace(made["accuracy_per_class"], function=named)  # type: ignore[call-arg]

@@ -75,7 +75,7 @@ BROKEN_RUNS = {
     "clients in words": (RUN, EVENT.replace('"clients": 3', '"clients": "three"'), "'clients' is 'three'"),
     "negative bytes": (RUN, EVENT.replace('"bytes_up": 8', '"bytes_up": -8'), "'bytes_up' is -8"),
     "accuracy in words": (RUN, EVENT.replace("0.5", '"half"'), "'test_accuracy' is 'half'"),
-    "no accuracy": (RUN, EVENT.replace("0.5", "null"), "'test_accuracy' is None"),
+    "no bytes": (RUN, EVENT.replace('"bytes_up": 8', '"bytes_up": null'), "'bytes_up' is None"),
     "infinite seconds": (RUN, EVENT.replace("0.1", "1e999"), "'seconds' is inf"),
     "more bytes than there are": (RUN, EVENT.replace('"bytes_up": 8', f'"bytes_up": {10**400}'), "'bytes_up' is 1000"),
     "a number too large": (RUN, EVENT.replace("0.5", f"{10**400}"), "'test_accuracy' is 1000"),
@@ -221,7 +221,10 @@ def test_a_run_that_was_cut_short_before_its_last_checkpoint_is_run_again(tmp_pa
 # -- links -------------------------------------------------------------------------------------------------------------
 
 OUTPUTS = ("table.md", "comparison.json", "curves.png", "curves.svg")
-FILES = ("experiment.toml", "events.jsonl", "environment.json", "clients.json", "checkpoint/state.npz")
+FILES = (
+    *("experiment.toml", "events.jsonl", "environment.json", "clients.json", "run.json"),
+    *("checkpoint/state.npz", "model.safetensors"),
+)
 
 
 def test_no_writer_of_a_comparison_follows_a_link(tmp_path: Path, fedrax: Any):

@@ -17,7 +17,7 @@ from fedrax.attacks.optimizers import GradientDescent
 from fedrax.report import read_results
 from fedrax.report.comparison_table import cells, legend
 from fedrax.report.results import SavedResults
-from fedrax.report.runs import MethodRuns, SavedRun, curve, group, summarize, target_of
+from fedrax.report.runs import MethodRuns, SavedRun, curve, group, summarize, summary_line, target_of
 from tests.cli.conftest import TINY, Outcome
 
 
@@ -168,6 +168,17 @@ def test_formats_of_the_table(flag: str, fedrax: Callable[..., Outcome], tmp_pat
         assert again.status == 0 and again.err == "" and (flag == "--json" or again.out == shown.out)
     refused = fedrax("show", "c", flag, "--json" if flag != "--json" else "--csv")
     assert refused.status == 2 and "are both given: choose one" in refused.err
+
+
+def test_an_undefined_metric_is_called_so_and_seeds_that_have_it_count():
+    nothing: dict[str, Any] = {"test_auc": None, "test_accuracy": 0.5}
+    some = MethodRuns("m", [run(40, **nothing), run(40, 1, test_auc=0.75)])
+    for methods, text in ((some, "0.7500"), (MethodRuns("n", [run(40, **nothing)]), "undefined")):
+        table = cells([summarize(methods, None)], None)
+        assert table.rows[0][table.headings.index("test auc")][0] == text
+    assert summary_line(run(40, **nothing).events).startswith("test accuracy 0.5, test auc undefined after")
+    assert curve(some, "test_auc")["mean"].to_list() == [0.75]
+    assert SavedResults([MethodRuns("n", [run(40, **nothing)])]).table()["test_auc"].to_list() == [None]
 
 
 def test_seeds_without_a_metric_do_not_hide_the_others():

@@ -85,7 +85,7 @@ def test_top_k_accuracy_has_the_ties_of_scikit_learn() -> None:
     for k in (1, 2, 3):
         (metric,) = find_metrics([f"top_{k}_accuracy"], "classes")[0].values()
         assert metric(LOGITS, LABELS) == pytest.approx(sk.top_k_accuracy_score(LABELS, LOGITS, k=k))
-    with pytest.raises(fedrax.FedraxError, match="top_4_accuracy needs more than 4 classes"):
+    with pytest.raises(fedrax.FedraxError, match="top_4_accuracy needs more than 4 outputs per label"):
         find_metrics(["top_4_accuracy"], "classes")[0]["top_4_accuracy"](LOGITS, LABELS)
 
 
@@ -287,6 +287,7 @@ def test_perplexity_is_of_all_labels_but_padding() -> None:
         (lambda model: fedrax.classification(model, metrics=[3]), "unknown metric"),
         (lambda model: fedrax.classification(model, metrics=["r2"]), "r2 is not a metric of classes"),
         (lambda model: fedrax.regression(model, metrics=["accuracy"]), "accuracy is not a metric of numbers"),
+        (lambda model: fedrax.contract.supervised(model, lambda o, y: y, "auc"), "a list of names such as"),
         (lambda model: fedrax.contract.margin(model, metrics=["log_loss"]), "log_loss needs probabilities"),
         (lambda model: fedrax.classification(model, metrics=["f1"], positive="a"), "give class_names"),
         (lambda model: fedrax.classification(model, metrics=["f1"], positive=1.5), "number or the name of a class"),

@@ -83,25 +83,30 @@ def test_a_run_directory_alone_has_the_models(tmp_path: Path):
         "algorithm": {"name": "ditto", "inner": {"name": "fedavg"}},
         "run": {"rounds": 3, "cohort_size": 2, "eval_every": 1},
     }
+    directory = tmp_path / "a"
     spec = experiment.from_table(table, "made")
     algorithm, task, federation = experiment.build(spec)
-    result = fedrax.simulate(algorithm, task, federation, spec.run, directory=tmp_path)
-    jax.tree.map(np.testing.assert_array_equal, fedrax.simulation.load_model(tmp_path), result.model)
+    result = fedrax.simulate(algorithm, task, federation, spec.run, directory=directory)
+    jax.tree.map(np.testing.assert_array_equal, fedrax.simulation.load_model(directory), result.model)
     with pytest.raises(FedraxError, match=r"no experiment.toml: .*load_model .*resume=True"):
+        load_result(directory)
+    experiment.write(spec, directory / "experiment.toml")
+    with pytest.raises(FedraxError, match=f"the first of 1 below it is {directory}"):
         load_result(tmp_path)
-    experiment.write(spec, tmp_path / "experiment.toml")
-    names = sorted(path.name for path in tmp_path.iterdir())
+    names = sorted(path.name for path in directory.iterdir())
     x = federation.train.x[:5]
     for _ in range(2):
-        again = load_result(tmp_path)
+        again = load_result(directory)
         assert again.stopped == "rounds" and again.events == result.events
         np.testing.assert_array_equal(again.predict(x), result.predict(x))
         for client in range(4):
             np.testing.assert_array_equal(again.predict(x, client), result.predict(x, client))
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert sorted(path.name for path in directory.iterdir()) == names
     longer = dataclasses.replace(spec, run=dataclasses.replace(spec.run, rounds=9))
-    experiment.write(longer, tmp_path / "experiment.toml")
-    assert load_result(tmp_path).stopped == "checkpoint" and not np.array_equal(result.predict(x, 0), result.predict(x))
+    experiment.write(longer, directory / "experiment.toml")
+    assert load_result(directory).stopped == "checkpoint" and not np.array_equal(
+        result.predict(x, 0), result.predict(x)
+    )
 
 
 def test_a_result_without_client_states_says_why(tmp_path: Path):
@@ -114,6 +119,9 @@ def test_a_result_without_client_states_says_why(tmp_path: Path):
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(FedraxError, match=r"has no model.safetensors: it is not a run directory, or"):
         fedrax.simulation.load_model(tmp_path)
+    run(FEDBN, task=NORM, resume=True, **made)  # of a run that was killed before it wrote its model
+    found = fedrax.simulation.load_model(tmp_path, like=again.model)
+    jax.tree.map(np.testing.assert_array_equal, found, again.model)
 
 
 @pytest.mark.parametrize(

@@ -262,7 +262,7 @@ def test_a_finished_run_without_client_states(options: dict, stopped: str, tmp_p
     assert (again.stopped, again.events, again.homes) == (stopped, first.events, {}) and first.stopped == stopped
     jax.tree.map(np.testing.assert_array_equal, again.server, first.server)
     assert [path.name for path in where.iterdir()] == [checkpoint.FILE]
-    with pytest.raises(FedraxError, match="finished without keep_clients: its result has no client states"):
+    with pytest.raises(FedraxError, match="no client states: the run was finished with keep_clients=False"):
         again.client_state(next(iter(first.homes)))
     if stopped == "rounds":
         with pytest.raises(FedraxError, match="saved without client states and cannot be continued"):

@@ -35,7 +35,7 @@ from tests.simulation.problems import (
 )
 from tests.slow import slow_cases
 
-DESCRIBED = ("events.jsonl", "environment.json", "clients.json")
+DESCRIBED = ("events.jsonl", "environment.json", "clients.json", "run.json", "model.safetensors")
 OPTIONS: dict[str, Any] = {"rounds": 7, "eval_every": 3, "stragglers": 0.4, "eval_train": True, "per_client": True}
 
 

@@ -29,7 +29,7 @@ DESCRIPTION = """Run one experiment: `fedrax run [FILE.toml] [flags]`.
 Every key of the file is also a flag (--algorithm.local.lr 0.05 --run.rounds 20); names select the parts of an
 experiment (--algorithm scaffold --data mnist --partition shards --model 2nn). Without a file the defaults below apply.
 `fedrax run file.py:MyMethod` runs your own method; in Python, fedrax.check_algorithm(MyMethod) tests it. The run
-directory holds experiment.toml, events.jsonl, checkpoint/, environment.json and clients.json."""
+directory holds experiment.toml, events.jsonl, model.safetensors, checkpoint/, environment.json and clients.json."""
 
 
 @dataclass

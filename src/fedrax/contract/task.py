@@ -473,7 +473,7 @@ def objective(model: Model, preprocess: Preprocess | None = None, truth: Any = N
 def supervised(
     model: Model,
     loss: Callable[[Array, Any], Array],
-    metrics: Mapping[str, Callable[[Array, Any], Array]] | None = None,
+    metrics: Mapping[str, Callable[[Array, Any], Array]] | Sequence[str] | None = None,
     *,
     preprocess: Preprocess | None = None,
     name: str = "supervised",
@@ -487,7 +487,8 @@ def supervised(
     Args:
         model: the model.
         loss: (outputs [B, ...], y [B, ...]) -> losses [B], one for each sample; JAX arrays.
-        metrics: functions (outputs [B, ...], y [B, ...]) -> values [B], by name; JAX arrays.
+        metrics: functions (outputs [B, ...], y [B, ...]) -> values [B], by name; JAX arrays. Or a list of names of
+            `fedrax.metrics.METRICS`, for outputs that are logits or predictions.
         preprocess: maps the stored samples to the model's inputs; None: as stored.
         name: the first part of the task's name; the second one is the model's.
         lower_is_better: names of the metrics of which a smaller value is better.
@@ -537,11 +538,12 @@ def supervised(
         outputs, statistics = model.train(variables, inputs(variables, batch.x), key)
         return weighted(loss_of_outputs(outputs, batch.y), sample_weights, batch), statistics
 
+    functions, names = (metrics, ()) if metrics is None or isinstance(metrics, Mapping) else ({}, metrics)
     measures, moving = model.measures, None if model.train is None else OfModel(loss_and_statistics)
-    return Task(
+    made = Task(
         init=model.init,
         loss=training_loss if moving is None else LossesAlone(moving),
-        metrics={metric: OfOutputs(apply, value) for metric, value in (metrics or {}).items()},
+        metrics={metric: OfOutputs(apply, value) for metric, value in (functions or {}).items()},
         features=None if model.features is None else on_inputs(model.features),
         name=f"{name}/{model.name}",
         loss_and_statistics=moving,
@@ -556,6 +558,7 @@ def supervised(
         reads_amounts=model.reads_amounts and preprocess is None,
         words=model.words if preprocess is None else None,
     )
+    return _with_metrics(made, names, None) if names else made
 
 
 def _task_name(name: str, class_weights: np.ndarray | None, sample_weights: SampleWeights | None) -> str:
@@ -566,7 +569,7 @@ def _task_name(name: str, class_weights: np.ndarray | None, sample_weights: Samp
 def _with_metrics(
     task: Task,
     names: Sequence[str],
-    labels: Labels,
+    labels: Labels | None,
     positive: int | str | None = None,
     class_names: Sequence[str] | None = None,
     padding: int | None = None,

@@ -53,6 +53,7 @@ from fedrax.experiments.task_specs import TASK, Auto
 from fedrax.experiments.user_code import Trust, trust_in
 from fedrax.files import read_toml, write_text
 from fedrax.models import MODELS, Model
+from fedrax.report.doctor import runs_below
 from fedrax.simulation.persistence.checkpoint import check_format
 from fedrax.simulation.persistence.run_directory import CHECKPOINT
 from fedrax.simulation.results.result import Result
@@ -316,10 +317,11 @@ def load_result(directory: str | Path, data_dir: str | Path | None = None, trust
     directory = Path(directory)
     file = directory / "experiment.toml"
     if not file.is_file():
-        raise FedraxError(
-            f"{directory} has no experiment.toml: fedrax.simulation.load_model reads the global model of a run of"
-            " fedrax.simulate, and simulate(..., directory=..., resume=True) with its own arguments returns its result"
+        remedy = runs_below(directory) or (
+            "fedrax.simulation.load_model reads the global model of a run of fedrax.simulate, and simulate(...,"
+            " directory=..., resume=True) with its own arguments returns its result"
         )
+        raise FedraxError(f"{directory} has no experiment.toml: {remedy}")
     check_format(directory / CHECKPOINT)  # before the experiment, whose names may be of that version too
     spec = read(file, "typed" if trust else "none")
     return restore(*build(spec, data_dir), spec.run, directory)

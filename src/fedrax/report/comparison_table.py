@@ -286,18 +286,18 @@ def data_frame(rows: Sequence[MethodSummary], metric: str = "test_accuracy") -> 
     """The table as numbers: a row for each method; of a mean over seeds its deviation is in the column NAME_std."""
     names = {"accuracy": "test_accuracy", "loss": "test_loss", "best": f"best_{metric}", "all_gradients": "gradients"}
     names |= {column: f"{column}_to_target" for column in _TO_TARGET}
-    records = []
+    records, others = [], sorted({name for row in rows for name in row.others})
     for row in rows:
         record: dict[str, Any] = {"method": row.label, "settings": row.settings or None}
         record |= {"seeds": row.seeds, "state": row.state}
-        for column in ("accuracy", *sorted({name for other in rows for name in other.others}), *COLUMNS[1:]):
+        for column in ("accuracy", *others, *COLUMNS[1:]):
             value, name = _value(row, column), names.get(column, column)
             record |= {name: None if value is None else value.mean, f"{name}_std": value and value.std}
             if column == "best":
                 record["best_round"] = row.best_round and row.best_round.mean
         records.append(record)
     table = pl.DataFrame(records, infer_schema_length=None)
-    return table.select(column for column in table if column.null_count() < len(table))
+    return table.select(column for column in table if column.name in others or column.null_count() < len(table))
 
 
 def values(rows: Sequence[MethodSummary]) -> list[dict[str, Any]]:

@@ -283,8 +283,10 @@ def summary_line(events: Sequence[Event]) -> str:
     last = last_values(events)
     first, after = ("test_accuracy", "test_mse"), ("test_loss", "train_loss", "frobenius_error", "rank", "epsilon")
     asked_for = [key for key in last if key.startswith("test_") and "_client" not in key and key not in after]
-    names = [key for key in dict.fromkeys([*first, *asked_for, *after]) if last.get(key) is not None]
-    values = ", ".join(f"{name.replace('_', ' ')} {last[name]:.4g}" for name in names)
+    known = dict.fromkeys([*first, *asked_for, *after])
+    names = [key for key in known if key in asked_for or last.get(key) is not None]
+    shown = ((name.replace("_", " "), last[name]) for name in names)
+    values = ", ".join(f"{name} {'undefined' if value is None else f'{value:.4g}'}" for name, value in shown)
     cost = f"{megabytes(events[-1]):.4g} MB, {last['gradients']:,} gradients, {last['seconds']:.3g} s"
     return f"{values} after {last['round']} rounds, {cost}"
 

@@ -244,7 +244,8 @@ class UndefinedMetrics:
         having = int((sizes > 0).sum())
         for name, values in each.items():
             missing = having - sum(value is not None for value in values)
-            if missing:
+            everywhere = missing == having and any(key.endswith(f"_{name}") for key in self._told)
+            if missing and not everywhere:  # of all samples together it is undefined, too
                 self._tell(f"{name} of clients", f"{name} is undefined (null) for {missing} of {having} clients", name)
 
     def _tell(self, key: str, what: str, name: str) -> None:

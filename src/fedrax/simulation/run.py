@@ -232,6 +232,8 @@ class Run:
                 write_environment(setup.directory)
                 write_client_summary(setup.directory, ClientSummary.of(setup.federation))
                 write_description(setup.directory, setup.info, setup.algorithm, vars(setup.settings))
+                if start.events:  # the run may have been killed between its checkpoint and its model
+                    self._save_model(start.carry)
             with interrupt_flag() as interrupted, explaining():
                 carry, stopped = self._rounds(start.carry, interrupted)
             result = self._result(carry, stopped)
