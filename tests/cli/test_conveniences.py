@@ -11,6 +11,7 @@ import fedrax as fedrax_package
 from fedrax.experiments import experiment
 from fedrax.experiments.comparison import Comparison
 from fedrax.experiments.experiment import Experiment
+from fedrax.simulation import read_events
 from tests.cli.conftest import TINY, Outcome
 
 OWN = (
@@ -44,13 +45,16 @@ def test_own_methods_appear_by_their_names(fedrax: Callable[..., Outcome], tiny:
 
 
 def test_a_finished_run_continues_with_more_rounds(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
-    """To the numbers of a run that was longer from the start."""
-    tiny.write_text(TINY.replace("eval_every = 2", "eval_every = 1"))
+    """To the numbers of a run that was longer from the start, also with further evaluations."""
     assert fedrax("run", tiny, "--run.rounds", 2, "--out", "short", "--quiet").status == 0
-    assert fedrax("resume", "short", "--run.rounds", 4, "--quiet") == Outcome(0, "", "")
-    assert fedrax("run", tiny, "--run.rounds", 4, "--out", "long", "--quiet").status == 0
-    short, long = ((tmp_path / name / "events.jsonl").read_text().splitlines() for name in ("short", "long"))
-    assert [json.loads(line)["test_loss"] for line in short] == [json.loads(line)["test_loss"] for line in long]
+    more = ("--run.rounds", 4, "--run.eval-every", 1, "--quiet")
+    assert fedrax("resume", "short", *more) == Outcome(0, "", "")
+    assert fedrax("run", tiny, "--out", "long", *more).status == 0
+    short, long = (
+        {event["round"]: event["test_loss"] for event in read_events(tmp_path / name) if "test_loss" in event}
+        for name in ("short", "long")
+    )
+    assert list(long) == [1, 2, 3, 4] and short == {round: long[round] for round in (2, 3, 4)}
     assert experiment.read(tmp_path / "short/experiment.toml").run.rounds == 4
     outcome = fedrax("resume", "short", "--run.rounds", 3)
     assert outcome.status == 2 and "must be larger" in outcome.err

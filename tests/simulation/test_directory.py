@@ -171,8 +171,8 @@ OTHERS = {
     ),
     "seed": ({"seed": 1}, r"its settings \(seed 0, and here 1\) differ;"),
     "cohort size": (
-        {"cohort_size": 2, "eval_every": 1},
-        r"its settings \(cohort_size 3, and here 2; eval_every 100, and here 1\) differ;",
+        {"cohort_size": 2, "stragglers": 0.5},
+        r"its settings \(cohort_size 3, and here 2; stragglers 0.0, and here 0.5\) differ;",
     ),
     "devices": ({"devices": 1}, r"its settings \(devices None, and here 1\) differ;"),
     "number of steps": (

@@ -125,6 +125,9 @@ def test_every_executor_evaluates_the_same_rounds(tmp_path: Path):
     run(rounds=4, eval_every=None, directory=tmp_path / "run")
     longer = run(rounds=60, eval_every=None, directory=tmp_path / "run", resume=True)
     assert rounds(longer) == [1, 2, 3, 4, *range(6, 61, 3)]
+    often = run(rounds=63, eval_every=1, directory=tmp_path / "run", resume=True)
+    assert rounds(often) == [1, 2, 3, 4, *range(6, 61, 3), 61, 62, 63]
+    jax.tree.map(np.testing.assert_array_equal, often.params, run(rounds=63).params)
 
 
 def test_which_rounds_and_what():

@@ -36,6 +36,8 @@ class ResumeOptions:
     options: Annotated[ReportingOptions, tyro.conf.arg(name="")]
     rounds: Annotated[int | None, tyro.conf.arg(name="run.rounds")] = None
     """Total number of rounds, to continue a finished run; by default the run's own."""
+    eval_every: Annotated[int | None, tyro.conf.arg(name="run.eval-every")] = None
+    """Rounds between evaluations from here on; by default the run's own."""
     trust: bool = False
     """Run the Python code that the directory's experiment names. Read it first if someone else sent the directory."""
 
@@ -58,5 +60,8 @@ def main(args: list[str]) -> int:
                 f"the run has {spec.run.rounds} rounds: --run.rounds must be larger, not {parsed.rounds}."
             )
         spec = dataclasses.replace(spec, run=dataclasses.replace(spec.run, rounds=parsed.rounds))
+    if parsed.eval_every is not None:
+        spec = dataclasses.replace(spec, run=dataclasses.replace(spec.run, eval_every=parsed.eval_every))
+    spec.check()
     use_all_cores()
     return run(spec, experiment.build(spec, parsed.options.data_dir), parsed.directory, parsed.options, resume=True)

@@ -297,9 +297,9 @@ class Comparison:
             label: The method.
 
         Returns:
-            The runs; none for a method without a grid.
+            The runs; none for a method without a search.
         """
-        points = self.candidates[label] if label in self.grids else []
+        points = self.candidates[label] if label in self.searched else []
         return self.search_runs_at(label, [point for point, _ in points])
 
     def search_runs(self, label: str) -> list[RunJob]:

@@ -50,7 +50,7 @@ class Settings:
     (0, 1], in whole steps or epochs, rounded up."""
     eval_every: PositiveInt | None = None
     """Rounds between evaluations; the last round is always evaluated. By default a twentieth of ``rounds``, rounded up,
-    and the first round is evaluated, too."""
+    and the first round is evaluated, too. A resumed run may have another interval, from there on."""
     eval_train: bool = False
     """Whether to evaluate on all training data, too: ``train_loss`` in events is then the loss on these, and the mean
     loss along the local steps of a round is called ``local_loss``."""

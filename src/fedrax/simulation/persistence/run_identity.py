@@ -32,7 +32,7 @@ _WHOLE = 1 << 28
 """Bytes up to which all of an array is hashed. A larger one may be mapped from disk: only samples of it are hashed."""
 _PIECES, _PIECE = 64, 1 << 20
 """Number of samples of a large array, evenly spread, and bytes of each."""
-_FREE = ("rounds", "checkpoint_every", "samples", "states", "epsilon_budget")
+_FREE = ("rounds", "eval_every", "checkpoint_every", "samples", "states", "epsilon_budget")
 """Settings that a resumed run may change."""
 _SETTING, _OPTION = "setting ", "option "
 """Prefixes of the other settings, and of the hyper-parameters of the method, in the identity."""
