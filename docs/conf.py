@@ -14,6 +14,7 @@ version = release = fedrax.__version__
 
 extensions = [
     "docs.mathml",
+    "docs.navigation",
     "docs.reference_pages",
     "myst_parser",
     "sphinx.ext.autodoc",

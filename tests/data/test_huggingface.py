@@ -133,8 +133,8 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     table().save_to_disk(tmp_path / "saved")
     (tmp_path / "saved/state.json").write_text("{")
     refused("cannot be read as a Hugging Face", tmp_path / "saved")
-    refused("is no data set that can be read", table().to_iterable_dataset(), label="ill")
-    refused("is no data set that can be read", [1, 2])
+    refused("cannot be read: give a datasets.Dataset", table().to_iterable_dataset(), label="ill")
+    refused("cannot be read: give a datasets.Dataset", [1, 2])
     refused("did you mean 'ill'", table(), label="il")
     refused("unknown tokens", table(), tokens="bytes")
     splits = datasets.DatasetDict({"train": table(), "test": table()})
@@ -161,6 +161,26 @@ def test_a_data_sets_code_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "hub/hub.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     load("huggingface", path=tmp_path / "hub", label="ill")
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("of_splits", [False, True])
+def test_files_and_splits_of_different_columns(tmp_path: Path, of_splits: bool) -> None:
+    """PyArrow alone would drop the column that the first file does not have."""
+    first, second = {"age": [1, 2], "ill": ["no", "yes"]}, {"age": [3, 4], "ill": ["no", "yes"], "lab": [0.5, 1.5]}
+    names = ("train", "test") if of_splits else ("train-00000-of-00002", "train-00001-of-00002")
+    for name, rows in zip(names, (first, second), strict=True):
+        polars.DataFrame(rows).write_parquet(tmp_path / f"{name}.parquet")
+    options: dict[str, Any] = {"path": tmp_path, "label": "ill", "standardize": "none"}
+    options |= {} if of_splits else {"test_fraction": 0.0}
+    with pytest.raises(FedraxError, match=r"has no column 'lab', which .* set different_columns"):
+        load("huggingface", **options)
+    assert load("huggingface", **options, different_columns="intersection", columns=("age",)).feature_names == ("age",)
+    if of_splits:
+        with pytest.raises(FedraxError, match="'lab' has no value in any training row"):
+            load("huggingface", **options, different_columns="union", missing=0)
+    else:
+        made = load("huggingface", **options, different_columns="union", missing=-1)
+        assert made.feature_names == ("age", "lab") and made.train.x[:, 1].tolist() == [-1, -1, 0.5, 1.5]
 
 
 def test_splits_that_number_classes_differently_are_rejected():
