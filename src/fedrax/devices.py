@@ -11,6 +11,7 @@ import jax
 import jax.monitoring
 from jax._src import distributed, xla_bridge
 
+from fedrax.config.arguments import checked_arguments
 from fedrax.errors import FedraxError, warn
 from fedrax.files import cache_directory
 
@@ -40,6 +41,7 @@ _XLA_FLAGS = {
 seconds, but one client may take that much longer than the others, or a laptop may have been asleep."""
 
 
+@checked_arguments
 def use_all_cores() -> None:
     """Make each CPU core a JAX device of one thread, and enable the compilation cache in the cache directory.
 
@@ -102,6 +104,7 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
+@checked_arguments
 def join_processes(coordinator: str | None = None, processes: int | None = None, process: int | None = None) -> None:
     """Make this process one of several, on one host or many, whose devices run one simulation together.
 

@@ -1,11 +1,12 @@
 """The exception for invalid input, the warning, and suggestions for misspelled names."""
 
-import dataclasses
 import difflib
 import functools
+import inspect
 import sys
+import types
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -14,6 +15,8 @@ T = TypeVar("T")
 
 MAX_LISTED_NAMES = 60
 """Most known names that a message lists; a table may have thousands of columns."""
+MAX_VALUE_LENGTH = 60
+"""Most characters of a value that a message quotes."""
 
 
 class FedraxError(Exception):
@@ -97,15 +100,58 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> FedraxError:
     return FedraxError(f"unknown {kind} {str(name)!r}; {suggestion}")
 
 
+def describe_value(value: object) -> str:
+    """A value of a wrong type, for messages: scalars as they are written, all else by its type."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, types.FunctionType | types.MethodType | types.BuiltinFunctionType):
+        return f"the function {value.__name__}"
+    if value is None or isinstance(value, bool | int | float | str):
+        text = repr(value)
+        return text if len(text) <= MAX_VALUE_LENGTH else f"{text[:MAX_VALUE_LENGTH]}..."
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOUaeio' else 'a'} {name}"
+
+
+def binding_error(
+    name: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], what: str = "argument"
+) -> FedraxError:
+    """The error for arguments that a function, method or constructor does not take.
+
+    The first parameter of methods and constructors, ``self`` or ``cls``, is none of the caller's.
+    """
+    own = ("self", "cls") if "." in name else ("self",)
+    known = [p for p in signature.parameters.values() if p.name not in own]
+    by_name = [p.name for p in known if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    by_position = [p.name for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    extra = [argument for argument in kwargs if argument not in by_name]
+    if extra and not any(p.kind == p.VAR_KEYWORD for p in known):
+        return unknown(f"{what} of {name}:", extra[0], by_name)
+    args = args[len(signature.parameters) - len(known) :]
+    if len(args) > len(by_position) and not any(p.kind == p.VAR_POSITIONAL for p in known):
+        only = f"; by name: {', '.join(by_name[len(by_position) :])}" if len(by_name) > len(by_position) else ""
+        return FedraxError(
+            f"{name} takes {', '.join(by_position) or 'no arguments'} by position, not {len(args)} arguments{only}"
+        )
+    if twice := [argument for argument in by_position[: len(args)] if argument in kwargs]:
+        return FedraxError(f"{name} is given the {what} {twice[0]} by position and by name")
+    given = {*by_position[: len(args)], *kwargs}
+    missing = [p.name for p in known if p.default is p.empty and p.name in {*by_name, *by_position} - given]
+    return FedraxError(f"{name} needs the {what} {' and '.join(missing)}")
+
+
 def known_fields_only(cls: type[T]) -> type[T]:
-    """Class decorator: unknown constructor arguments raise FedraxError with a suggestion, as ``Shards(client=8)``."""
-    original, names = cls.__init__, {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    """Class decorator: fields that the class does not have raise FedraxError, as in ``Settings(round=8)``."""
+    original = cls.__init__
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
     def init(self: Any, *values: Any, **fields: Any) -> None:
-        for name in fields.keys() - names:
-            raise unknown(f"field of {cls.__name__}:", name, names)
-        original(self, *values, **fields)
+        try:
+            bound = signature.bind(self, *values, **fields)
+        except TypeError:
+            raise binding_error(cls.__name__, signature, (self, *values), fields, "field") from None
+        original(*bound.args, **bound.kwargs)
 
     cls.__init__ = init
     return cls

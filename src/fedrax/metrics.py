@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from fedrax.config.arguments import checked_arguments
 from fedrax.errors import FedraxError, unknown
 
 __all__ = [
@@ -103,6 +104,7 @@ class LabelMean:
 # -- of classes ----------------------------------------------------------------------------------------------------
 
 
+@checked_arguments
 def auc(outputs: np.ndarray, y: np.ndarray) -> float | None:
     """Area under the ROC curve: the fraction of (positive, negative) pairs ranked correctly, ties counting half.
 
@@ -143,6 +145,7 @@ def _auc(scores: np.ndarray, positive: np.ndarray) -> float | None:
     return float((rankdata(scores)[positive].sum() - count * (count + 1) / 2) / (count * negatives))
 
 
+@checked_arguments
 def f1(outputs: np.ndarray, y: np.ndarray, positive: int | None = None, average: Average | None = None) -> float | None:
     """F1 score, 2 TP / (2 TP + FP + FN), of a class or averaged over the classes that are in ``y`` or predicted.
 
@@ -166,6 +169,7 @@ def f1(outputs: np.ndarray, y: np.ndarray, positive: int | None = None, average:
     return _score("f1", outputs, y, positive, average, lambda hits, given, actual: (2 * hits, given + actual))
 
 
+@checked_arguments
 def precision(
     outputs: np.ndarray, y: np.ndarray, positive: int | None = None, average: Average | None = None
 ) -> float | None:
@@ -190,6 +194,7 @@ def precision(
     return _score("precision", outputs, y, positive, average, lambda hits, given, actual: (hits, given))
 
 
+@checked_arguments
 def recall(
     outputs: np.ndarray, y: np.ndarray, positive: int | None = None, average: Average | None = None
 ) -> float | None:
@@ -214,6 +219,7 @@ def recall(
     return _score("recall", outputs, y, positive, average, lambda hits, given, actual: (hits, actual))
 
 
+@checked_arguments
 def balanced_accuracy(outputs: np.ndarray, y: np.ndarray) -> float:
     """The mean of the accuracies of the classes in ``y``.
 
@@ -236,6 +242,7 @@ def balanced_accuracy(outputs: np.ndarray, y: np.ndarray) -> float:
     return float((found.hits[there] / found.actual[there]).mean())
 
 
+@checked_arguments
 def accuracy_per_class(
     outputs: np.ndarray, y: np.ndarray, names: tuple[str, ...] | None = None
 ) -> dict[str, float | None]:
@@ -350,6 +357,7 @@ def _among_largest(outputs: Array, y: Array, k: int) -> Array:
 # -- of numbers ----------------------------------------------------------------------------------------------------
 
 
+@checked_arguments
 def r2(outputs: np.ndarray, y: np.ndarray) -> float | None:
     """Coefficient of determination, 1 - sum (y - output)² / sum (y - mean y)², summed over all targets.
 

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from fedrax import tree
+from fedrax.config.arguments import checked_arguments
 from fedrax.config.hyperparameters import check, check_class_definition
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.checks import check_method
@@ -23,7 +24,6 @@ from fedrax.simulation.executors.debug import NonFiniteError
 from fedrax.simulation.results.result import Result
 from fedrax.simulation.run import simulate
 from fedrax.simulation.settings import Script, Settings, cohort_sampler
-from fedrax.simulation.validate import check_arguments
 from fedrax.tree import Tree
 
 __all__ = ["check_algorithm"]
@@ -47,6 +47,7 @@ class _Problem(NamedTuple):
         return min(_COHORT, self.federation.num_clients)
 
 
+@checked_arguments
 def check_algorithm(
     method: type[Algorithm] | Algorithm,
     task: Task | None = None,
@@ -82,7 +83,6 @@ def check_algorithm(
     algorithm = _instance(method, fields) if isinstance(method, type) else method
     if not isinstance(algorithm, Algorithm):
         raise FedraxError(f"{algorithm!r} is not an algorithm: derive its class from fedrax.Algorithm")
-    check_arguments(algorithm, *problem)
     check(algorithm)
     check_method(algorithm)
     base = _run(algorithm, problem)  # an algorithm that fails already here gets the simulator's own message

@@ -137,7 +137,7 @@ def bad(**options: Any) -> dict[str, Any]:
         (fedrax.FedAvg(fedrax.LocalSGD(**bad(prox=SGD()))), "prox must be of class L1 or ElasticNet or NuclearNorm"),
         (fedrax.FedAvg(**bad(local=None)), "FedAvg.local must be of class LocalSGD, got None"),
         (fedrax.FedAvg(**bad(local=fedrax.LocalSGD)), "FedAvg.local must be of class LocalSGD, got <class"),
-        (fedrax.algorithms.upcycle(**bad(algorithm=LOCAL)), "Upcycled.inner must be of class Algorithm, got LocalSGD"),
+        (fedrax.Upcycled(**bad(inner=LOCAL)), "Upcycled.inner must be of class Algorithm, got LocalSGD"),
         (
             fedrax.FedAvg(fedrax.LocalSGD(schedule=cosine(decay_steps="4"))),
             "local.schedule.decay_steps must be a whole number, got '4'",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from enum import Enum
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,19 @@ import jax
 import numpy as np
 import pytest
 
-from fedrax import FedAvg, FedraxError, tree
-from fedrax.config.annotations import Leaf
+from fedrax import (
+    FedAvg,
+    FedraxError,
+    LocalSGD,
+    algorithms,
+    compression,
+    optim,
+    participation,
+    privacy,
+    robust,
+    tree,
+)
+from fedrax.config.annotations import Leaf, fields_of
 from fedrax.config.hyperparameters import hyperparameters
 from fedrax.contract.algorithm import ClientOutput
 from fedrax.experiments import serialization
@@ -82,3 +96,45 @@ def test_a_float_field_may_be_a_numpy_scalar():
 @pytest.mark.slow
 def test_a_method_with_a_numpy_scalar_keeps_the_rules():
     check_algorithm(Weighed(mu=np.float32(0.1)))  # type: ignore[arg-type]
+
+
+FLOATS = [
+    (cls, name)
+    for namespace in (algorithms, optim, participation, robust, privacy, compression)
+    for cls in (getattr(namespace, name) for name in namespace.__all__)
+    if dataclasses.is_dataclass(cls) and not inspect.isabstract(cls) and hasattr(cls, "__hyperparameters__")
+    for name, field in fields_of(cls).items()
+    if any(kind.type is float for kind in field.types) and isinstance(getattr(cls, name, None), float)
+]
+
+
+@pytest.mark.parametrize(("cls", "name"), FLOATS, ids=lambda value: getattr(value, "__name__", value))
+def test_numbers_in_float_fields_are_floats(cls: type, name: str):
+    """Whatever their type; a field that also takes integers keeps them."""
+    given = getattr(cls, name)
+    needed = {f.name: FedAvg() for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
+    for kind in (np.float32, np.float64, np.array, Fraction):
+        value = getattr(cls(**needed, **{name: kind(given)}), name)
+        assert type(value) is float and value == float(kind(given))
+    kinds = {kind.type for kind in fields_of(cls)[name].types}
+    for integer in (1, np.int64(1)):
+        value = getattr(cls(**needed, **{name: integer}), name)
+        assert value == 1 and type(value) is (int if int in kinds else float)
+
+
+def test_numbers_of_items_and_trees_of_fields():
+    """Items of tuples are converted; trees of JAX, whose leaves may be anything, are not."""
+
+    @hyperparameters
+    class Ranges:
+        box: tuple[float, float] = (0.0, 1.0)
+        sizes: tuple[int, ...] = ()
+        name: str = ""
+        rate: float | None = None
+
+    made = Ranges((0, np.float32(2)), (np.int64(3),), np.str_("a"), None)
+    assert repr(made).endswith("Ranges(box=(0.0, 2.0), sizes=(3,), name='a', rate=None)")
+    assert jax.tree.leaves(jax.tree.map(lambda leaf: 0, made)) == [0, 0]
+    assert type(jax.tree.leaves(jax.tree.map(lambda leaf: 0, made))[0]) is int
+    assert isinstance(Ranges(rate=jax.numpy.float32(1)).rate, jax.Array)
+    assert type(FedAvg(local=LocalSGD(lr=10**400)).local.lr) is float  # infinite, which check rejects

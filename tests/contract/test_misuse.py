@@ -263,7 +263,7 @@ def test_a_method_of_some_layers_is_checked_on_a_task_that_has_them():
         check_algorithm(mine)
     with pytest.raises(FedraxError, match="both a task and its federation, or neither"):
         check_algorithm(mine, TASK)
-    with pytest.raises(FedraxError, match=r"must be a fedrax.Federation, not tuple"):
+    with pytest.raises(FedraxError, match="federation must be a Federation or None, not a tuple: Federation"):
         check_algorithm(mine, TASK, ())  # type: ignore[arg-type]
 
 
@@ -400,11 +400,12 @@ def test_servers_that_take_padding_for_clients_are_detected(mean: Callable, pass
 ARGUMENTS = {
     "did you mean 'rounds'": {"round": 5},
     "did you mean 'cohort_size'": {"cohortsize": 5},
-    r"the algorithm is the class FedAvg: give an object, FedAvg\(...\)": {"algorithm": FedAvg},
-    "the algorithm must be a fedrax.Algorithm, not str": {"algorithm": "fedavg"},
-    "the task must be a fedrax.Task, not Model: classification": {"task": Logistic().build((4,), 3)},
-    "the federation must be a fedrax.Federation, not Dataset: divide it with": {"federation": load("digits")},
-    "the federation must be a fedrax.Federation, not tuple": {"federation": (1, 2)},
+    r"must be an Algorithm, not the class FedAvg: give an object, FedAvg\(...\)": {"algorithm": FedAvg},
+    "must be an Algorithm, not 'fedavg'": {"algorithm": "fedavg"},
+    "task must be a Task, not a Model: fedrax.classification": {"task": Logistic().build((4,), 3)},
+    "federation must be a Federation, not a Dataset: Federation.from_dataset": {"federation": load("digits")},
+    "federation must be a Federation, not a tuple: Federation.from_arrays": {"federation": (1, 2)},
+    "settings must be a Settings or None, not a dict: pass single settings by name": {"settings": {"rounds": 3}},
 }
 
 

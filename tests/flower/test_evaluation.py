@@ -264,7 +264,7 @@ def test_noise_in_bands_is_rejected():
         ({"plan": "vmap"}, "plan is a setting of simulations"),
         ({"round": 5}, "did you mean 'rounds'"),
         ({"cohort_size": 9}, "cannot sample 9 clients a round"),
-        ({"test": X}, "test is a pair"),
+        ({"test": X}, "test must be a pair or None"),
         ({"test": (X[:, :2], Y)}, "the clients' are"),
         ({"settings": fedrax.Settings(seed=3)}, "seed is a setting of simulations"),
     ],

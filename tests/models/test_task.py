@@ -205,7 +205,7 @@ def test_outputs_and_labels_that_do_not_fit_raise_a_clear_error(kind, outputs, l
 
 
 def test_padding_is_a_label():
-    with pytest.raises(FedraxError, match="32-bit"):
+    with pytest.raises(FedraxError, match="padding must fit into 32 bits"):
         classification(outputs_are_inputs(), padding=2**31)
 
 

@@ -84,7 +84,7 @@ def test_what_is_noted_is_what_travels(algorithm: fedrax.Algorithm) -> None:
         (MessageSelection(clients=()), "one client at least"),
         (MessageSelection(clients=(True,)), "no client True"),
         (MessageSelection(max_bytes=400), "the record would take"),
-        ((0, 1), "record must be a fedrax.simulation.MessageSelection"),
+        ((0, 1), "record must be a MessageSelection or None, not a tuple"),
     ],
 )
 def test_a_record_of_what_there_is_not_is_rejected(record: Any, sentence: str) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 
 import fedrax
 from fedrax.models import MLP
+from fedrax.optim import SGD
 from fedrax.simulation import NonFiniteError
 from fedrax.simulation import run as running
 from fedrax.simulation.process import numeric_context
@@ -101,6 +103,24 @@ def test_other_floats_seeds_and_rounds_do_not_recompile(caplog: pytest.LogCaptur
             ends.append(result.params["output"]["weight"])
             assert compiled() == 4
     assert not np.allclose(ends[0], ends[1])
+
+
+def test_numbers_of_other_types_neither_recompile_nor_start_another_run(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+):
+    """An int or a NumPy scalar in a float field is the float of its value, in methods, policies and settings."""
+    task, types = (
+        dataclasses.replace(TASK, name="of a number"),
+        (float, int, np.float32, np.float64, np.int64, np.array),
+    )
+    compiled = lambda: sum("Compiling jit(block_on_mesh)" in record.getMessage() for record in caplog.records)  # noqa: E731
+    with jax.log_compiles():
+        for rounds, number in enumerate(types, 1):
+            local = dataclasses.replace(LOCAL, lr=number(1), momentum=number(0))
+            method = fedrax.FedAvg(local=local, server_optimizer=SGD(lr=number(1), momentum=number(0)))
+            options: dict[str, Any] = {"stragglers": number(0), "cohort_size": np.int64(3) if rounds % 2 else 3}
+            result = run(method, task=task, rounds=rounds, directory=tmp_path / "run", resume=True, **options)
+            assert len(result.events) == rounds and compiled() == 1
 
 
 def test_programs_of_other_static_fields_are_apart():

@@ -206,11 +206,17 @@ def test_a_callback_sees_parameters_and_ends_the_run(tmp_path):
         (lambda: fedrax.Settings(round=5), "unknown field of Settings: 'round'; did you mean 'rounds'"),
         (lambda: Shards(client=5), "unknown field of Shards: 'client'; did you mean 'clients'"),
         (lambda: fedrax.Federation.from_dataset(fedrax.data.load("digits"), Shards, 0), "not the class Shards"),
-        (lambda: fedrax.Federation.from_dataset(np.ones(3), Shards(), 0), "not ndarray: Federation.from_arrays"),
+        (lambda: fedrax.Federation.from_dataset(np.ones(3), Shards(), 0), "not a ndarray: Federation.from_arrays"),
         (lambda: simulate(method, task, federation, callbacks=print), "callbacks must be a list"),
-        (lambda: fedrax.sweep(method, task, federation), "algorithms must be a list, not FedAvg"),
-        (lambda: fedrax.sweep([method], task, federation, seeds=3), "seeds must be a list, not int"),
-        (lambda: fedrax.tune(method, task, federation, {"local.lr": 0.1}), "the grid's local.lr must be a list"),
+        (lambda: fedrax.sweep(method, task, federation), "algorithms must be a list, not a FedAvg"),
+        (
+            lambda: fedrax.sweep([method], task, federation, seeds=3),
+            "seeds must be a list or None, not 3: put brackets",
+        ),
+        (
+            lambda: fedrax.tune(method, task, federation, {"local.lr": 0.1}),
+            r"grid\['local.lr'\] must be a list, not 0.1",
+        ),
         (lambda: simulate(method, Linear().build((4,), 3), federation), r"classification\(model\)"),
     ],
 )

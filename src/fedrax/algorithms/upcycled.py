@@ -8,6 +8,7 @@ from typing import Any, Literal
 import jax
 
 from fedrax.algorithms.fedavg import FedAvg
+from fedrax.config.arguments import checked_arguments
 from fedrax.config.hyperparameters import NonNegative, hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
@@ -80,6 +81,7 @@ class Upcycled(Wrapper):
         return lambda new, old: jax.tree.map(lambda n, o: (n + factor * (n - o)).astype(n.dtype), new, old)
 
 
+@checked_arguments
 def upcycle(algorithm: Algorithm, a: float = 0.5, **options: Any) -> Upcycled:
     """``algorithm`` with the extra server move; see :class:`Upcycled`.
 

@@ -15,6 +15,7 @@ from scipy.optimize import linprog, nnls
 from fedrax.algorithms.fedavg import FedAvg
 from fedrax.analysis.dissimilarity import ClientProbe
 from fedrax.analysis.smoothness import curvature
+from fedrax.config.arguments import checked_arguments
 from fedrax.contract.initialization import initial_parameters
 from fedrax.contract.local_training import LocalSGD
 from fedrax.contract.task import Task
@@ -27,7 +28,7 @@ from fedrax.report.runs import finite
 from fedrax.simulation import Settings, simulate
 from fedrax.simulation.process import numeric_context
 from fedrax.simulation.settings import SettingsOptions
-from fedrax.simulation.validate import changed_settings, check_arguments
+from fedrax.simulation.validate import changed_settings
 
 MOST_CLIENTS, MOST_SAMPLES, SAMPLES_EACH = 256, 4096, 64
 """Clients measured, samples for the curvature, samples of a client for the noise; larger sets are subsampled."""
@@ -173,6 +174,7 @@ def no_progress(done: int, total: int) -> None:
     """Ignore the progress."""
 
 
+@checked_arguments
 def diagnose(
     task: Task,
     federation: Federation,
@@ -211,7 +213,6 @@ def diagnose(
         [0, 1, 2, 4]
     """
     settings = settings_of_measurement(changed_settings(settings or Settings(rounds=32), options), 10**6)
-    check_arguments(FedAvg(), task, federation)
     with numeric_context(settings.dtype):
         return _diagnosed(task, federation, settings, local or LocalSGD(), progress)
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 
 from fedrax import tree
+from fedrax.config.arguments import checked_arguments
 from fedrax.contract.client_data import ClientAssignment, ClientData, Layout, Reduction
 from fedrax.contract.initialization import initial_parameters
 from fedrax.contract.local_training import LocalSGD
@@ -238,6 +239,7 @@ class ClientProbe:
         return self.loss(params, sample).sum()
 
 
+@checked_arguments
 def gradient_dissimilarity(task: Task, federation: Federation, params: Tree | None = None, seed: int = 0) -> float:
     """B^2 = mean_i |grad f_i|^2 / |grad f|^2 with f = mean_i f_i over the N clients, f_i the mean loss of client i.
 

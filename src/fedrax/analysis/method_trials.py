@@ -22,6 +22,7 @@ from fedrax.algorithms.losac import LoSAC
 from fedrax.algorithms.scaffold import Scaffold
 from fedrax.algorithms.upcycled import Upcycled
 from fedrax.analysis.diagnosis import batch_sizes, settings_of_measurement
+from fedrax.config.arguments import checked_arguments
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.initialization import shapes_of
 from fedrax.contract.local_training import LocalSGD
@@ -174,6 +175,7 @@ def no_trial_progress(method: str, done: int, total: int) -> None:
     """Ignore the progress."""
 
 
+@checked_arguments
 def try_methods(
     task: Task,
     federation: Federation,

@@ -6,10 +6,12 @@ import jax
 import numpy as np
 
 from fedrax import tree
+from fedrax.config.arguments import checked_arguments
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
 
 
+@checked_arguments
 def recover_labels(gradient: Tree, samples: int, leaf: str = "output/bias") -> np.ndarray:
     """Recover the labels of a batch from the gradient of the mean cross entropy.
 

@@ -11,14 +11,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedrax import tree
+from fedrax.config.arguments import checked_arguments
 from fedrax.contract.algorithm import Algorithm
 from fedrax.errors import FedraxError
 from fedrax.simulation.results.message_recorder import RecordedExchange, RecordedUpload
 from fedrax.tree import Tree
 
 
+@checked_arguments
 def parameter_vectors(message: Tree, params: Tree) -> dict[str, Tree]:
     """The parts of a message with the structure and shapes of the parameters.
 
@@ -68,7 +71,7 @@ def _matches_params(part: Any, params: Tree) -> bool:
     """Whether a part has the structure and shapes of the parameters."""
     if jax.tree.structure(part) != jax.tree.structure(params):
         return False
-    return [jnp.shape(a) for a in jax.tree.leaves(part)] == [jnp.shape(a) for a in jax.tree.leaves(params)]
+    return [np.shape(a) for a in jax.tree.leaves(part)] == [np.shape(a) for a in jax.tree.leaves(params)]
 
 
 def _path(path: tuple) -> str:
@@ -101,6 +104,7 @@ def exchanges_of_one_client(exchanges: Sequence[RecordedExchange]) -> list[Recor
     return sorted(exchanges, key=lambda exchange: (exchange.round, exchange.phase))
 
 
+@checked_arguments
 def candidate_gradients(
     algorithm: Algorithm, exchanges: Sequence[RecordedExchange], params: Tree
 ) -> list[CandidateGradient]:

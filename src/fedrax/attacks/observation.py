@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax.attacks.messages import decode_upload, drop_integer_leaves, exchanges_of_one_client, floating_parts
+from fedrax.config.arguments import checked_arguments
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.client_data import ClientData, Reduction, TrainState
 from fedrax.contract.hooks import LossHook
@@ -82,6 +83,7 @@ class _Gradient:
         return (client.with_carried(TrainState(statistics)).full_gradient(params, self.reduction)[1],)
 
 
+@checked_arguments
 def as_gradient(
     task: Task, params: Tree, gradient: Tree, reduction: Reduction = "mean", statistics: Tree = ()
 ) -> Observation:
@@ -143,6 +145,7 @@ class _Program:
         return tuple(found)
 
 
+@checked_arguments
 def as_client_program(
     task: Task,
     algorithm: Algorithm,

@@ -22,6 +22,7 @@ from jax import Array
 
 from fedrax.attacks.observation import Observation
 from fedrax.attacks.optimizers import LBFGS, GradientDescent, Optimizer, SignedAdam
+from fedrax.config.arguments import checked_arguments
 from fedrax.contract.task import Batch
 from fedrax.errors import FedraxError
 from fedrax.tree import Tree
@@ -167,6 +168,7 @@ class Attack:
         return Reconstruction(best["x"], labels, smallest, distances, candidates, at)
 
 
+@checked_arguments
 def dlg(steps: int = 300, restarts: int = 1, distance: Distance = "relative") -> Attack:
     """Deep leakage from gradients (Zhu et al. 2019): L-BFGS on the squared distance, for data and labels jointly.
 
@@ -187,6 +189,7 @@ def dlg(steps: int = 300, restarts: int = 1, distance: Distance = "relative") ->
     return Attack(LBFGS(), steps, distance, restarts=restarts)
 
 
+@checked_arguments
 def gradient_descent(lr: float, steps: int = 100) -> Attack:
     """DLG by plain gradient descent on the squared distance, as in Section 5.4 of the LoSAC paper.
 
@@ -204,6 +207,7 @@ def gradient_descent(lr: float, steps: int = 100) -> Attack:
     return Attack(GradientDescent(lr), steps, "squared")
 
 
+@checked_arguments
 def inverting_gradients(
     steps: int = 1000,
     lr: float = 0.1,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from scipy.ndimage import gaussian_filter
 from scipy.optimize import linear_sum_assignment
 
+from fedrax.config.arguments import checked_arguments
 from fedrax.errors import FedraxError
 
 
@@ -30,7 +31,15 @@ class ReconstructionScore(NamedTuple):
     """Fraction of labels recovered, as a multiset; NaN without labels."""
 
 
-def matching(found: Any, true: Any) -> np.ndarray:
+def _of_one_shape(found: np.ndarray, true: np.ndarray, axes: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Both as floats of NumPy; raises FedraxError unless they have one shape with at least so many axes."""
+    if found.shape != true.shape or found.ndim < axes:
+        raise FedraxError(f"reconstructed and true data must have one shape, not {found.shape} and {true.shape}")
+    return np.asarray(found, float), np.asarray(true, float)
+
+
+@checked_arguments
+def matching(found: np.ndarray, true: np.ndarray) -> np.ndarray:
     """Assign reconstructed to true samples with the smallest Frobenius norm of the difference.
 
     Args:
@@ -47,16 +56,14 @@ def matching(found: Any, true: Any) -> np.ndarray:
         >>> fedrax.attacks.matching(np.array([[1.0], [0.0]]), np.array([[0.1], [0.9]])).tolist()
         [1, 0]
     """
-    a, b = (np.asarray(data, float).reshape(len(data), -1) for data in (found, true))
-    if a.shape != b.shape:
-        raise FedraxError(
-            f"reconstructed and true data must have one shape, not {np.shape(found)} and {np.shape(true)}"
-        )
+    found, true = _of_one_shape(found, true)
+    a, b = (data.reshape(len(data), -1) for data in (found, true))
     squared = (b**2).sum(1)[:, None] + (a**2).sum(1)[None] - 2 * b @ a.T
     return linear_sum_assignment(squared)[1]
 
 
-def frobenius(found: Any, true: Any) -> float:
+@checked_arguments
+def frobenius(found: np.ndarray, true: np.ndarray) -> float:
     """Frobenius norm of the difference after the best matching.
 
     Args:
@@ -74,7 +81,14 @@ def frobenius(found: Any, true: Any) -> float:
     return float(np.linalg.norm(np.asarray(found, float)[order] - np.asarray(true, float)))
 
 
-def score(found: Any, true: Any, labels: Any = None, true_labels: Any = None, span: float = 1.0) -> ReconstructionScore:
+@checked_arguments
+def score(
+    found: np.ndarray,
+    true: np.ndarray,
+    labels: np.ndarray | None = None,
+    true_labels: np.ndarray | None = None,
+    span: float = 1.0,
+) -> ReconstructionScore:
     """Compare reconstructed and true data of the same scale.
 
     Args:
@@ -106,6 +120,7 @@ def score(found: Any, true: Any, labels: Any = None, true_labels: Any = None, sp
     )
 
 
+@checked_arguments
 def psnr(found: np.ndarray, true: np.ndarray, span: float = 1.0) -> float:
     """The peak signal-to-noise ratio of one sample: 10 log10(span² / mean squared error).
 
@@ -121,10 +136,12 @@ def psnr(found: np.ndarray, true: np.ndarray, span: float = 1.0) -> float:
         >>> round(float(fedrax.attacks.psnr(np.full(4, 0.1), np.zeros(4))), 6)
         20.0
     """
+    found, true = _of_one_shape(found, true, axes=0)
     error = float(np.mean((found - true) ** 2))
     return float("inf") if error == 0 else 10 * np.log10(span**2 / error)
 
 
+@checked_arguments
 def ssim(found: np.ndarray, true: np.ndarray, span: float = 1.0) -> float:
     """Structural similarity of two images [H, W] or [H, W, C] (Wang et al. 2004), with their Gaussian window.
 
@@ -146,7 +163,7 @@ def ssim(found: np.ndarray, true: np.ndarray, span: float = 1.0) -> float:
     """
     axes = (0, 1)
     blur = partial(gaussian_filter, sigma=1.5, radius=5, axes=axes, mode="reflect")
-    a, b = np.asarray(found, float), np.asarray(true, float)
+    a, b = _of_one_shape(found, true, axes=2)
     c1, c2 = (0.01 * span) ** 2, (0.03 * span) ** 2
     mean_a, mean_b = blur(a), blur(b)
     var_a, var_b = blur(a * a) - mean_a**2, blur(b * b) - mean_b**2
@@ -155,7 +172,8 @@ def ssim(found: np.ndarray, true: np.ndarray, span: float = 1.0) -> float:
     return float((numerator / ((mean_a**2 + mean_b**2 + c1) * (var_a + var_b + c2))).mean())
 
 
-def label_recovery(labels: Any, true: Any) -> float:
+@checked_arguments
+def label_recovery(labels: np.ndarray, true: np.ndarray) -> float:
     """Fraction of the true labels that are recovered, as a multiset.
 
     Args:

@@ -16,6 +16,7 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, EnumType
+from numbers import Real
 from pathlib import Path
 from typing import Annotated, Any, Literal, SupportsFloat, TypeVar
 
@@ -52,12 +53,12 @@ _INT32_LIMIT = 2**31
 """Compiled programs use 32-bit integers."""
 
 
-def _is_finite(value: Any) -> bool:
-    """Whether ``value`` is a finite float."""
+def as_float(value: Any) -> float:
+    """``value`` as a float; an int or a fraction above the largest float is infinite."""
     try:
-        return math.isfinite(float(value))
-    except OverflowError:  # an int above the largest float
-        return False
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 class PytreeRole(Enum):
@@ -152,11 +153,28 @@ class FieldType:
             fits = isinstance(value, list | tuple) and (self.repeated or len(value) == len(self.items))
             return fits and all(field.accepts(item) for field, item in self.item_fields(value))
         if self.choices:
-            return value in self.choices
+            return getattr(value, "ndim", 0) == 0 and value in self.choices
         if self.type in _SCALAR_TYPES:
             fits = isinstance(value, _SCALAR_TYPES[self.type][1]) and getattr(value, "ndim", 0) == 0
+            if self.type is float and hasattr(value, "dtype"):
+                fits = fits and value.dtype.kind in "iufV"  # V: bfloat16
             return fits and (self.type is bool or not isinstance(value, bool))
         return isinstance(value, self.type) if self.nested or self.members or self.type is type(None) else True
+
+    def python_value(self, value: Any) -> Any:
+        """``value``, which has this type, with numbers and strings of other types as Python's of this type.
+
+        An int or a NumPy scalar in a float field becomes a float: as an input of a compiled program it would have
+        another dtype, and as a part of a run's identity another text. Arrays of JAX are unchanged.
+        """
+        if self.items:
+            items = [field.python_value(item) for field, item in self.item_fields(value)]
+            changed = any(new is not old for new, old in zip(items, value, strict=True))
+            return (tuple(items) if isinstance(value, tuple) else items) if changed else value
+        if self.type is float and isinstance(value, Real | np.ndarray):
+            return as_float(value)
+        scalar = self.type in _SCALAR_TYPES or self.choices
+        return value.item() if scalar and isinstance(value, np.generic) else value
 
     def violation(self, value: Any) -> str | None:
         """The bound that ``value``, which has this type, violates, as 'must be ...', or None."""
@@ -164,7 +182,7 @@ class FieldType:
             return next(
                 (f"must hold items that {p}" for f, item in self.item_fields(value) if (p := f.problem(item))), None
             )
-        if self.type is float and not _is_finite(value):
+        if self.type is float and not math.isfinite(as_float(value)):
             return "must be a finite number"
         if (
             self.type is int
@@ -222,6 +240,12 @@ class Field:
     def accepts(self, value: Any) -> bool:
         """Whether ``value`` has one of the types, whether or not it is within the bounds."""
         return any(t.accepts(value) for t in self.types)
+
+    def python_value(self, value: Any) -> Any:
+        """``value`` with numbers and strings as Python's of the first type that accepts them: see `FieldType`."""
+        if type(value) in _SCALAR_TYPES and type(value) in (t.type for t in self.types):
+            return value
+        return next((t.python_value(value) for t in self.types if t.accepts(value)), value)
 
     def problem(self, value: Any) -> str | None:
         """Why ``value`` is not accepted, as 'must be ...', or None."""

@@ -15,7 +15,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from types import CodeType, FunctionType
@@ -24,8 +24,9 @@ from typing import Annotated, Any, TypeVar, dataclass_transform
 import jax
 
 from fedrax.config.annotations import Bound, Converter, Field, fields_of
+from fedrax.config.arguments import checked_arguments
 from fedrax.config.user_errors import translate_errors
-from fedrax.errors import FedraxError, unknown, warnings_about
+from fedrax.errors import FedraxError, binding_error, describe_value, warnings_about
 
 Positive = Annotated[float, Bound(gt=0)]
 NonNegative = Annotated[float, Bound(ge=0)]
@@ -52,7 +53,7 @@ def hyperparameters(cls: type[T]) -> type[T]:
         The class itself, as a dataclass that is registered as a pytree.
 
     Raises:
-        FedraxError: if the default of a field is mutable.
+        FedraxError: if the default of a field is mutable, or ``cls`` is no class.
 
     Example:
         >>> @fedrax.contract.hyperparameters
@@ -62,6 +63,8 @@ def hyperparameters(cls: type[T]) -> type[T]:
         >>> jax.tree.leaves(Damping())
         [0.5]
     """
+    if not isinstance(cls, type):
+        raise FedraxError(f"hyperparameters decorates a class, not {describe_value(cls)}")
     try:
         cls = dataclasses.dataclass(frozen=True)(cls)
     except ValueError as error:
@@ -69,21 +72,21 @@ def hyperparameters(cls: type[T]) -> type[T]:
             raise
         raise FedraxError(f"{cls.__name__}: {str(error).split(':')[0]}: give a tuple, or numbers") from error
     fields = fields_of(cls).values()
-    _wrap_init(
-        cls, {field.name: mark.convert for field in fields for mark in field.metadata if isinstance(mark, Converter)}
-    )
+    _wrap_init(cls)
     _register(cls, [field.name for field in fields if not field.static], [f.name for f in fields if f.static])
     setattr(cls, _MARK, True)
     return cls
 
 
-def _wrap_init(cls: type, converters: Mapping[str, Callable[[Any], Any]]) -> None:
+def _wrap_init(cls: type) -> None:
     """Make the constructor reject unknown fields, naming the nested field that was meant, and convert values."""
-    original, names = cls.__init__, {field.name for field in dataclasses.fields(cls)}
+    original, described = cls.__init__, fields_of(cls)
+    signature = inspect.signature(original)
+    convert = {f.name: mark.convert for f in described.values() for mark in f.metadata if isinstance(mark, Converter)}
 
     @functools.wraps(original)
     def init(self: Any, *values: Any, **fields: Any) -> None:
-        for name in fields.keys() - names:
+        for name in fields.keys() - described.keys():
             for part in dataclasses.fields(cls):
                 default: Any = part.default
                 if hasattr(default, _MARK) and name in {f.name for f in dataclasses.fields(default)}:
@@ -91,11 +94,15 @@ def _wrap_init(cls: type, converters: Mapping[str, Callable[[Any], Any]]) -> Non
                     raise FedraxError(
                         f"{name!r} is a field of {cls.__name__}.{part.name}: {cls.__name__}({part.name}={inner})"
                     )
-            raise unknown(f"field of {cls.__name__}:", name, names)
-        original(self, *values, **fields)
-        for name, convert in converters.items():
+        try:
+            bound = signature.bind(self, *values, **fields)
+        except TypeError:
+            raise binding_error(cls.__name__, signature, (self, *values), fields, "field") from None
+        original(*bound.args, **bound.kwargs)
+        for name, field in described.items():
             value = getattr(self, name)
-            if (converted := convert(value)) is not value:
+            converted = convert[name](value) if name in convert else field.python_value(value)
+            if converted is not value:
                 object.__setattr__(self, name, converted)
 
     cls.__init__ = init
@@ -173,11 +180,15 @@ def _register(cls: type, leaves: list[str], static: list[str]) -> None:
         return list(zip(keys, values, strict=True)), data
 
     def unflatten(data: tuple, values: Any) -> Any:
-        return cls(**dict(zip(leaves, values, strict=True)), **dict(zip(static, data[1:], strict=True)))
+        config = object.__new__(cls)  # the constructor converts numbers, and leaves may be anything, such as axes
+        for name, value in zip((*leaves, *static), (*values, *data[1:]), strict=True):
+            object.__setattr__(config, name, value)
+        return config
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
 
 
+@checked_arguments
 def check(config: Any, path: str = "") -> None:
     """Check types and bounds in ``config``, nested objects included, then each object's own ``check`` method.
 
@@ -186,7 +197,8 @@ def check(config: Any, path: str = "") -> None:
         path: the name of ``config`` in messages; empty: the name of its class.
 
     Raises:
-        FedraxError: naming the field, e.g. ``Scaffold.local.lr must be greater than 0, got -1.0``.
+        FedraxError: naming the field, e.g. ``Scaffold.local.lr must be greater than 0, got -1.0``, or if ``config`` is
+            no object of such a class.
 
     Example:
         >>> fedrax.contract.check(fedrax.FedAvg())
@@ -194,6 +206,10 @@ def check(config: Any, path: str = "") -> None:
         Traceback (most recent call last):
         fedrax.errors.FedraxError: LocalSGD.lr must be greater than 0, got -1.0
     """
+    if isinstance(config, type) or not dataclasses.is_dataclass(config):
+        raise FedraxError(
+            f"{path or 'check'} takes an object of a class with @hyperparameters, not {describe_value(config)}"
+        )
     check_class_definition(type(config))
     with warnings_about(type(config).__name__) if hasattr(config, _MARK) else nullcontext():
         _check_fields(config, path)

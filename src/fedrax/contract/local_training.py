@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array
 
 from fedrax import tree
+from fedrax.config.arguments import checked_arguments
 from fedrax.config.hyperparameters import Decay, NonNegative, Positive, PositiveInt, hyperparameters
 from fedrax.contract.client_data import ClientData, Order, Reduction, TrainState
 from fedrax.contract.hooks import TermHook, same_structure
@@ -113,6 +114,7 @@ DirectionWithMemory = Callable[[Tree, Tree, Step, Any], tuple[Tree, Any]]
 """(gradient, x_i, step, memory) -> (direction d, memory), with a pytree that is passed from step to step."""
 
 
+@checked_arguments
 def proximal_term(strength: Any, center: Tree) -> TermHook:
     """Create the term strength/2 |x_i - center|^2 of the local objective, for `ClientData.with_term`.
 

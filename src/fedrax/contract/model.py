@@ -6,6 +6,9 @@ from typing import Any, Literal, NamedTuple
 
 Params = Any  # a pytree of arrays
 
+_ADAPTERS = {"torch": "from_torch", "flax.linen": "from_linen", "flax.nnx": "from_nnx", "equinox": "from_equinox"}
+"""The functions that make models of modules, by the library of the module's class."""
+
 
 class Variables(NamedTuple):
     """Parameters and running statistics of a network, e.g. with batch norm.
@@ -62,6 +65,18 @@ class Model:
     """Whether the model reads integers as amounts, so that token indices are meaningless to it."""
     words: int | None = None
     """The size of the vocabulary of a text model, with index 0 for padding."""
+
+    @staticmethod
+    def _remedy(value: Any) -> str:
+        """How to make a model of ``value``; empty if unknown."""
+        kind = value if isinstance(value, type) else type(value)
+        if hasattr(kind, "build"):
+            return f"{kind.__name__}(...).build(input_shape, outputs) gives the model"
+        for base in kind.__mro__:
+            for library, adapter in _ADAPTERS.items():
+                if f"{base.__module__}.".startswith(f"{library}."):
+                    return f"fedrax.models.{adapter} makes a model of it"
+        return "fedrax.contract.Model(init, apply) makes a model of functions" if callable(value) else ""
 
     def __repr__(self) -> str:
         """Its name and its optional parts."""

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from fedrax.config.arguments import checked_arguments
 from fedrax.contract.model import Model, Params, Variables
 from fedrax.contract.task_checks import check_function
 from fedrax.errors import FedraxError
@@ -172,6 +173,11 @@ class Task:
         for name, metric in self.whole_set.items():
             check_function(f"metric {name!r} of a whole set", metric, "outputs, y")
 
+    @staticmethod
+    def _remedy(value: Any) -> str:
+        """How to make a task of ``value``; empty if unknown."""
+        return "fedrax.classification(model) makes a task of it" if isinstance(value, Model) else ""
+
     def __repr__(self) -> str:
         """Its name and its metrics."""
         named = ", ".join(["loss", *self.metrics, *self.whole_set])
@@ -188,6 +194,7 @@ class Task:
         return OfOutputs(self.outputs, self.loss_of_outputs, sample_weights=self.sample_weights)
 
 
+@checked_arguments
 def rescale(mean: float | Sequence[float] = 0.0, std: float | Sequence[float] = 1.0) -> Preprocess:
     """Convert images of bytes to floats: x / 255, then (x - mean) / std for each channel. Floats pass unchanged.
 
@@ -220,6 +227,7 @@ def rescale(mean: float | Sequence[float] = 0.0, std: float | Sequence[float] = 
     return preprocess
 
 
+@checked_arguments
 def classification(
     model: Model,
     preprocess: Preprocess | None = None,
@@ -262,8 +270,6 @@ def classification(
         >>> fedrax.classification(model, metrics=["auc", "log_loss"], class_weights=[1, 1, 5])
         Task 'weighted_classification/logistic': loss, accuracy, log_loss, auc
     """
-    if padding is not None and not -(2**31) <= padding < 2**31:
-        raise FedraxError(f"the padding label must be a 32-bit integer, not {padding}.")
     weights = _checked_weights(class_weights)
 
     def loss(logits: Array, labels: Array) -> Array:
@@ -285,6 +291,7 @@ def classification(
     return _with_metrics(replace(made, one_output_a_class=True), metrics, "classes", positive, class_names, padding)
 
 
+@checked_arguments
 def margin(
     model: Model,
     preprocess: Preprocess | None = None,
@@ -343,6 +350,7 @@ def margin(
     return made
 
 
+@checked_arguments
 def binary_classification(
     model: Model,
     preprocess: Preprocess | None = None,
@@ -398,6 +406,7 @@ def binary_classification(
     return _with_metrics(replace(made, labels_within=(0, 1)), metrics, "classes", positive, class_names)
 
 
+@checked_arguments
 def regression(
     model: Model,
     preprocess: Preprocess | None = None,
@@ -441,6 +450,7 @@ def regression(
     return _with_metrics(made, metrics, "numbers")
 
 
+@checked_arguments
 def objective(model: Model, preprocess: Preprocess | None = None, truth: Any = None) -> Task:
     """Create a task whose loss is the model's output itself, [B] or [B, 1]; labels are ignored.
 
@@ -470,6 +480,7 @@ def objective(model: Model, preprocess: Preprocess | None = None, truth: Any = N
     return supervised(model, value, preprocess=preprocess, name="objective", truth=truth)
 
 
+@checked_arguments
 def supervised(
     model: Model,
     loss: Callable[[Array, Any], Array],

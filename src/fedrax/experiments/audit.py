@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedrax.config.arguments import checked_arguments
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.initialization import initial_parameters, shapes_of
 from fedrax.contract.task import Batch, Task, Variables
@@ -93,6 +94,7 @@ class Audit:
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in made.items()}
 
 
+@checked_arguments
 def audit_client(
     algorithm: Algorithm,
     task: Task,
@@ -192,6 +194,7 @@ def _hypotheses(
     return {"client": Batch(x, y)} | drawing, {"client": Batch(x, other)} | drawing
 
 
+@checked_arguments
 def audit_canaries(
     algorithm: Algorithm,
     task: Task,

@@ -39,6 +39,7 @@ import numpy as np
 import tomlkit
 
 from fedrax.algorithms.fedavg import FedAvg
+from fedrax.config.arguments import checked_arguments
 from fedrax.config.hyperparameters import check
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.task import Task
@@ -285,6 +286,7 @@ def build(experiment: Experiment, data_dir: str | Path | None = None) -> tuple[A
     return experiment.algorithm, make_task(experiment, federation), federation
 
 
+@checked_arguments
 def load_result(directory: str | Path, data_dir: str | Path | None = None, trust: bool = False) -> Result:
     """Read the result of a run directory: models, also those of the clients, states and events. No round is run.
 

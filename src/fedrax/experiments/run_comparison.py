@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedrax import files
+from fedrax.config.arguments import checked_arguments
 from fedrax.errors import FedraxError, each_warning_once
 from fedrax.escaping import format_settings
 from fedrax.experiments import backends, comparison, experiment, jobs
@@ -125,6 +126,7 @@ class ComparisonResult(MethodResults):
         return "\n".join([self.to_markdown(), *self.lines()])
 
 
+@checked_arguments
 def read_file(path: str | Path) -> Experiment | Comparison:
     """Read an experiment or a comparison from a TOML file.
 
@@ -150,6 +152,7 @@ def read_file(path: str | Path) -> Experiment | Comparison:
     return found
 
 
+@checked_arguments
 def compare(
     source: Comparison | str | Path | Sequence[str | Path],
     *,

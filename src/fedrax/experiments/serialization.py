@@ -20,6 +20,7 @@ from typing import Any
 from fedrax.config.annotations import (
     Field,
     LazyClasses,
+    as_float,
     fields_of,
     has_shared_methods,
     infer_type,
@@ -290,16 +291,8 @@ class Reader:
                 if option.items:
                     items = [self._plain(f, item) for f, item in option.item_fields(value)]
                     return items if option.type is list else tuple(items)
-                return _as_float(value) if option.type is float else value
+                return as_float(value) if option.type is float else value
         return MISSING
-
-
-def _as_float(value: Any) -> float:
-    """A number as a float, infinite if it is too large, which bounds reject."""
-    try:
-        return float(value)
-    except OverflowError:
-        return float("inf") if value > 0 else float("-inf")
 
 
 def _unknown_key(key: str, fields: Mapping[str, Field], defaults: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from fedrax.config.arguments import checked_arguments
 from fedrax.config.hyperparameters import check
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.assignment import ClientAssignment
@@ -48,6 +49,7 @@ _EVALUATION_BATCH = 500
 """Samples evaluated at a time, to bound memory."""
 
 
+@checked_arguments
 def client_app(
     algorithm: Algorithm, task: Task, data: Data, *, seed: int | None = None, directory: Path | str | None = None
 ) -> ClientApp:

@@ -14,6 +14,7 @@ import numpy as np
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from fedrax.config.arguments import checked_arguments
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.checks import checked_init, require_finite_start
 from fedrax.contract.client_data import Layout
@@ -38,7 +39,7 @@ from fedrax.simulation.round import RoundProgram
 from fedrax.simulation.run import Callback
 from fedrax.simulation.settings import FederationOptions, Settings
 from fedrax.simulation.traffic import trace_round
-from fedrax.simulation.validate import ValidatedRun, changed_settings, check_lists, validate
+from fedrax.simulation.validate import ValidatedRun, changed_settings, validate
 from fedrax.tree import Tree
 from fedrax.xla import CodeFingerprint, run_cached
 
@@ -63,6 +64,7 @@ class FederateArguments(FederationOptions, total=False):
     callbacks: Sequence[Callback]
 
 
+@checked_arguments
 def server_app(
     algorithm: Algorithm,
     task: Task,
@@ -107,6 +109,7 @@ def _in_run_config(config: Mapping[str, Any]) -> Any:
     return {name: None if config[name] == "none" else config[name] for name in _IN_RUN_CONFIG if name in config}
 
 
+@checked_arguments
 def federate(
     grid: Grid,
     algorithm: Algorithm,
@@ -169,7 +172,6 @@ def federate(
         >>> result.events[-1]["clients"]
         2
     """
-    check_lists(sinks=sinks, callbacks=callbacks)
     if resume and directory is None:
         raise FedraxError("resume needs a directory: give the directory of the run to continue")
     settings = federation_settings(settings, options, seed)

@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from fedrax.config.arguments import checked_fields
 from fedrax.config.hyperparameters import PositiveInt
 from fedrax.contract.model import Model, Params
-from fedrax.errors import FedraxError, known_fields_only
+from fedrax.errors import FedraxError
 from fedrax.models.architecture import Architecture, Shape
 from fedrax.models.composable_layers import image_shape
 from fedrax.models.convolutional import VGG11, LeNet5, ResNet18, ResNet20, ResNet50, TinyNN
@@ -283,7 +284,7 @@ MODELS: dict[str, type] = {
 
 
 for _class in MODELS.values():
-    known_fields_only(_class)
+    checked_fields(_class)
 
 
 def _build_model(name: str, num_features: int, num_outputs: int, init_body: InitBody, layers: list[Block]) -> Model:

@@ -21,6 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from fedrax.config.arguments import checked_arguments
+from fedrax.errors import FedraxError
 from fedrax.tree import Tree, sum_over_blocks
 
 _MAX_ENUMERATED = 3
@@ -189,6 +191,7 @@ def _sweep(table: Array, k: Array) -> Array:
     return swept.at[k].set(row).at[:, k].set(row).at[k, k].set(-1 / pivot)
 
 
+@checked_arguments
 def project_to_cone(p: Tree, parts: Sequence[Tree], columns: Callable[..., tuple], by_leaf: bool = False) -> Tree:
     """Project a vector onto the cone of vectors with non-negative inner products with given columns.
 
@@ -202,12 +205,17 @@ def project_to_cone(p: Tree, parts: Sequence[Tree], columns: Callable[..., tuple
     Returns:
         The projection, a pytree of the shapes of ``p``.
 
+    Raises:
+        FedraxError: a part has another tree structure than ``p``.
+
     Example:
         >>> p, column = jnp.array([-1.0, 2.0]), jnp.array([1.0, 0.0])
         >>> fedrax.optim.project_to_cone(p, [column], lambda c: (c,)).tolist()
         [0.0, 2.0]
     """
     leaves, structure = jax.tree.flatten(p)
+    if any(jax.tree.structure(part) != structure for part in parts):
+        raise FedraxError(f"project_to_cone needs parts of the tree structure of p, {structure}")
     entries = list(zip(leaves, *(jax.tree.leaves(part) for part in parts), strict=True))
     products = _gathered([_products(columns, *arrays) for arrays in entries], by_leaf)
     gram, inner = products[:, 1:, 1:], products[:, 1:, 0]

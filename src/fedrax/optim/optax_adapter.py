@@ -76,8 +76,8 @@ class Optax:
         Raises:
             FedraxError: An option is neither a float nor hashable.
         """
-        numbers = float | np.floating | jax.Array
-        floats = {name: value for name, value in options.items() if isinstance(value, numbers)}
+        options = {name: _python_option(make, name, value) for name, value in options.items()}
+        floats = {name: value for name, value in options.items() if isinstance(value, float | jax.Array)}
         fixed = tuple((name, value) for name, value in options.items() if name not in floats)
         for name, value in fixed:
             if not isinstance(value, Hashable):
@@ -273,6 +273,14 @@ def with_new_keys(state: Tree, key: Array) -> Tree:
 def as_optimizer(value: Any) -> Any:
     """An ``optax.GradientTransformation`` as an :class:`Optax`; anything else as it is."""
     return Optax(value) if isinstance(value, tuple) and _is_finished(value) else value
+
+
+def _python_option(make: Callable[..., Any], name: str, value: Any) -> Any:
+    """An option with numbers of NumPy as Python's, and an integer as a float where the function takes a float."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    default = inspect.signature(make).parameters.get(name) if type(value) is int and callable(make) else None
+    return float(value) if default and (name == "learning_rate" or isinstance(default.default, float)) else value
 
 
 def _is_finished(transform: Any) -> bool:

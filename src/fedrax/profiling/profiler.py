@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedrax.config.arguments import checked_arguments
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.task import Task
 from fedrax.data import Federation
@@ -110,6 +111,7 @@ class Profile:
         return dataclasses.asdict(self) | {"limits": self.limits._asdict()}
 
 
+@checked_arguments
 def profile(
     algorithm: Algorithm,
     task: Task,

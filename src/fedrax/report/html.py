@@ -14,6 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from fedrax.config.arguments import checked_arguments
 from fedrax.escaping import format_setting, short_path
 from fedrax.files import flatten, write_text
 from fedrax.report import comparison_table, html_curves, search_plots
@@ -29,6 +30,7 @@ _MOST_RUNS = 400
 """Largest number of runs in the list of runs."""
 
 
+@checked_arguments
 def write_report(
     directories: Path | str | Sequence[Path | str],
     path: Path | str | None = None,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import polars as pl
 
+from fedrax.config.arguments import checked_arguments
 from fedrax.errors import FedraxError
 from fedrax.report import comparison_table
 from fedrax.report.report_data import gather
@@ -128,6 +129,7 @@ class SavedResults(MethodResults):
         return "\n".join([self.to_markdown(), *[legend] * bool(legend)])
 
 
+@checked_arguments
 def read_results(*directories: Path | str, target: float | None = None) -> SavedResults:
     """Read runs and comparisons as one table of methods.
 

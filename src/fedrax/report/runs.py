@@ -12,6 +12,7 @@ from typing import Any
 
 import polars as pl
 
+from fedrax.config.arguments import checked_arguments
 from fedrax.errors import FedraxError
 from fedrax.files import open_regular_file, read_toml
 from fedrax.simulation.persistence import checkpoint, run_description
@@ -101,6 +102,7 @@ class MethodRuns:
         return next((run.state for run in self.runs if run.failure is not None), None)
 
 
+@checked_arguments
 def read_run(directory: Path | str) -> SavedRun:
     """Read a run directory.
 
@@ -174,6 +176,7 @@ def directories_of_runs(path: Path, depths: Sequence[str] = ("**",)) -> list[Pat
     return sorted({file.parent for depth in depths for name in names for file in path.glob(f"{depth}/{name}")})
 
 
+@checked_arguments
 def find_runs(path: Path | str) -> list[SavedRun]:
     """Read the run in a directory, or all runs below it.
 

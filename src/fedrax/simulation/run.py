@@ -14,6 +14,7 @@ from typing import Any, NoReturn, Unpack
 import jax
 import numpy as np
 
+from fedrax.config.arguments import checked_arguments
 from fedrax.config.user_errors import translate_errors
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.task import Task
@@ -49,7 +50,7 @@ from fedrax.simulation.results.result import NO_CLIENTS, PersonalMetrics, Result
 from fedrax.simulation.settings import Script, Settings, SettingsOptions
 from fedrax.simulation.setup import Setup, prepare
 from fedrax.simulation.timer import compute_clock
-from fedrax.simulation.validate import changed_settings, check_arguments, check_lists, check_resume, trajectory_rounds
+from fedrax.simulation.validate import changed_settings, check_resume, trajectory_rounds
 from fedrax.tree import Tree
 
 Callback = Callable[[Snapshot], Any]
@@ -62,6 +63,7 @@ _CHECKPOINT_SECONDS = 30.0
 """Seconds between checkpoints by default."""
 
 
+@checked_arguments
 def simulate(
     algorithm: Algorithm,
     task: Task,
@@ -122,8 +124,6 @@ def simulate(
         3
     """
     settings = changed_settings(settings, options)
-    check_arguments(algorithm, task, federation)
-    check_lists(sinks=sinks, callbacks=callbacks)
     use_all_cores()
     with numeric_context(settings.dtype):
         path = None if directory is None else Path(directory)
@@ -164,11 +164,7 @@ def check_possible(
             check_identity(setup)
 
 
-def _check_record(record: Any, setup: Setup) -> None:
-    if not isinstance(record, MessageSelection):
-        raise FedraxError(
-            f"record must be a fedrax.simulation.MessageSelection (clients and rounds), not {type(record).__name__}"
-        )
+def _check_record(record: MessageSelection, setup: Setup) -> None:
     if not setup.alone:
         raise FedraxError("messages are recorded by a run of a single process only")
     record.check(setup.info.num_clients, setup.info.rounds, setup.info.bytes_down + setup.info.bytes_up)

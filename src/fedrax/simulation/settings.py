@@ -92,6 +92,11 @@ class Settings:
     checkpoint_every: PositiveInt | None = None
     """Number of rounds between checkpoints; by default one about every 30 seconds and one at the end."""
 
+    @staticmethod
+    def _remedy(value: object) -> str:
+        """How to give settings that ``value`` stands for."""
+        return "pass single settings by name, or fedrax.Settings(...)"
+
     def check(self) -> None:
         """Raise FedraxError for a short format with float64; warn if ``chunk`` is ignored."""
         if self.chunk is not None and self.plan not in ("auto", "vmap"):

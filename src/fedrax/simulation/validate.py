@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,9 +26,8 @@ from fedrax.contract.local_training import LocalSGD
 from fedrax.contract.model import with_statistics
 from fedrax.contract.task import Task, Variables
 from fedrax.contract.task_checks import check_task
-from fedrax.data import Dataset, Federation
+from fedrax.data import Federation
 from fedrax.errors import FedraxError, unknown, warn, warnings_about
-from fedrax.models import Model
 from fedrax.participation.cohort_sampler import CohortSampler
 from fedrax.participation.policies import WeightedBySamples
 from fedrax.prng.keys import INITIALIZATION, purpose_key
@@ -248,10 +247,6 @@ def _parted(found: Tree, dtype: str) -> tuple[Tree, Tree]:
 
 def changed_settings(settings: Settings | None, options: Mapping[str, object]) -> Settings:
     """``settings`` with single fields replaced; raises FedraxError with the nearest name for an unknown field."""
-    if not isinstance(settings, Settings | None):
-        raise FedraxError(
-            f"settings must be a fedrax.Settings, not {type(settings).__name__}; pass single settings by name"
-        )
     known = [field.name for field in dataclasses.fields(Settings)]
     for name in options:
         if name not in known:
@@ -259,31 +254,10 @@ def changed_settings(settings: Settings | None, options: Mapping[str, object]) -
     return dataclasses.replace(settings or Settings(), **options)
 
 
-def check_arguments(algorithm: Any, task: Any, federation: Any) -> None:
-    """Raise FedraxError for arguments of the wrong type: a class in place of its object, swapped arguments."""
-    wanted = {"algorithm": (algorithm, Algorithm), "task": (task, Task), "federation": (federation, Federation)}
-    for name, (value, kind) in wanted.items():
-        if isinstance(value, kind):
-            continue
-        if isinstance(value, type):
-            raise FedraxError(f"the {name} is the class {value.__name__}: give an object, {value.__name__}(...)")
-        hint = ": divide it with Federation.from_dataset" if isinstance(value, Dataset) else ""
-        hint = hint or (": classification(model) makes a task of it" if isinstance(value, Model) else "")
-        raise FedraxError(f"the {name} must be a fedrax.{kind.__name__}, not {type(value).__name__}{hint}")
-
-
-def check_lists(**given: Any) -> None:
-    """Raise FedraxError for a single value in place of a list: ``seeds=3`` for ``seeds=[3]``."""
-    for name, value in given.items():
-        if isinstance(value, str) or not isinstance(value, Iterable):
-            raise FedraxError(f"{name} must be a list, not {type(value).__name__}: put brackets around it")
-
-
 def trajectory_rounds(trajectory: bool | Collection[int], rounds: int) -> Collection[int]:
     """The rounds after which ``trajectory`` asks for the parameters."""
     if isinstance(trajectory, bool):
         return range(1, rounds + 1) if trajectory else ()
-    check_lists(trajectory=trajectory)
     if wrong := [r for r in trajectory if r not in range(1, rounds + 1)]:
         raise FedraxError(
             f"the trajectory of {rounds} rounds is that after rounds 1 to {rounds}, not after {wrong[0]!r}"

@@ -12,6 +12,7 @@ from typing import Any, Unpack
 import jax
 
 from fedrax.config.annotations import fields_of
+from fedrax.config.arguments import checked_arguments
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.task import Task
 from fedrax.data import Federation, hold_out
@@ -19,7 +20,7 @@ from fedrax.errors import FedraxError, unknown
 from fedrax.simulation.evaluation import is_lower_better, warn_of_direction
 from fedrax.simulation.results.events import Event
 from fedrax.simulation.settings import Settings, SettingsOptions
-from fedrax.simulation.validate import changed_settings, check_arguments, check_lists
+from fedrax.simulation.validate import changed_settings
 from fedrax.tuning.sweeps import resolve_seeds, sweep
 
 NEAR = 0.05
@@ -143,6 +144,7 @@ class TuningResult(SearchResult):
         return "\n".join(lines)
 
 
+@checked_arguments
 def tune(
     algorithm: Algorithm,
     task: Task,
@@ -192,8 +194,6 @@ def tune(
     """
     seeds = resolve_seeds(seeds, settings, options)
     settings = changed_settings(settings, options)
-    check_arguments(algorithm, task, federation)
-    check_lists(seeds=seeds, **{f"the grid's {path}": values for path, values in grid.items()})
     if not grid or not all(len(values) for values in grid.values()):
         raise FedraxError("a grid needs a path and values for it: {'local.lr': (0.01, 0.03, 0.1)}")
     metric = selection_metric(task, metric)

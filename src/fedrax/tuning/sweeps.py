@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Unpack, get_args
+from typing import Any, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedrax import tree
+from fedrax.config.arguments import checked_arguments
 from fedrax.config.hyperparameters import check
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.task import Task
 from fedrax.data import Federation
 from fedrax.devices import use_all_cores
-from fedrax.errors import FedraxError, unknown
+from fedrax.errors import FedraxError
 from fedrax.simulation.evaluation import split_finite
 from fedrax.simulation.executors.compiled import Engine, RoundState, compiler_options, run_block
 from fedrax.simulation.executors.debug import NonFiniteError
@@ -45,7 +46,7 @@ from fedrax.simulation.run import LONGEST_BLOCK, simulate
 from fedrax.simulation.settings import Settings, SettingsOptions
 from fedrax.simulation.setup import ENGINES, Setup, make_evaluators, prepare
 from fedrax.simulation.timer import compute_clock
-from fedrax.simulation.validate import changed_settings, check_arguments, check_lists
+from fedrax.simulation.validate import changed_settings
 from fedrax.tree import Tree
 from fedrax.xla import CLIENT_AXIS, vmap
 
@@ -55,6 +56,7 @@ _SMALL = 60_000
 ``benchmarks/sweep.py``. A wrong value costs time only."""
 
 
+@checked_arguments
 def sweep(
     algorithms: Sequence[Algorithm],
     task: Task,
@@ -101,11 +103,6 @@ def sweep(
     """
     seeds = resolve_seeds(seeds, settings, options)
     settings = changed_settings(settings, options)
-    check_lists(algorithms=algorithms, seeds=seeds)
-    if mode not in get_args(Mode):
-        raise unknown("mode", mode, get_args(Mode))
-    for algorithm in algorithms:
-        check_arguments(algorithm, task, federation)
     use_all_cores()
     if not algorithms or not len(seeds):
         raise FedraxError("a sweep needs at least one algorithm and one seed")

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax import Array
 
+from fedrax.config.arguments import checked_arguments
 from fedrax.contract.model import Model, Params, Variables
 from fedrax.errors import FedraxError
 from fedrax.models.adapters.modules import (
@@ -21,6 +22,7 @@ from fedrax.models.adapters.modules import (
 )
 
 
+@checked_arguments
 def from_equinox(
     module: Any,
     *,

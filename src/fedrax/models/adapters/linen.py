@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from fedrax.config.arguments import checked_arguments
 from fedrax.contract.model import Model, Params, Variables
 from fedrax.errors import FedraxError
 from fedrax.models.adapters.modules import ModuleFunction, explain_axis_errors, library, make_model, mode_arguments
@@ -23,6 +24,7 @@ _MAX_CONSTANT_BYTES = 1 << 20
 """Larger collections that never change are statistics: constants are embedded in every program of the model."""
 
 
+@checked_arguments
 def from_linen(
     module: Any,
     sample_input: Array | np.ndarray,

@@ -15,7 +15,7 @@ from jax.sharding import use_abstract_mesh
 
 from fedrax.contract.model import Model, Params, Variables
 from fedrax.devices import use_all_cores
-from fedrax.errors import FedraxError, unknown
+from fedrax.errors import FedraxError, describe_value, unknown
 from fedrax.xla import NO_MESH, equations_in, shape_struct
 
 ModuleFunction = str | Callable[..., Any]
@@ -42,8 +42,22 @@ def library(module: str, package: str) -> ModuleType:
         raise FedraxError(f"this model needs {package}: pip install 'fedrax[{package}]'.") from None
 
 
-def create_module(create: Callable, name: str, value: Any) -> Any:
-    """Call ``create`` with ``value`` as its argument ``name``, or as its first argument if it has none of that name."""
+def create_module(create: Any, name: str, value: Any) -> Any:
+    """Call ``create`` with ``value`` as its argument ``name``, or as its first argument if it has none of that name.
+
+    Raises FedraxError unless it is a function or class that takes the argument and makes something to call, or a pair.
+    """
+    wanted = f"a model is made of a module, or of a function of {name} that returns one"
+    if not callable(create):
+        raise FedraxError(f"{wanted}, not of {describe_value(create)}")
+    made = _created(create, name, value)
+    if not (callable(made) or isinstance(made, tuple)):
+        raise FedraxError(f"{wanted}, not {describe_value(made)}")
+    return made
+
+
+def _created(create: Callable, name: str, value: Any) -> Any:
+    """The result of ``create``; FedraxError if it takes no argument."""
     inner: Any = create
     while isinstance(inner, partial):
         inner = inner.func
@@ -52,7 +66,12 @@ def create_module(create: Callable, name: str, value: Any) -> Any:
     except (TypeError, ValueError):  # no Python signature
         known = {}
     by_name = name in known and known[name].kind is not inspect.Parameter.POSITIONAL_ONLY
-    return create(**{name: value}) if by_name else create(value)
+    try:
+        return create(**{name: value}) if by_name else create(value)
+    except TypeError as error:
+        if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+            raise  # inside of it
+        raise FedraxError(f"{describe_value(create)} must take {name}, to make a module: {error}") from error
 
 
 def make_model(

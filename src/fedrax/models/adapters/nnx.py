@@ -11,11 +11,13 @@ import jax
 from jax import Array
 from jax.core import Tracer
 
+from fedrax.config.arguments import checked_arguments
 from fedrax.contract.model import Model, Params, Variables
 from fedrax.models.adapters.modules import ModuleFunction, create_module, library, make_model, mode_arguments
 from fedrax.xla import closure_values
 
 
+@checked_arguments
 def from_nnx(module: Any, *, features: ModuleFunction | None = None, blocks: Sequence[ModuleFunction] = ()) -> Model:
     """Convert a Flax NNX module, which maps a batch [B, ...] to outputs [B, ...], to a model.
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from fedrax.config.arguments import checked_arguments
 from fedrax.contract.model import Model, Params, Variables
 from fedrax.devices import use_all_cores
 from fedrax.errors import FedraxError, unknown
@@ -75,6 +76,7 @@ class TorchModel(Model):
         return copied
 
 
+@checked_arguments
 def from_torch(
     module: Any,
     example: Any,

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.stats import beta, binom, chi2, kstest, norm
 
+from fedrax.config.arguments import checked_arguments
 from fedrax.errors import FedraxError
 
 CONFIDENCE = 0.95
@@ -29,6 +30,7 @@ _MAX_DEVIATIONS = 3.5
 # -- one run ---------------------------------------------------------------------------------------------------------
 
 
+@checked_arguments
 def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
     """Upper bound on the probability of ``correct`` or more correct guesses against an (epsilon, delta) method.
 
@@ -56,6 +58,7 @@ def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, d
     return min(1.0, tail + 2 * canaries * delta * worst)
 
 
+@checked_arguments
 def one_run_epsilon(
     canaries: int, guesses: int, correct: int, delta: float = 0.0, confidence: float = CONFIDENCE
 ) -> float:
@@ -88,6 +91,7 @@ def one_run_epsilon(
     return _largest(refuted)
 
 
+@checked_arguments
 def guess_membership(scores: np.ndarray, share: float) -> np.ndarray:
     """Guess which canaries were in the data.
 
@@ -123,6 +127,7 @@ class DistinguishingBound(NamedTuple):
     """Runs per hypothesis that the bounds are computed from."""
 
 
+@checked_arguments
 def distinguish(
     one: np.ndarray, other: np.ndarray, delta: float, confidence: float = CONFIDENCE
 ) -> DistinguishingBound:
@@ -247,6 +252,7 @@ def _is_normal(seen: np.ndarray) -> bool:
     return kstest((seen - seen.mean()) / seen.std(), norm.cdf).pvalue > norm.sf(_MAX_DEVIATIONS)
 
 
+@checked_arguments
 def epsilon_of_mu(mu: float, delta: float) -> float:
     """The epsilon of a Gaussian mechanism with noise multiplier 1 / mu.
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from fedrax.config.arguments import checked_arguments
 from fedrax.contract.algorithm import Algorithm, Info
 from fedrax.contract.assignment import ClientAssignment, Layout
 from fedrax.contract.task import Batch, Task
@@ -40,6 +41,7 @@ _DRAW = 2
 """Number folded into a round's key for the participation draw; the client's is 0."""
 
 
+@checked_arguments
 def observe_client(
     algorithm: Algorithm,
     task: Task,

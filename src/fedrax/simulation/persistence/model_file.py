@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedrax import tree
+from fedrax.config.arguments import checked_arguments
 from fedrax.contract.task import Variables
 from fedrax.data.readers.array_files import MAX_BYTES
 from fedrax.errors import FedraxError
@@ -58,6 +59,7 @@ def _named(params: Tree, statistics: Tree) -> Iterator[tuple[str, Any]]:
             yield f"{part}/{name}" if name else part, leaf
 
 
+@checked_arguments
 def load_model(path: Path | str, like: Tree | None = None) -> Any:
     """Read the model of a run, a file that :meth:`fedrax.Result.save` wrote, or a plain state dict.
 

@@ -19,6 +19,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from fedrax import version
+from fedrax.config.annotations import fields_of
 from fedrax.contract.algorithm import Algorithm
 from fedrax.data import Federation
 from fedrax.escaping import printable_line
@@ -71,13 +72,14 @@ def identify(
     given = () if script is None else (str(jax.tree.structure(vars(script))), *jax.tree.leaves(vars(script)))
     if from_file:
         settings = dataclasses.replace(settings, participation=dataclasses.replace(settings.participation, trace=""))
+    plain = _plain(settings)
     return {
         **of_data(federation),
         **of_method(algorithm),
-        **{_SETTING + f.name: _text_of(_plain(getattr(settings, f.name))) for f in _deciding(settings)},
+        **{_SETTING + f.name: _text_of(getattr(plain, f.name)) for f in _deciding(plain)},
         f"{_SETTING}script": _digest(given),
         **({"participation trace": _digest(from_file)} if from_file else {}),
-        "participation code": _digest([CodeFingerprint(_plain(settings.participation)).describe()]),
+        "participation code": _digest([CodeFingerprint(plain.participation).describe()]),
         "starting parameters": _digest(jax.tree.leaves(start)),
         "program": _of_programs([program]),
         "evaluation": _digest([evaluation.words, _of_programs(evaluation.programs)]),
@@ -95,13 +97,14 @@ def _deciding(settings: Settings) -> list[dataclasses.Field]:
 
 
 def _plain(value: Any) -> Any:
-    """A setting with NumPy scalars and lists replaced by Python numbers and tuples, whose ``repr`` is stable."""
+    """A setting with numbers as Python's of the field's type, and lists as tuples: what has one ``repr``."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, list | tuple):
         return tuple(map(_plain, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.replace(value, **{f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)})
+        items = {name: field.python_value(getattr(value, name)) for name, field in fields_of(type(value)).items()}
+        return dataclasses.replace(value, **{name: _plain(item) for name, item in items.items()})
     return value
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import jax
 import numpy as np
 
+from fedrax.config.arguments import checked_arguments
 from fedrax.errors import FedraxError
 from fedrax.files import atomic_write, open_regular_file, open_to_append
 from fedrax.tree import Tree
@@ -212,6 +213,7 @@ def _without_times(event: Event) -> bytes:
     return line({key: value for key, value in event.items() if not key.startswith("seconds")}).encode()
 
 
+@checked_arguments
 def read_events(directory: Path | str) -> list[Event]:
     """Read the events of a run directory; an incomplete last line, as a crash may leave it, is ignored.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 
+from fedrax.config.arguments import checked_arguments
 from fedrax.contract.model import Params, Variables, with_statistics
 from fedrax.errors import FedraxError, unknown, warn
 from fedrax.escaping import escape_matplotlib
@@ -353,6 +354,7 @@ def _metric_lines(values: Event) -> list[str]:
     return lines
 
 
+@checked_arguments
 def cost_to_target(
     events: list[Event], metric: str, value: float, lower_is_better: tuple[str, ...] = ("mse",)
 ) -> dict[str, float] | None:
