@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedrax import Task, classification
+from fedrax import FedraxError, Task, classification
 from fedrax.contract import initialization
 from fedrax.contract.initialization import initial_parameters
 from fedrax.models import MLP
@@ -53,3 +53,11 @@ def test_numbers_that_come_from_elsewhere_are_those_of_each_task():
     ):
         one, other = (np.asarray(initial_parameters(make(), jax.random.key(0), None)["w"]) for _ in range(2))
         assert not np.array_equal(one, other)
+
+
+def test_given_parameters_that_are_not_finite_are_rejected():
+    task = own_task(lambda key: {"w": jnp.zeros(4)})
+    for spoiled in (np.array([0, np.nan, 0, 0], np.float32), jnp.array([jnp.inf, 0, 0, 0], jnp.bfloat16)):
+        with pytest.raises(FedraxError, match="the initial parameters are not finite: w has entries"):
+            initial_parameters(task, jax.random.key(0), {"w": spoiled})
+    assert initial_parameters(task, jax.random.key(0), {"w": np.ones(4)})["w"].sum() == 4

@@ -1,15 +1,18 @@
 """Federations: grouping, order, alignment, size."""
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedrax.data import Dataset, Federation, Iid, Natural, Samples, aligned_array, load
+import fedrax
+from fedrax.data import Dataset, Federation, Iid, Natural, Samples, aligned_array, as_samples, load
 from fedrax.data.dataset import train_test_split
 from fedrax.errors import FedraxError
+from fedrax.models import Linear
 from tests.simulation.problems import FEDERATION
 
 
@@ -276,3 +279,83 @@ def test_test_offsets_without_rows_are_rejected():
             *FEDERATION.train, offsets=FEDERATION.offsets, test=tuple(FEDERATION.test),
             test_offsets=np.zeros(len(FEDERATION.offsets), int), num_classes=3,
         )  # fmt: skip
+
+
+def spoiled(part: str, row: int, number: float) -> tuple[tuple, tuple]:
+    """Training and test arrays in which one number of ``part`` is not finite."""
+    rng = np.random.default_rng(0)
+    arrays = {
+        "x": rng.normal(size=(12, 3)).astype(np.float32), "y": rng.normal(size=12),
+        "x_test": rng.normal(size=(6, 3)), "y_test": rng.normal(size=6),
+    }  # fmt: skip
+    arrays[part][(row, 2) if part.startswith("x") else row] = number
+    return (arrays["x"], arrays["y"]), (arrays["x_test"], arrays["y_test"])
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("part", ["x", "y", "x_test", "y_test"])
+def test_a_number_that_is_not_finite_is_rejected_with_its_row(part: str, number: float):
+    """The row is that of the given arrays, whatever the order of the federation's."""
+    (x, y), test = spoiled(part, 4, number)
+    which, name = ("test" if "test" in part else "training"), part[0]
+    index = r"\[4, 2\]" if name == "x" else r"\[4\]"
+    rows = 6 if which == "test" else 12
+    says = f"{which} part: {name} is not finite in 1 of {rows} rows, first {name}{index} = {number}"
+    owner = np.arange(12) % 4
+    for clients in ({"client_ids": owner}, {"offsets": [0, 5, 12]}, {"offsets": [0, 5, 12], "shuffle": False}):
+        with pytest.raises(FedraxError, match=says):
+            Federation.from_arrays(x, y, test=test, **clients)
+    with pytest.raises(FedraxError, match=says):
+        Federation.from_arrays(x, y, owner, test=test, test_client_ids=np.arange(6) % 4)
+    with pytest.raises(FedraxError, match=says):
+        Dataset("spoiled", as_samples(x, y), as_samples(*test), None)
+    sound = Federation.from_arrays(*spoiled("x", 0, 0.0)[0], offsets=[0, 12])
+    with pytest.raises(FedraxError, match=says):
+        replace(sound, train=as_samples(x, y), test=as_samples(*test))
+
+
+def test_columns_of_tables_that_are_not_finite_are_named():
+    table = {"age": [1.0, 2.0, None, 4.0], "dose": [1.0, 2.0, 3.0, 4.0]}
+    for made in (pytest.importorskip("pandas").DataFrame(table), pytest.importorskip("polars").DataFrame(table)):
+        with pytest.raises(FedraxError, match="x is not finite in 1 of 4 rows, first column 'age' of row 2 = nan"):
+            Federation.from_arrays(made, [0, 1, 0, 1], [0, 0, 1, 1])
+        with pytest.raises(FedraxError, match=r"test part: .* first column 'age' of row 2 = nan"):
+            Federation.from_arrays(np.zeros((2, 2)), [0, 1], [0, 1], test=(made, [0, 1, 0, 1]))
+
+
+def test_files_name_the_row_that_is_not_finite(tmp_path):
+    polars = pytest.importorskip("polars")
+    table = polars.DataFrame({"a": [1.0, 2.0, 3.0], "b": [1.0, float("inf"), 3.0], "label": [0, 1, 0]})
+    table.write_csv(tmp_path / "t.csv")
+    with pytest.raises(
+        FedraxError, match=r"'b' holds numbers that are not finite, .* in 1 rows, the first inf in row 1"
+    ):
+        load("csv", path=tmp_path / "t.csv")
+    (tmp_path / "m.csv").write_text("a,label\n1,0\n2,1\n,0\nnan,1\n")
+    with pytest.raises(FedraxError, match="'a' has missing values, 2 of them, the first in row 2"):
+        load("csv", path=tmp_path / "m.csv")
+    (tmp_path / "y.csv").write_text("a,label\n1,0.5\n2,inf\n3,0.25\n")
+    with pytest.raises(
+        FedraxError, match="'label' holds numbers that are not finite, in 1 rows, the first inf in row 1"
+    ):
+        load("csv", path=tmp_path / "y.csv")
+
+
+def test_memory_mapped_samples_are_read_when_they_are_copied_or_simulated(tmp_path):
+    (x, y), _ = spoiled("x", 7, np.nan)
+    np.save(tmp_path / "x.npy", x)
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    says = r"training part: x is not finite in 1 of 12 rows, first x\[7, 2\] = nan"
+    with pytest.raises(FedraxError, match=says):
+        Federation.from_arrays(mapped, y, np.arange(12) % 4)
+    with pytest.raises(FedraxError, match=says):
+        Federation.from_dataset(Dataset("m", as_samples(mapped, y), as_samples(x[:2], y[:2]), None), Iid(3), 0)
+    federation = Federation.from_arrays(mapped, y, offsets=[0, 5, 12], shuffle=False)
+    with pytest.raises(FedraxError, match=says):
+        fedrax.simulate(fedrax.FedAvg(), fedrax.regression(Linear().build((3,), 1)), federation, rounds=1)
+
+
+def test_numbers_whose_sum_overflows_are_finite():
+    x = np.full((8, 2), np.finfo(np.float32).max)
+    assert Federation.from_arrays(x, np.arange(8), [0] * 8).num_clients == 1
+    assert Federation.from_arrays(np.full((8, 2), 60_000, np.float16), np.arange(8), [0] * 8).num_clients == 1

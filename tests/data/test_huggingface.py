@@ -146,7 +146,10 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     ragged = datasets.Dataset.from_dict({"x": [[1], [1, 2]], "label": [0, 1]})
     refused("all have one shape", ragged)
     refused("must hold numbers", datasets.Dataset.from_dict({"x": [["a"], ["b"]], "label": [0, 1]}))
-    refused("not finite", datasets.Dataset.from_dict({"x": [[1.0], [float("inf")]], "label": [0, 1]}))
+    refused(
+        "holds numbers that are not finite, in 1 rows, the first is row 1",
+        datasets.Dataset.from_dict({"x": [[1.0], [float("inf")]], "label": [0, 1]}),
+    )
     bad = [{"bytes": b"no image", "path": None}, {"bytes": None, "path": "/etc/hostname"}]
     kinds = EncodedFeatures({"image": datasets.Image(), "label": Value("int64")})
     refused("not a readable", datasets.Dataset.from_dict({"image": bad[:1], "label": [0]}, features=kinds))

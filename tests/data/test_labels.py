@@ -234,10 +234,30 @@ def test_samples_that_are_not_arrays_are_rejected_with_the_remedy():
         (({"a": x, "b": x[:, 0]}, y), "concatenate several inputs of a sample"),
         (([x, x], y), "concatenate several inputs of a sample"),
         (([*x, x[0, :1]], [*y, 1]), "all rows have one shape\\.$"),
+        (([x[:2], x[2:]], y), "not n samples with n labels"),
+        ((x, (y, y)), r"y is one array \[n, ...\], not a tuple of 2: stack several labels of a sample"),
+        ((x, {"shape": y, "color": y}), r"y is one array .*, not a dict of 2: stack several labels"),
+        ((x, [y, y]), "stack several labels of a sample"),
+        ((tuple(x), y), r"x is one array \[n, ...\], not a tuple of 4"),
+        (({}, y), "x is one array .*, not a dict of 0"),
     ):
         with pytest.raises(FedraxError, match=says):
             Federation.from_arrays(*arrays, owner)
     assert Federation.from_arrays(np.ma.masked_greater(x, 100), y, owner).num_clients == 2
+    assert Federation.from_arrays(list(x), y, owner).train.x.shape == (4, 2)
+    square = Federation.from_arrays([x[:2], x[2:]], [y[:2], y[2:]], [0, 1])  # two samples, not two inputs
+    assert square.train.x.shape == (2, 2, 2)
+    for part, says in (
+        ((x, y, owner), "a pair .x, y. of the test samples, not 3 items: test_client_ids are the clients"),
+        ((x,), "not 1 items"),
+        ({"x": x, "y": y}, "not a dict"),
+        (x, "not a ndarray"),
+        ("test", "not 'test'"),
+        (((x, x), y), "concatenate several inputs"),
+        ((x, (y, y)), "stack several labels"),
+    ):
+        with pytest.raises(FedraxError, match=says):
+            Federation.from_arrays(x, y, owner, test=part)
     floats = Federation.from_arrays(x, y.astype(float), owner)
     with pytest.raises(FedraxError, match=r"where classes are meant, y.astype\(int\) numbers them"):
         simulate(FedAvg(), classification(Linear().build((2,), 2)), floats, rounds=1, cohort_size=2)
@@ -263,6 +283,43 @@ def test_columns_of_tables_are_numbers_or_are_named():
     ):
         with pytest.raises(FedraxError, match=says):
             Federation.from_arrays(columns, labels, owner)
+
+
+GAPS = {
+    "codes": [1_000_000, 1_000_001, 1_000_000, 1_000_001],
+    "years": [2019, 2020, 2021, 2019],
+    "statuses": np.array([200, 404, 500, 200], np.uint16),
+}
+
+
+@pytest.mark.parametrize("kind", GAPS)
+def test_integer_labels_with_large_gaps_are_rejected_with_the_remedy(kind: str, tmp_path):
+    x, y, owner = np.zeros((4, 2)), np.asarray(GAPS[kind]), [0, 0, 1, 1]
+    found, largest = len(np.unique(y)), int(y.max())
+    says = f"the label {largest} makes {largest + 1:,} classes, of which {found} occur: as strings"
+    with pytest.raises(FedraxError, match=says):
+        Federation.from_arrays(x, y, owner)
+    with pytest.raises(FedraxError, match=says):  # of test rows, too
+        Federation.from_arrays(x, y.min().repeat(4), owner, test=(x, y))
+    named = Federation.from_arrays(x, y.astype(str), owner, shuffle=False)
+    assert named.num_classes == found and [int(named.class_names[label]) for label in named.train.y] == y.tolist()
+    assert Federation.from_arrays(x, y, owner, num_classes=largest + 1).num_classes == largest + 1
+    np.savez(tmp_path / "codes.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    with pytest.raises(FedraxError, match=f"codes.npz: labels are .*{says}"):
+        load("npz", path=tmp_path / "codes.npz")
+
+
+def test_integer_labels_that_may_be_classes_are_kept():
+    x, owner = np.zeros((4, 2)), [0, 0, 1, 1]
+    for y, classes in (([0, 9, 9, 0], 10), ([1, 26, 26, 1], 27), ([99, 0, 0, 0], 100)):
+        assert Federation.from_arrays(x, y, owner).num_classes == classes
+    many = np.arange(0, 4000, 4)
+    assert Federation.from_arrays(np.zeros((1000, 1)), many, np.arange(1000) % 2).num_classes == 3997
+    tokens = [[0, 50_000], [7, 8], [9, 9], [1, 2]]  # of a vocabulary
+    assert Federation.from_arrays(x, tokens, owner).num_classes == 50_001
+    for y in ([-1, 1, -1, 1], [0, 2**40, 0, 0]):
+        with pytest.raises(FedraxError, match=r"as strings, y.astype\(str\), each number that occurs is a class"):
+            Federation.from_arrays(x, y, owner)
 
 
 def test_names_of_classes_are_as_many():

@@ -200,7 +200,7 @@ def test_npz_regression_without_clients(tmp_path):
         ({"x_train": np.array([["a", "b"]] * 4)}, "real numbers"),
         (
             {"y_train": np.arange(4, dtype=np.float32), "y_test": np.array([1, np.nan], np.float32)},
-            "y_test holds numbers that are not finite",
+            r"bad.npz: y_test is not finite in 1 of 2 rows, first y_test\[1\] = nan",
         ),
         ({"client_train": None}, "holds client_test without client_train"),
         ({"client_test": np.zeros((2, 1), np.int16)}, "must be one integer or string"),

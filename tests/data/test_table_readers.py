@@ -191,15 +191,24 @@ def test_files_of_different_columns(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"different_columns": "union"}, "column 'lab' has missing values, 3 of them: missing = \"mean\""),
+        (
+            {"different_columns": "union"},
+            "column 'lab' has missing values, 3 of them, the first in row 2: missing = \"mean\"",
+        ),
         ({"different_columns": "union", "missing": "mean", "label": "ward"}, "no column 'ward', which .* as label"),
         ({"different_columns": "union", "missing": 0, "client": "lab"}, r"north.csv has no column 'lab', .* as client"),
         ({"different_columns": "intersection", "columns": ("age", "lab")}, "has no column 'lab', .* as one of columns"),
         ({"different_columns": "intersection", "columns": ("age", "lap")}, "did you mean 'lab'"),
-        ({"different_columns": "outer"}, "unknown different_columns: 'outer'"),
-        ({"different_columns": "union", "missing": float("nan")}, "or a finite number, not nan"),
-        ({"different_columns": "union", "missing": "0"}, "unknown missing: '0'"),
-        ({"different_columns": "union", "missing": None}, "or a finite number, not None"),
+        (
+            {"different_columns": "outer"},
+            "different_columns must be one of 'refuse', 'union', 'intersection', not 'outer'",
+        ),
+        ({"different_columns": "union", "missing": float("nan")}, "missing must be a finite number, not nan"),
+        (
+            {"different_columns": "union", "missing": "0"},
+            "missing must be one of 'refuse', 'mean' or a number, not '0'",
+        ),
+        ({"different_columns": "union", "missing": None}, "or a number, not None"),
     ],
 )
 def test_different_columns_that_cannot_be_read(tmp_path, options, words):
@@ -265,7 +274,7 @@ def test_a_folder_of_files_is_a_client_each(tmp_path):
         ("a,label\n,0\n,1\n", {"missing": "mean"}, "no value in any training row"),
         ("a,label\ninf,0\n1,1\n", {}, "not finite"),
         (CSV, {"client": "user", "test_fraction": 1.0}, "test fraction"),
-        ("a,label\n1,0\n,1\n", {}, "'a' has missing values, 1 of them: missing = \"mean\""),
+        ("a,label\n1,0\n,1\n", {}, "'a' has missing values, 1 of them, the first in row 1: missing = \"mean\""),
         ("a,label\n1,0\n1,2,3,4\n", {}, "cannot be read as a CSV"),
         ("a,label\nNaN,0\n2,1\n", {}, "'a' has missing values"),
         ("", {}, "cannot be read as a CSV"),

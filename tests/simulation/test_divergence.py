@@ -13,6 +13,7 @@ import pytest
 import fedrax
 from fedrax.config.hyperparameters import hyperparameters
 from fedrax.contract.algorithm import Cohort
+from fedrax.data.dataset import nonfinite_rows
 from fedrax.simulation import NonFiniteError, read_events
 from fedrax.simulation.executors import debug
 from fedrax.simulation.persistence import checkpoint
@@ -25,10 +26,11 @@ COHORTS = [[0, 1, 2], [6, 4, 3], [7, 2, 0], [1, SICK, 3], [0, 1, 2]]
 
 
 def sick_federation(sick: int = SICK) -> fedrax.Federation:
-    """One client's samples lie so far out that the loss is not a number."""
+    """One client's samples change to NaN after the federation is made, which would reject them."""
     x, y = (np.array(a) for a in FEDERATION.train)
+    federation = dataclasses.replace(FEDERATION, train=type(FEDERATION.train)(x, y))
     x[FEDERATION.offsets[sick] : FEDERATION.offsets[sick + 1]] = np.nan
-    return dataclasses.replace(FEDERATION, train=type(FEDERATION.train)(x, y))
+    return federation
 
 
 @hyperparameters
@@ -83,15 +85,17 @@ def test_the_state_is_kept_before_the_samples_are_searched(tmp_path: Path, monke
 
 def test_samples_are_searched_in_pieces():
     x = np.zeros((20_000, 100), np.float32)
-    x[7_000:7_500, 3], x[19_999] = np.nan, np.inf
-    offsets = np.array([0, 6_000, 20_000])
-    federation = fedrax.Federation.from_arrays(x, np.zeros(len(x), int), offsets=offsets, shuffle=False)
+    federation = fedrax.Federation.from_arrays(
+        x, np.zeros(len(x), int), offsets=np.array([0, 6_000, 20_000]), shuffle=False
+    )
+    federation.train.x[7_000:7_500, 3], federation.train.x[19_999] = np.nan, np.inf
     tracemalloc.start()
-    found = debug.describe_nonfinite_samples(federation, piece_bytes=1 << 16)
+    bad = nonfinite_rows(federation.train.x, piece_bytes=1 << 16)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
+    assert bad.tolist() == [*range(7_000, 7_500), 19_999] and most < x.nbytes / 20
+    found = debug.describe_nonfinite_samples(federation)
     assert "; 501 of the training samples" in found and found.endswith("the first is sample 1000 of client 1")
-    assert most < x.nbytes / 20
 
 
 @pytest.mark.slow
@@ -161,8 +165,8 @@ def test_a_metric_that_is_not_defined_ends_the_run_and_says_where_it_belongs(kin
 def test_a_test_loss_that_overflows_ends_the_run(tmp_path: Path):
     """The parameters are finite, what they say of a sample is not."""
     x, y = (np.array(a) for a in FEDERATION.test)
-    x[0] = np.inf
     far = dataclasses.replace(FEDERATION, test=type(FEDERATION.test)(x, y))
+    x[0] = np.inf  # afterwards: the federation would reject it
     task = dataclasses.replace(TASK, metrics={"also": TASK.evaluation_loss})  # whose name comes first
     with pytest.raises(NonFiniteError, match="FedAvg, round 2: test_loss is not finite; the state"):
         run(fedrax.FedAvg(local=LOCAL), task=task, federation=far, rounds=6, eval_every=2, directory=tmp_path / "run")

@@ -18,6 +18,7 @@ import fedrax
 from fedrax import FedAvg
 from fedrax.algorithms import PFedMe
 from fedrax.contract.algorithm import Algorithm
+from fedrax.host_memory import release_pages
 from fedrax.personalization import Ditto
 from fedrax.simulation import evaluation
 from fedrax.simulation.executors import execution_plan
@@ -264,11 +265,11 @@ def test_pages_of_a_mapping_are_released(tmp_path: Path):
     np.save(tmp_path / "x.npy", np.zeros((1000, 10)))
     private = np.load(tmp_path / "x.npy", mmap_mode="c")
     private[3] = 1
-    streaming.release_pages(np.asarray(private))
+    release_pages(np.asarray(private))
     assert private[3, 0] == 1
     shared = np.load(tmp_path / "x.npy", mmap_mode="r+")
     shared[4] = 2
-    streaming.release_pages(np.asarray(shared)[5:])
+    release_pages(np.asarray(shared)[5:])
     assert shared[4, 0] == 2 and np.load(tmp_path / "x.npy")[4, 0] == 2
 
 

@@ -132,8 +132,8 @@ def test_the_sick_client_is_named(plan: str, client: int, name: str, tmp_path: P
     """On whichever device it is."""
     method = METHODS[name]
     x, y = (np.array(a) for a in FEDERATION.train)
-    x[FEDERATION.offsets[client] : FEDERATION.offsets[client + 1]] = np.nan
     sick = fedrax.Federation.from_arrays(x, y, offsets=FEDERATION.offsets, num_classes=3, shuffle=False)
+    sick.train.x[FEDERATION.offsets[client] : FEDERATION.offsets[client + 1]] = np.nan
     script, messages = fedrax.simulation.Script(cohorts=[[0, 2, 7], [6, 4], [7, 2, 0], [1, 5, 3], [0, 1, 2]]), []
     for where, away in (("resident", {}), ("away", AWAY)):
         with pytest.raises(NonFiniteError) as caught:

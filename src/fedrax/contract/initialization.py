@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 from jax.extend import core
 
 from fedrax import tree, xla
@@ -107,6 +108,10 @@ def _check_given(own: Params, given: Params) -> None:
         if need.get(name) != have.get(name):
             wanted, found = (f"of shape {shapes[name]}" if name in shapes else "missing" for shapes in (need, have))
             raise FedraxError(f"the initial parameters do not fit the model: {name} is {found}, should be {wanted}")
+    for name, leaf in zip(tree.leaf_names(given), jax.tree.leaves(given), strict=True):
+        known = not isinstance(leaf, Tracer) and getattr(leaf, "is_fully_addressable", True)
+        if known and not np.isfinite(np.asarray(leaf)).all():
+            raise FedraxError(f"the initial parameters are not finite: {name} has entries that are NaN or infinite")
 
 
 def _check_size(shapes: Params) -> None:

@@ -1,16 +1,25 @@
 """Data sets before they are partitioned over clients: NumPy arrays in host memory, in dtypes that JAX supports."""
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from fedrax.config.arguments import checked_arguments
 from fedrax.errors import FedraxError, unknown
+from fedrax.host_memory import is_memory_mapped, release_pages
 
 if TYPE_CHECKING:
     from fedrax.contract.task import Preprocess
+
+_INT32_MAX = np.iinfo(np.int32).max
+_PIECE_BYTES = 16 << 20
+"""Bytes of samples that are checked at once: they may be memory-mapped and larger than memory."""
+_NAMED = ", and class_names has the numbers"
+_MAX_IMPLIED_CLASSES, _MAX_CLASSES_PER_LABEL = 100, 10
+"""More classes than the former, and more than so many for each label that occurs, are stated by ``num_classes``."""
 
 
 class Samples(NamedTuple):
@@ -35,8 +44,8 @@ class Dataset:
     """Training and test samples with their metadata, before they are partitioned over clients.
 
     Raises:
-        FedraxError: Shapes disagree, a label is neither ``padding`` nor in 0 .. ``num_classes`` - 1, or JAX does not
-            support the dtype of x.
+        FedraxError: Shapes disagree, a label is neither ``padding`` nor in 0 .. ``num_classes`` - 1, JAX does not
+            support the dtype of x, or a number is NaN or infinite (memory-mapped arrays are not read for this).
 
     Example:
         >>> samples = fedrax.data.as_samples(np.zeros((10, 3)), np.arange(10) % 2)
@@ -80,6 +89,11 @@ class Dataset:
     partition_by: np.ndarray | None = None
     """One number [n] per training row that partitions by label use instead of the label: integers from 0, or floats
     to sort by."""
+
+    @staticmethod
+    def _remedy(value: object) -> str:
+        """How to make a data set of ``value``; empty if unknown."""
+        return "Federation.from_arrays takes arrays" if isinstance(value, tuple | list | np.ndarray) else ""
 
     def __repr__(self) -> str:
         """Numbers of samples, shapes and dtypes."""
@@ -133,7 +147,8 @@ def make_preprocess(
     return rescale() if pixels or mean else None
 
 
-def as_samples(x: np.ndarray, y: np.ndarray, padding: int | None = None) -> Samples:
+@checked_arguments
+def as_samples(x: Any, y: Any, padding: int | None = None) -> Samples:
     """Convert arrays to `Samples` in dtypes that JAX supports.
 
     Integer and Boolean labels become int32. Other arrays keep their dtype, except that 64-bit integers become int32,
@@ -158,15 +173,14 @@ def as_samples(x: np.ndarray, y: np.ndarray, padding: int | None = None) -> Samp
         ('int32', [1, 0])
     """
     given = x
-    for what, array in (("x", x), ("y", y)):
+    for what, array, other in (("x", x, y), ("y", y, x)):
+        _reject_several_arrays(what, array, other)
         if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
             raise FedraxError(f"{what} has masked values: leave those rows out, or fill them with numbers.")
     try:
         x, y = _to_array(x), np.asarray(y)
     except (ValueError, TypeError) as error:
-        raise FedraxError(
-            f"samples must be arrays of numbers in which all rows have one shape{_multi_input_hint(given, y)}."
-        ) from error
+        raise FedraxError("samples must be arrays of numbers in which all rows have one shape.") from error
     missing = sum(map(is_missing, y.ravel())) if y.dtype.kind == "O" else 0
     if missing:
         raise FedraxError(f"labels are missing in {missing:,} of {y.size:,} rows: leave those rows out.")
@@ -176,14 +190,13 @@ def as_samples(x: np.ndarray, y: np.ndarray, padding: int | None = None) -> Samp
             f"{_conversion_hint(given, x, y)}."
         )
     if x.ndim < 1 or y.ndim < 1 or len(x) != len(y):
-        raise FedraxError(
-            f"x of shape {x.shape} and y of shape {y.shape} are not n samples with n labels"
-            f"{_multi_input_hint(given, y)}."
-        )
+        raise FedraxError(f"x of shape {x.shape} and y of shape {y.shape} are not n samples with n labels.")
     if y.dtype.kind in "bui":
         low, high = label_range(y, padding)
         if low < 0 or high > _INT32_MAX:
-            hint = f" (padding={low} leaves positions out)" if low < 0 and padding is None and y.ndim > 1 else ""
+            hint = f": as strings, y.astype(str), each number that occurs is a class{_NAMED}" if y.ndim == 1 else ""
+            if low < 0 and padding is None and y.ndim > 1:
+                hint = f" (padding={low} leaves positions out)"
             raise FedraxError(f"class labels must be 0 or more and fit into 32 bits, found {low} .. {high}{hint}.")
         return Samples(_to_jax_dtype(x, "x"), y.astype(np.int32, copy=False))
     return Samples(_to_jax_dtype(x, "x"), _to_jax_dtype(y, "y"))
@@ -207,6 +220,11 @@ def _table_columns(given: Any) -> list[tuple[Any, Any]]:
     if hasattr(given, "iter_columns"):
         return [(column.name, column) for column in given.iter_columns()]
     return list(given.items()) if hasattr(given, "iloc") and hasattr(given, "columns") else []
+
+
+def column_names(given: Any) -> tuple[Any, ...]:
+    """The names of the columns of a pandas or polars table; empty for anything else."""
+    return tuple(name for name, _ in _table_columns(given))
 
 
 def _is_numeric(column: Any) -> bool:
@@ -257,22 +275,28 @@ def _string_array(labels: Any) -> np.ndarray | None:
     return array.astype(str) if texts and array.size else None
 
 
-def _multi_input_hint(given: Any, y: Any) -> str:
-    """Hint for samples with several inputs, given as one array per input."""
-    parts = given.values() if isinstance(given, Mapping) else given if isinstance(given, tuple | list) else ()
-    rows = [np.shape(part)[:1] for part in parts if hasattr(part, "shape")]
-    if not 1 < len(rows) == len(parts) or any(row != np.shape(y)[:1] for row in rows):
-        return ""
-    return (
-        "; concatenate several inputs of a sample into one array, np.concatenate([a.reshape(n, -1), ...], axis=1),"
-        " and split it in the model"
-    )
+def _reject_several_arrays(what: str, given: Any, other: Any) -> None:
+    """Raise FedraxError for several inputs or labels of a sample: a dictionary, tuple or list of arrays.
+
+    A list of arrays may also have an array for each sample, of which there are as many as in ``other``.
+    """
+    parts = list(given.values()) if isinstance(given, Mapping) else given if isinstance(given, tuple | list) else ()
+    arrays = bool(parts) and all(hasattr(part, "dtype") and np.ndim(part) for part in parts)
+    if isinstance(given, list) and arrays and hasattr(other, "__len__"):
+        arrays = len(parts) != len(other) and all(len(part) == len(other) for part in parts)
+    if not arrays and not isinstance(given, Mapping):
+        return
+    remedy = {
+        "x": "concatenate several inputs of a sample into one array, np.concatenate([a.reshape(n, -1), ...], axis=1),"
+        " and split it in the model",
+        "y": "stack several labels of a sample into one array, np.stack([a, ...], axis=1), and take them apart in the"
+        " loss of fedrax.contract.supervised",
+    }
+    raise FedraxError(f"{what} is one array [n, ...], not a {type(given).__name__} of {len(parts)}: {remedy[what]}.")
 
 
 def _conversion_hint(given: Any, x: np.ndarray, y: np.ndarray) -> str:
     """Hint on how to convert non-numeric samples to numbers."""
-    if hint := _multi_input_hint(given, y):
-        return hint
     if hasattr(given, "toarray"):
         return "; x.toarray() gives a dense array"
     if hasattr(given, "collect"):
@@ -306,13 +330,28 @@ def decode_bytes(array: np.ndarray) -> np.ndarray:
     return np.char.decode(array, "utf-8", "backslashreplace") if array.dtype.kind == "S" else array
 
 
+def count_classes(parts: Sequence[np.ndarray], padding: int | None, where: str) -> int:
+    """Number of classes of integer labels, training and test ones: the largest label plus one.
+
+    Raises FedraxError, prefixed by ``where``, for one label a row in which most numbers up to the largest never occur:
+    they are codes, such as years, and would give a model an output for each number between them.
+    """
+    classes = max(label_range(part, padding)[1] for part in parts) + 1
+    if classes > _MAX_IMPLIED_CLASSES and parts[0].ndim == 1:
+        used = np.unique(np.concatenate([np.unique(part) for part in parts]))
+        if len(used) * _MAX_CLASSES_PER_LABEL < classes:
+            raise FedraxError(
+                f"{where}: labels are classes 0, 1, ..., so that the label {used[-1]} makes {classes:,} classes, of"
+                f" which {len(used):,} occur: as strings, y.astype(str), each number that occurs is a class{_NAMED};"
+                f" num_classes={classes} keeps all classes."
+            )
+    return classes
+
+
 def label_range(labels: np.ndarray, padding: int | None) -> tuple[int, int]:
     """Smallest and largest label except ``padding``; (0, -1) without labels."""
     counted = labels if padding is None else labels[labels != padding]
     return (int(counted.min()), int(counted.max())) if counted.size else (0, -1)
-
-
-_INT32_MAX = np.iinfo(np.int32).max
 
 
 def _to_jax_dtype(array: np.ndarray, what: str) -> np.ndarray:
@@ -350,8 +389,8 @@ def check_parts(data: Any, where: str) -> None:
 
 def _check_scale(mean: tuple[float, ...], std: tuple[float, ...], dtype: np.dtype, where: str) -> None:
     """Raise FedraxError, prefixed by ``where``, unless mean and std standardize bytes that are scaled by 1/255."""
-    if len(mean) != len(std) or any(s <= 0 for s in std):
-        raise FedraxError(f"{where}: mean and std need one number per channel, std above 0.")
+    if len(mean) != len(std) or not (np.isfinite((*mean, *std)).all() and all(s > 0 for s in std)):
+        raise FedraxError(f"{where}: mean and std need one finite number per channel, std above 0.")
     if mean and dtype != np.uint8:
         raise FedraxError(
             f"{where}: mean and std standardize image bytes (uint8), and x is {dtype}: standardize x, and leave them"
@@ -388,6 +427,7 @@ def check_samples(
             raise FedraxError(f"{where}: JAX does not support {what} of dtype {array.dtype}; as_samples converts it.")
     if padding is not None and (num_classes is None or y.ndim == 1):
         raise FedraxError(f"{where}: padding needs class labels y [n, ...] of positions, not shape {y.shape}.")
+    check_finite(samples, where)
     if num_classes is None:
         if y.dtype.kind != "f":
             raise FedraxError(f"{where}: regression targets must be floating-point, not {y.dtype}.")
@@ -400,6 +440,62 @@ def check_samples(
     if low < 0 or high >= num_classes:
         or_padding = "" if padding is None else f", or be the padding {padding}"
         raise FedraxError(f"{where}: labels must lie in 0 .. {num_classes - 1}{or_padding}, found {low} .. {high}.")
+
+
+def nonfinite_rows(array: np.ndarray, piece_bytes: int = _PIECE_BYTES) -> np.ndarray:
+    """The rows of an array [n, ...] with a number that is NaN or infinite, int64, in ascending order.
+
+    Reads pieces of ``piece_bytes``, which may be memory-mapped, and takes the time of their sum: only where a sum is
+    not finite are its terms looked at.
+    """
+    found: list[np.ndarray] = []
+    if array.dtype.kind == "f" and array.size:
+        step = max(1, piece_bytes * len(array) // array.nbytes)
+        for first in range(0, len(array), step):
+            piece = array[first : first + step]
+            with np.errstate(over="ignore", invalid="ignore"):
+                sound = np.isfinite(piece.sum(dtype=np.result_type(array.dtype, np.float32)))
+            if not sound:  # a sum of finite numbers can overflow
+                found.append(first + np.nonzero(~np.isfinite(piece).reshape(len(piece), -1).all(1))[0])
+            release_pages(array)
+    return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+
+def check_finite(
+    samples: Samples,
+    where: str,
+    *,
+    names: tuple[str, str] = ("x", "y"),
+    rows: np.ndarray | None = None,
+    columns: Sequence[object] = (),
+    memory_mapped: bool = False,
+) -> None:
+    """Raise FedraxError for samples with numbers that are NaN or infinite.
+
+    Args:
+        samples: The samples.
+        where: Prefix of the message.
+        names: Names of x and y in the message.
+        rows: The row of each sample in the arrays that the user gave, if they are in another order.
+        columns: Names of the columns of x, if it was a table.
+        memory_mapped: Whether memory-mapped arrays are read.
+    """
+    for what, array, titles in zip(names, samples, (columns, ()), strict=True):
+        if is_memory_mapped(array) and not memory_mapped:
+            continue
+        bad = nonfinite_rows(array)
+        if not len(bad):
+            continue
+        given = bad if rows is None else rows[bad]
+        row, given_row = int(bad[given.argmin()]), int(given.min())
+        entry = tuple(int(i) for i in np.argwhere(~np.isfinite(array[row]))[0])
+        value = array[row][entry]
+        index = ", ".join(map(str, (given_row, *entry)))
+        place = f"column {titles[entry[0]]!r} of row {given_row}" if titles else f"{what}[{index}]"
+        raise FedraxError(
+            f"{where}: {what} is not finite in {len(bad):,} of {len(array):,} rows, first {place} = {value}: leave"
+            " those rows out, or fill in numbers."
+        )
 
 
 def numpy_generator(seed: int, purpose: str) -> np.random.Generator:

@@ -6,22 +6,26 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from fedrax.config.arguments import checked_arguments
 from fedrax.data.dataset import (
     Dataset,
     Samples,
     as_samples,
+    check_finite,
     check_matching_shapes,
     check_parts,
+    column_names,
+    count_classes,
     decode_bytes,
     encode_string_labels,
     is_missing,
-    label_range,
     make_preprocess,
     numpy_generator,
     train_test_split,
 )
 from fedrax.data.partition import Natural, Partitioner
-from fedrax.errors import FedraxError
+from fedrax.errors import FedraxError, describe_value
+from fedrax.host_memory import is_memory_mapped
 
 if TYPE_CHECKING:
     from fedrax.contract.task import Preprocess
@@ -35,6 +39,10 @@ class Federation:
     """Samples grouped by client, in arrays without an object per client.
 
     All arrays are C-contiguous and 64-byte aligned. `Federation.from_dataset` and `Federation.from_arrays` make one.
+
+    Raises:
+        FedraxError: Arrays do not match, or a number is NaN or infinite. Memory-mapped arrays are not read for this: a
+            simulation reads them before its first round, except for training samples that it streams.
 
     Example:
         >>> x, y = np.zeros((4, 2), np.float32), np.array([0, 1, 0, 1])
@@ -93,6 +101,13 @@ class Federation:
             )
         check_parts(self, f"federation {self.name!r}")
 
+    @staticmethod
+    def _remedy(value: object) -> str:
+        """How to make a federation of ``value``; empty if unknown."""
+        if isinstance(value, Dataset):
+            return "Federation.from_dataset divides it"
+        return "Federation.from_arrays makes one of arrays" if isinstance(value, tuple | list | np.ndarray) else ""
+
     def __repr__(self) -> str:
         """Numbers of clients and samples, shapes and dtypes."""
         sizes, x, y = self.sizes, self.train.x, self.train.y
@@ -139,6 +154,7 @@ class Federation:
         return make_preprocess(self.pixels, self.mean, self.std, normalize)
 
     @classmethod
+    @checked_arguments
     def from_dataset(cls, dataset: Dataset, partition: Partitioner, seed: int, shuffle: bool = True) -> Self:
         """Partition the training rows of a data set over clients.
 
@@ -156,12 +172,6 @@ class Federation:
             FedraxError: The data cannot satisfy the partition's parameters, or a user's partition returns rows or
                 offsets out of range.
         """
-        if not isinstance(dataset, Dataset):
-            raise FedraxError(
-                f"a partition divides a fedrax.Dataset, not {_describe(dataset)}: Federation.from_arrays takes arrays."
-            )
-        if isinstance(partition, type) or not hasattr(partition, "assign"):
-            raise FedraxError(f"a partition is an object such as Shards(clients=20), not {_describe(partition)}.")
         rows, offsets = _assign(partition, dataset, seed)
         test_rows, test_offsets, names = None, None, ()
         if isinstance(partition, Natural) and dataset.train_clients is not None:
@@ -171,10 +181,12 @@ class Federation:
                 test_rows, test_offsets = _group_test_rows(clients, dataset.test_clients)
         if shuffle:
             rows = rows[_shuffle_within_clients(offsets, seed)]
+        where = f"data set {dataset.name!r}"
+        test = dataset.test
         return cls(
-            train=take_rows(dataset.train, rows),
+            train=_take_finite(dataset.train, rows, f"{where}, training part"),
             offsets=aligned_array(offsets),
-            test=_aligned_samples(dataset.test) if test_rows is None else take_rows(dataset.test, test_rows),
+            test=_aligned_samples(test) if test_rows is None else _take_finite(test, test_rows, f"{where}, test part"),
             test_offsets=test_offsets,
             num_classes=dataset.num_classes,
             mean=dataset.mean,
@@ -190,14 +202,15 @@ class Federation:
         )
 
     @classmethod
+    @checked_arguments
     def from_arrays(
         cls,
-        x: np.ndarray,
-        y: np.ndarray,
+        x: Any,
+        y: Any,
         client_ids: Any = None,
         *,
         offsets: np.ndarray | None = None,
-        test: tuple[np.ndarray, np.ndarray] | None = None,
+        test: Any = None,
         test_client_ids: Any = None,
         test_offsets: np.ndarray | None = None,
         num_classes: int | None = None,
@@ -226,7 +239,7 @@ class Federation:
             test_client_ids: Client of each test row; only with ``client_ids``.
             test_offsets: Start of each client in the test rows, [N + 1]; only with ``offsets``.
             num_classes: Number of classes of integer labels; by default the number of ``class_names``, or else the
-                largest label plus one.
+                largest label plus one, unless most of these classes would be empty.
             mean: Mean per channel, after pixels are scaled by 1/255.
             std: Standard deviation per channel, on the same scale.
             class_names: Names of the classes.
@@ -240,12 +253,14 @@ class Federation:
             The federation.
 
         Raises:
-            FedraxError: Arrays do not match, a client has no rows, or labels are out of range.
+            FedraxError: Arrays do not match, a client has no rows, labels are out of range, or a number is NaN or
+                infinite (memory-mapped arrays are not read for this unless their rows are copied).
         """
-        y, test, class_names = encode_string_labels(y, test, class_names)
-        train, tested = _train_and_test(x, y, test, padding, f"federation {name!r}")
+        where = f"federation {name!r}"
+        y, test, class_names = encode_string_labels(y, _check_test(test), class_names)
+        train, tested = _train_and_test(x, y, test, padding, where)
         if train.y.dtype.kind == "i" and num_classes is None:
-            num_classes = len(class_names) or max(label_range(part.y, padding)[1] for part in (train, tested)) + 1
+            num_classes = len(class_names) or count_classes([train.y, tested.y], padding, where)
         _check_owners(client_ids, offsets, test_client_ids, test_offsets)
         rows, test_rows, names = None, None, ()
         if client_ids is not None:
@@ -258,9 +273,11 @@ class Federation:
         if shuffle:
             rows = (np.arange(len(train.y)) if rows is None else rows)[_shuffle_within_clients(offsets, seed)]
         return cls(
-            train=_aligned_samples(train) if rows is None else take_rows(train, rows),
+            train=_aligned_samples(train) if rows is None else _take_finite(train, rows, f"{where}, training part"),
             offsets=aligned_array(offsets),
-            test=_aligned_samples(tested) if test_rows is None else take_rows(tested, test_rows),
+            test=_aligned_samples(tested)
+            if test_rows is None
+            else _take_finite(tested, test_rows, f"{where}, test part"),
             test_offsets=None if test_offsets is None else aligned_array(np.asarray(test_offsets, np.int64)),
             num_classes=num_classes,
             mean=mean,
@@ -282,14 +299,21 @@ def _train_and_test(
     check_matching_shapes(train, tested, where)
     if not len(train.y):
         raise FedraxError("a federation needs training samples.")
+    check_finite(train, f"{where}, training part", columns=column_names(x))
+    check_finite(tested, f"{where}, test part", columns=() if test is None else column_names(test[0]))
     return train, tested
 
 
-def _describe(value: object) -> str:
-    """An argument of a wrong type, for messages."""
-    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+def _check_test(test: Any) -> Any:
+    """``test`` if it is a pair (x, y), or None."""
+    if test is None or (isinstance(test, tuple | list) and len(test) == 2):
+        return test
+    found = f"{len(test)} items" if isinstance(test, tuple | list) else describe_value(test)
+    hint = ": test_client_ids are the clients of its rows" if isinstance(test, tuple | list) and len(test) == 3 else ""
+    raise FedraxError(f"test must be a pair (x, y) of the test samples, not {found}{hint}.")
 
 
+@checked_arguments
 def aligned_array(array: np.ndarray) -> np.ndarray:
     """Return ``array`` if it is C-contiguous and 64-byte aligned, else an aligned copy.
 
@@ -337,6 +361,14 @@ def take_rows(samples: Samples, rows: np.ndarray) -> Samples:
         return np.take(array, rows, axis=0, out=out, mode="clip")
 
     return Samples(take(samples.x), take(samples.y))
+
+
+def _take_finite(samples: Samples, rows: np.ndarray, where: str) -> Samples:
+    """Rows of samples; of memory-mapped ones, which were not read before, FedraxError unless they are finite."""
+    taken = take_rows(samples, rows)
+    if any(map(is_memory_mapped, samples)):
+        check_finite(taken, where, rows=rows)
+    return taken
 
 
 def _assign(partition: Partitioner, dataset: Dataset, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -456,6 +488,19 @@ def _check_offsets(offsets: np.ndarray, rows: int, where: str) -> np.ndarray:
     return offsets.astype(np.int64, copy=False)
 
 
+def check_memory_mapped(federation: Federation, training: bool) -> None:
+    """Raise FedraxError unless memory-mapped samples, which `Federation` does not read, are finite.
+
+    Args:
+        federation: The federation.
+        training: Whether to read the training samples, too, and not only the test samples.
+    """
+    for part, samples, read in (("training", federation.train, training), ("test", federation.test, True)):
+        if read and any(map(is_memory_mapped, samples)):
+            check_finite(samples, f"federation {federation.name!r}, {part} part", memory_mapped=True)
+
+
+@checked_arguments
 def hold_out(federation: Federation, share: float, seed: int = 0) -> Federation:
     """Replace the test data by a validation split: a share of each client's training rows.
 

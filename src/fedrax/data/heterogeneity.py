@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fedrax.config.arguments import checked_arguments
 from fedrax.data.federation import Federation
 from fedrax.data.partition import MAX_TABLE
 from fedrax.errors import FedraxError
@@ -43,6 +44,7 @@ class Heterogeneity:
     """Mean number of classes of which a client holds at least one sample."""
 
 
+@checked_arguments
 def label_counts(federation: Federation) -> np.ndarray:
     """Count the training samples of each class at each client.
 
@@ -76,6 +78,7 @@ def label_counts(federation: Federation) -> np.ndarray:
     return cells.reshape(clients, classes)
 
 
+@checked_arguments
 def has_one_label(federation: Federation) -> bool:
     """Whether every sample has exactly one class label, as `label_counts` needs.
 
@@ -93,6 +96,7 @@ def has_one_label(federation: Federation) -> bool:
     return federation.num_classes is not None and federation.train.y.ndim == 1
 
 
+@checked_arguments
 def measure_heterogeneity(federation: Federation) -> Heterogeneity:
     """Measure client sizes and label heterogeneity of the training samples.
 

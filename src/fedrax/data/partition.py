@@ -10,8 +10,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from fedrax.config.arguments import checked_fields
 from fedrax.data.dataset import Dataset, numpy_generator
-from fedrax.errors import FedraxError, known_fields_only
+from fedrax.errors import FedraxError
 
 DIRICHLET_ATTEMPTS = 100
 """Draws of `DirichletClients` before it raises."""
@@ -477,7 +478,7 @@ PARTITIONS: dict[str, type] = {
     "natural": Natural,
 }
 for _partition in PARTITIONS.values():
-    known_fields_only(_partition)
+    checked_fields(_partition)
 
 
 def _num_rows(dataset: Dataset, clients: int) -> int:

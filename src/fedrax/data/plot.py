@@ -7,6 +7,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from fedrax.config.arguments import checked_arguments
 from fedrax.data.federation import Federation
 from fedrax.data.heterogeneity import label_counts
 from fedrax.errors import FedraxError
@@ -18,6 +19,7 @@ LINE = 0.125
 """Line spacing of small text in inches."""
 
 
+@checked_arguments
 def draw_label_counts(federation: Federation, clients: int = 50) -> Figure:
     """Plot the label counts of the first clients, as in GradMA's figure 8.
 
@@ -78,6 +80,7 @@ def _short(names: Sequence[str]) -> list[str]:
     return [escape_matplotlib(name if len(name) <= 30 else f"{name[:29]}…") for name in names]
 
 
+@checked_arguments
 def save_label_counts(federation: Federation, path: str | Path, clients: int = 50) -> tuple[Path, Path]:
     """Save the plot of `draw_label_counts` as PNG and SVG.
 

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from fedrax.config.arguments import checked_arguments
 from fedrax.data.dataset import (
     Dataset,
     Samples,
     as_samples,
+    check_finite,
+    count_classes,
     decode_bytes,
-    label_range,
     numpy_generator,
     train_test_split,
 )
@@ -73,6 +75,7 @@ class DatasetEntry:
         return SOURCES.get(self.name, ())
 
 
+@checked_arguments
 def load(name: str, /, data_dir: str | Path | None = None, **options: object) -> Dataset:
     """Load a data set by name.
 
@@ -102,14 +105,16 @@ def load(name: str, /, data_dir: str | Path | None = None, **options: object) ->
     missing = [k for k, p in accepted.items() if p.default is p.empty and k not in options]
     if missing:
         raise FedraxError(f"data set {name!r} needs the option {missing[0]!r}.")
+    read = checked_arguments(entry.read)
     if not entry.needs_files:
-        return entry.read(**options)
+        return read(**options)
     chosen = {option: parameter.default for option, parameter in accepted.items()} | options
     published = [file for source in entry.sources for file in source.files]
     files = [file.format(**chosen) for file in entry.files]
-    return entry.read(data_directory(data_dir, name, files, published), **options)
+    return read(data_directory(data_dir, name, files, published), **options)
 
 
+@checked_arguments
 def download(
     name: str, data_dir: str | Path | None = None, mirror: str | None = None, report: Callable[[str], None] = print
 ) -> tuple[Path, ...]:
@@ -404,14 +409,12 @@ def _from_npz(
     train = as_samples(arrays["x_train"], labels[0], padding)
     test = as_samples(arrays["x_test"], labels[1], padding)
     for part, samples in (("train", train), ("test", test)):
-        for key, array in zip("xy", samples, strict=True):
-            if array.dtype.kind == "f" and not np.isfinite(array).all():
-                raise FedraxError(f"{path}: {key}_{part} holds numbers that are not finite.")
+        check_finite(samples, str(path), names=(f"x_{part}", f"y_{part}"))
     if not len(train.y):
         raise FedraxError(f"{path} holds no training samples.")
     classes = None
     if train.y.dtype.kind == "i":
-        classes = len(class_names) or max(label_range(part.y, padding)[1] for part in (train, test)) + 1
+        classes = len(class_names) or count_classes([train.y, test.y], padding, str(path))
     keys = [key for key in (f"{client}_train", f"{client}_test") if key in arrays]
     if keys == [f"{client}_test"]:
         raise FedraxError(f"{path} holds {client}_test without {client}_train: give both, only the latter, or neither.")

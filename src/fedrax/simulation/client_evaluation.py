@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedrax import tree
+from fedrax.config.arguments import checked_arguments
 from fedrax.config.user_errors import translate_errors
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.checks import checked_personal
@@ -25,6 +26,7 @@ from fedrax.contract.model import with_statistics
 from fedrax.contract.task import Batch, Task, Variables
 from fedrax.data import Federation
 from fedrax.errors import FedraxError
+from fedrax.host_memory import release_pages
 from fedrax.prng.keys import FINETUNING, purpose_key
 from fedrax.simulation.evaluation import (
     OUTPUTS,
@@ -43,7 +45,6 @@ from fedrax.simulation.evaluation import (
 from fedrax.simulation.executors.compiled import Engine
 from fedrax.simulation.executors.execution_plan import make_mesh
 from fedrax.simulation.placement.client_states import read_rows
-from fedrax.simulation.placement.streaming import release_pages
 from fedrax.simulation.results.result import PersonalMetrics, Result
 from fedrax.simulation.round import ClientRecord, RoundInputs, RoundProgram, client_data, client_inputs, client_keys
 from fedrax.simulation.settings import Settings
@@ -333,6 +334,7 @@ class PersonalEvaluator:
         return with_statistics(tuned, carried.statistics)
 
 
+@checked_arguments
 def client_metrics(result: Result, task: Task, federation: Federation) -> pl.DataFrame:
     """Evaluate the final global model on each client's own data.
 

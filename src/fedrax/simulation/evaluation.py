@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from fedrax.contract.task import OfOutputs
 from fedrax.errors import FedraxError, warn
-from fedrax.simulation.placement.streaming import release_pages
+from fedrax.host_memory import release_pages
 from fedrax.tree import Tree
 from fedrax.xla import CLIENT_AXIS, CodeFingerprint, optimize, optimize_forward
 

@@ -22,6 +22,7 @@ from fedrax.contract.model import with_statistics
 from fedrax.contract.table import holds_tables
 from fedrax.contract.task import Batch, Task
 from fedrax.data import Federation
+from fedrax.data.federation import check_memory_mapped
 from fedrax.prng.keys import RUN, purpose_key
 from fedrax.simulation.client_evaluation import EvaluationMetrics, PersonalEvaluator
 from fedrax.simulation.evaluation import Evaluator, StreamedEvaluator, parameter_metrics, trace_evaluation
@@ -216,7 +217,9 @@ def _room(
     budget.reserve(budget.device_bytes(federation.test))
     uneven = run.by_samples or settings.stragglers > 0
     store_bytes = row_bytes * rows_per_device(run.sampler, mesh.devices.size, row_bytes, uneven)
-    return choose_placement(settings, Batch(*federation.train), store_bytes, budget)
+    streamed, spilled = choose_placement(settings, Batch(*federation.train), store_bytes, budget)
+    check_memory_mapped(federation, training=not streamed)
+    return streamed, spilled
 
 
 def _planner(run: ValidatedRun, federation: Federation, settings: Settings, devices: int) -> Planner:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fedrax.data.dataset import Dataset
+from fedrax.config.arguments import checked_arguments
+from fedrax.data.dataset import Dataset, nonfinite_rows
 from fedrax.data.readers.array_files import MAX_BYTES
 from fedrax.data.readers.assembly import reject_unused_options
 from fedrax.data.readers.images import (
@@ -142,6 +143,7 @@ def _sample_kind(kinds: dict[str, str], chosen: ColumnRoles, given: dict[str, An
     return found
 
 
+@checked_arguments
 def from_huggingface(dataset: Any, **options: Any) -> Dataset:
     """Convert a data set of Hugging Face's ``datasets`` that is in memory.
 
@@ -395,6 +397,6 @@ def _nested_lists(column: pl.Series, name: str) -> np.ndarray:
     if not column.dtype.is_numeric() or column.null_count():
         raise FedraxError(f"{name}: lists must hold numbers, and no missing values, not {column.dtype}.")
     array = column.to_numpy().reshape(shape)
-    if not np.isfinite(array).all():
-        raise FedraxError(f"{name} holds numbers that are not finite.")
+    if len(bad := nonfinite_rows(array)):
+        raise FedraxError(f"{name} holds numbers that are not finite, in {len(bad):,} rows, the first is row {bad[0]}.")
     return array

@@ -199,8 +199,7 @@ def _partition_values(table: pl.DataFrame, chosen: ColumnRoles, name: str, path:
     values = table[name].to_numpy()
     if values.dtype.kind != "f":
         return encode_categories(values)[1]
-    if not np.isfinite(values).all():
-        raise FedraxError(f"{path}: column {name!r} holds numbers that are not finite.")
+    _reject_nonfinite(values, name, path)
     return values
 
 
@@ -241,9 +240,20 @@ def _labels(table: pl.DataFrame, chosen: ColumnRoles, path: object) -> np.ndarra
         y = np.array([format_number(value) for value in column.to_list()])
     else:
         y = column.to_numpy()
-    if y.dtype.kind == "f" and not np.isfinite(y).all():
-        raise FedraxError(f"{path}: column {label!r} holds numbers that are not finite.")
+    if y.dtype.kind == "f":
+        _reject_nonfinite(y, label, path)
     return y
+
+
+def _reject_nonfinite(values: np.ndarray, name: str, path: object, limit: float = np.finfo(np.float64).max) -> None:
+    """Raise FedraxError, naming the first row, for numbers of a column beyond ``limit``; rows count from 0."""
+    bad = ~(np.abs(values) <= limit)
+    if bad.any():
+        beyond = "" if limit == np.finfo(np.float64).max else ", or beyond 32-bit floats"
+        raise FedraxError(
+            f"{path}: column {name!r} holds numbers that are not finite{beyond}, in {bad.sum():,} rows, the first"
+            f" {values[bad][0]} in row {bad.argmax()}."
+        )
 
 
 def label_notes(table: pl.DataFrame, chosen: ColumnRoles) -> list[str]:
@@ -293,7 +303,7 @@ def _reject_missing(table: pl.DataFrame, column: str, path: object) -> None:
     if found.null_count():
         raise FedraxError(
             f"{path}: column {column!r} has missing values, which are not allowed there: remove those rows, of which"
-            f" there are {found.null_count():,}"
+            f" there are {found.null_count():,}, the first row {found.is_null().arg_max()}"
         )
 
 
@@ -561,9 +571,9 @@ def _encode_features(table: pl.DataFrame, chosen: ColumnRoles, train: np.ndarray
         lost = column.null_count()
         if lost and chosen.missing == "refuse":
             raise FedraxError(
-                f'{path}: column {name!r} has missing values, {lost} of them: missing = "mean" replaces them by the'
-                " mean of the training rows, a number by that number, and missing texts become a category of their own;"
-                " drop leaves the column out."
+                f"{path}: column {name!r} has missing values, {lost} of them, the first in row"
+                f' {column.is_null().arg_max()}: missing = "mean" replaces them by the mean of the training rows, a'
+                " number by that number, and missing texts become a category of their own; drop leaves the column out."
             )
         if name in chosen.categorical or is_text(column):
             part, of_column = _categorical_column(column, name, train, chosen.max_categories, path)
@@ -627,8 +637,8 @@ def _numeric_column(column: pl.Series, name: str, train: np.ndarray, path: str) 
 
     values = column.cast(pl.Float64).to_numpy().astype(np.float64)
     lost = np.isnan(values)
-    if not (np.abs(values[~lost]) <= np.finfo(np.float32).max).all():  # their squares would be infinite
-        raise FedraxError(f"{path}: column {name!r} holds numbers that are not finite, or beyond 32-bit floats.")
+    # the squares of numbers beyond 32-bit floats would be infinite
+    _reject_nonfinite(np.where(lost, 0, values), name, path, float(np.finfo(np.float32).max))
     if lost[train].all():
         raise FedraxError(f"{path}: column {name!r} has no value in any training row: drop it.")
     return values

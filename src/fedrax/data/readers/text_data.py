@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fedrax.config.arguments import checked_arguments
 from fedrax.data.dataset import Dataset, Samples, numpy_generator, train_test_split
 from fedrax.data.readers.array_files import MAX_BYTES
 from fedrax.data.readers.table_files import parquet_errors
@@ -74,6 +75,7 @@ def tokenize(text: str) -> list[str]:
     return (_ASCII_WORD if text.isascii() else _unicode_word()).findall(text)
 
 
+@checked_arguments
 def build_vocabulary(texts: Iterable[Sequence[str]], min_count: int = 1, largest: int = 100_000) -> tuple[str, ...]:
     """Collect the most frequent words, in order of decreasing frequency and then alphabetically.
 
@@ -104,6 +106,7 @@ def build_vocabulary(texts: Iterable[Sequence[str]], min_count: int = 1, largest
     return tuple(word for _, word in sorted(kept)[:largest])
 
 
+@checked_arguments
 def encode_words(texts: Sequence[Sequence[str]], words: Sequence[str], length: int) -> np.ndarray:
     """Encode tokenized texts as token numbers, truncated or padded to ``length``.
 

@@ -13,11 +13,11 @@ from jax.sharding import Mesh
 from fedrax import tree
 from fedrax.contract.algorithm import Algorithm, Info
 from fedrax.data import Federation
+from fedrax.data.dataset import nonfinite_rows
 from fedrax.errors import FedraxError
 from fedrax.simulation.executors.compiled import CLIENT_INFO, RECORDED_PHASES, Engine, RoundState, stack_records
 from fedrax.simulation.executors.phase import PhaseRunner, PhaseState
 from fedrax.simulation.placement.planner import device_round, merge_devices
-from fedrax.simulation.placement.streaming import release_pages
 from fedrax.simulation.results.message_recorder import RecordedPhase, broadcast_statistics, phases_to_host
 from fedrax.simulation.results.result import Result
 from fedrax.simulation.round import (
@@ -30,9 +30,6 @@ from fedrax.simulation.round import (
     run_round,
 )
 from fedrax.tree import Tree
-
-_PIECE_BYTES = 16 << 20
-"""Bytes of samples that are checked at once: they may be memory-mapped and larger than memory."""
 
 
 class NonFiniteError(FedraxError):
@@ -180,23 +177,18 @@ def diagnose_divergence(
     return at_the_server
 
 
-def describe_nonfinite_samples(federation: Federation, piece_bytes: int = _PIECE_BYTES) -> str:
-    """A clause on training samples that are not finite, of which nothing finite can be made; empty without any."""
-    bad = np.zeros(len(federation.train.y), bool)
-    for part in federation.train:
-        if not np.issubdtype(part.dtype, np.inexact):
-            continue
-        step = max(1, piece_bytes * len(part) // max(1, part.nbytes))
-        for first in range(0, len(part), step):
-            piece = part[first : first + step]
-            bad[first : first + step] |= ~np.isfinite(piece).reshape(len(piece), -1).all(1)
-            release_pages(part)
-    if not bad.any():
+def describe_nonfinite_samples(federation: Federation) -> str:
+    """A clause on training samples that are not finite, of which nothing finite can be made; empty without any.
+
+    A federation is made of finite samples, but its arrays may have changed, and memory-mapped ones are not read.
+    """
+    x, y = map(nonfinite_rows, federation.train)
+    bad = np.union1d(x, y)
+    if not len(bad):
         return ""
-    row = int(bad.argmax())
-    client = int(np.searchsorted(federation.offsets, row, side="right")) - 1
-    first = f"sample {row - federation.offsets[client]} of client {client}"
-    return f"; {bad.sum():,} of the training samples are not finite themselves, the first is {first}"
+    client = int(np.searchsorted(federation.offsets, bad[0], side="right")) - 1
+    first = f"sample {bad[0] - federation.offsets[client]} of client {client}"
+    return f"; {len(bad):,} of the training samples are not finite themselves, the first is {first}"
 
 
 def _first(array: Array) -> Array:

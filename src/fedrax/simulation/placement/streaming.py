@@ -7,7 +7,6 @@ are written back. A block ends before the round whose rows would not fit.
 
 from __future__ import annotations
 
-import mmap
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from fedrax import tree
 from fedrax.background_thread import run_in_background
 from fedrax.data.federation import allocate_aligned
 from fedrax.errors import FedraxError
+from fedrax.host_memory import release_pages
 from fedrax.simulation.executors.compiled import RoundState
 from fedrax.simulation.placement.client_states import moved_rows
 from fedrax.simulation.placement.memory_budget import MemoryBudget
@@ -61,16 +61,6 @@ def choose_placement(settings: Settings, samples: Tree, store_bytes: int, budget
         spilled = settings.states == "spilled" and store_bytes > 0
     budget.reserve(0 if spilled else store_bytes)
     return streamed, spilled
-
-
-def release_pages(array: np.ndarray) -> None:
-    """Drop the pages of a memory-mapped array from this process; they stay in the page cache."""
-    mode, base = None, array
-    while isinstance(base, np.ndarray):
-        mode = base.mode if isinstance(base, np.memmap) else mode
-        base = base.base
-    if isinstance(base, mmap.mmap) and mode in ("r", "r+", "w+"):  # a copy-on-write mapping would lose its changes
-        base.madvise(mmap.MADV_DONTNEED)
 
 
 # -- rows of a block -----------------------------------------------------------------------------------------------
