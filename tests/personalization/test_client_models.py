@@ -70,6 +70,7 @@ def test_a_resumed_run_has_the_models_of_all_clients(tmp_path: Path):
     run(FEDBN, task=NORM, **SETTINGS | {"rounds": 2}, directory=tmp_path)
     for _ in range(2):  # the second time the run is finished already
         again = run(FEDBN, task=NORM, **SETTINGS, directory=tmp_path, resume=True)
+        assert client_metrics(again, NORM, FEDERATION).equals(client_metrics(whole, NORM, FEDERATION))
         for client in range(FEDERATION.num_clients):
             jax.tree.map(np.testing.assert_array_equal, again.client_model(client), whole.client_model(client))
 
@@ -98,6 +99,7 @@ def test_a_run_directory_alone_has_the_models(tmp_path: Path):
     for _ in range(2):
         again = load_result(directory)
         assert again.stopped == "rounds" and again.events == result.events
+        assert client_metrics(again, task, federation).equals(client_metrics(result, task, federation))
         np.testing.assert_array_equal(again.predict(x), result.predict(x))
         for client in range(4):
             np.testing.assert_array_equal(again.predict(x, client), result.predict(x, client))

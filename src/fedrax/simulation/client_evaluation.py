@@ -340,7 +340,7 @@ def client_metrics(result: Result, task: Task, federation: Federation) -> pl.Dat
 
     Clients are evaluated on their test samples, or on their training samples where test data have no owner. For
     personal methods, and with ``finetune``, metrics of these models follow (``personal_accuracy``,
-    ``finetuned_loss``), if the federation is that of the run and the result was not read from a directory.
+    ``finetuned_loss``), if the federation is that of the run and the result has client states.
 
     Args:
         result: the result of a run.

@@ -94,7 +94,7 @@ def simulate(
         settings: the settings of the run; the defaults if None.
         params: starting parameters, in place of ``task.init``.
         script: given cohorts and local work, in place of random draws.
-        directory: where to write events, checkpoints and a description of the machine; nothing is written by default.
+        directory: where to write events, checkpoints, the model and a description; nothing is written by default.
             A directory that holds a run raises, unless ``resume`` is set, and so does one that another run writes to.
         resume: continue from the directory's checkpoint, if it has one.
         sinks: objects that receive every event.
@@ -402,6 +402,9 @@ class Run:
 
     def _result(self, carry: RoundState, stopped: str) -> Result:
         setup, server = self.setup, self.setup.engine.whole_server(carry)
+        if self.personal_metrics is None and stopped != "diverged" and self.has_clients and setup.personal is not None:
+            here = carry._replace(store=self.storage.store(carry))  # a run that was finished before evaluates nothing
+            self.personal_metrics = setup.evaluate(setup.algorithm, here, setup.initial, {}).personal_metrics
         store, homes = self.storage.store(carry), setup.planner.rows()
         clients = {
             "store": store,

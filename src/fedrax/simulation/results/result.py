@@ -130,8 +130,8 @@ class Result:
     num_clients: int = 0
     """N, the clients of the federation."""
     personal_metrics: PersonalMetrics | None = None
-    """Metrics of personal and fine-tuned models in the last evaluation; None for runs without such models and for
-    results that were read from a directory."""
+    """Metrics of personal and fine-tuned models in the last evaluation; None for runs without such models
+    and for results without client states."""
 
     def __repr__(self) -> str:
         """Rounds, plan, traffic and the last value of every metric."""
