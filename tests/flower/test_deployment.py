@@ -14,6 +14,7 @@ import warnings
 import zipfile
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -171,7 +172,7 @@ def test_what_no_federation_can_do_is_said_before_anything_is_written(
 
 def test_run_and_node_config_replace_arguments(tmp_path: Path):
     """A server's run config and a client's node config; a client never takes its seed from the server."""
-    method = FedAvg(local=LocalSGD(lr=0.05, steps=2))
+    method = FedAvg(local=LocalSGD(lr=0.05, steps=2, batch_size=2))  # of other samples with another seed
     config = {"rounds": 2, "seed": 3, "directory": str(tmp_path / "run"), "target": "none", "of the app": 1}
     events = []
     for node_config in ({"seed": 3}, {"seed": 3, "directory": str(tmp_path / "clients")}, {}):
@@ -184,6 +185,31 @@ def test_run_and_node_config_replace_arguments(tmp_path: Path):
     assert events[0] == events[1] != events[2] and len(events[0]) == 2
     assert read_run(tmp_path / "run0").seed == 3
     assert (tmp_path / "clients").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"resume": "yes"}, "resume in the run config must be true or false, not 'yes'"),
+        ({"seed": 1.5}, "seed in the run config must be a whole number"),
+        ({"timeout": "long"}, "timeout in the run config must be seconds"),
+        ({"directory": 3}, "directory in the run config must be a path"),
+        ({"rounds": 0}, "rounds must be"),
+    ],
+)
+def test_a_run_config_of_other_types_raises_a_clear_error(config: dict[str, Any], words: str):
+    app = server_app(FedAvg(), TASK, clients=1, rounds=1, cohort_size=1, wait=1.0)
+    grid = LocalGrid(client_app(FedAvg(), TASK, own), 1)
+    with pytest.raises(FedraxError, match=words):
+        app(grid, Context(1, 1, {}, RecordDict(), config))
+
+
+def test_a_seed_of_a_client_is_a_whole_number(caplog: pytest.LogCaptureFixture):
+    app = server_app(FedAvg(), TASK, clients=1, rounds=1, cohort_size=1, test=(X, Y))
+    grid = LocalGrid(client_app(FedAvg(), TASK, own), [{"partition-id": 0, "seed": "none"}])
+    with pytest.raises(FedraxError, match="no round received enough replies"):
+        app(grid, Context(1, 1, {}, RecordDict(), {}))
+    assert "node_config['seed'] must be a whole number, not 'none'" in caplog.text
 
 
 SLEEPER = """

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +36,8 @@ class TrialOptions:
     """Run the deployment with real processes on this machine."""
     quiet: bool = False
     """Print nothing."""
+    data_dir: Path | None = None
+    """Directory of data files; by default $FEDRAX_DATA."""
 
 
 @dataclass
@@ -43,8 +48,6 @@ class DeployOptions(TrialOptions):
     """Directory to write; by default deployments/NAME."""
     server: tuple[str, ...] = ()
     """Names or addresses of the server's machine, for which the certificate is valid besides this machine."""
-    data_dir: Path | None = None
-    """Directory of data files; by default $FEDRAX_DATA."""
 
 
 def main(args: list[str]) -> int:
@@ -80,22 +83,37 @@ def _start(directory: Path, options: TrialOptions, changed: bool) -> int:
             print(text, flush=True)
 
     try:
-        difference = rehearse(directory)
-        if difference > _TOLERANCE and not changed:
-            raise FedraxError(
-                f"the losses of the app differ from those of the simulator by up to {difference:.2g} (relative):"
-                " the method or the data of the experiment depend on more than its file"
-            )
-        say(f"rehearsal: {_compared(difference)}")
-        if options.trial:
-            say(f"trial: {_compared(run_trial(directory, say))}; all processes are stopped")
-            say(f"show it beside the simulation with: fedrax report {shlex.quote(str(directory / 'trial'))}")
-        else:
-            say(f"next: fedrax deploy {shlex.quote(str(directory))} --trial, or {directory / 'README.md'}")
+        with _data_directory(options.data_dir):
+            difference = rehearse(directory)
+            if difference > _TOLERANCE and not changed:
+                raise FedraxError(
+                    f"the losses of the app differ from those of the simulator by up to {difference:.2g} (relative):"
+                    " the method or the data of the experiment depend on more than its file"
+                )
+            say(f"rehearsal: {_compared(difference)}")
+            if options.trial:
+                say(f"trial: {_compared(run_trial(directory, say))}; all processes are stopped")
+                say(f"show it beside the simulation with: fedrax report {shlex.quote(str(directory / 'trial'))}")
+            else:
+                say(f"next: fedrax deploy {shlex.quote(str(directory))} --trial, or {directory / 'README.md'}")
     except Interrupted as stop:
         tell("fedrax: interrupted; all processes are stopped")
         return 128 + stop.signal
     return 0
+
+
+@contextmanager
+def _data_directory(directory: Path | None) -> Iterator[None]:
+    """Let the app, which runs in this process and in others, find the data files."""
+    before = os.environ.get("FEDRAX_DATA")
+    if directory is not None:
+        os.environ["FEDRAX_DATA"] = str(directory.resolve())
+    try:
+        yield
+    finally:
+        if directory is not None:
+            os.environ.pop("FEDRAX_DATA")
+            os.environ.update({} if before is None else {"FEDRAX_DATA": before})
 
 
 def _compared(difference: float) -> str:

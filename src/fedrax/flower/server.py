@@ -45,8 +45,15 @@ from fedrax.xla import CodeFingerprint, run_cached
 
 _FEDERATION_SETTINGS = tuple(FederationOptions.__annotations__)
 """Names of the settings that apply to a federation; the others are for simulations."""
-_IN_RUN_CONFIG = (*_FEDERATION_SETTINGS, "directory", "resume", "seed", "wait", "timeout")
-"""Names of the arguments that a run config may replace."""
+_KINDS = {
+    "directory": ((str,), "a path"),
+    "resume": ((bool,), "true or false"),
+    "seed": ((int,), 'a whole number or "none"'),
+    "wait": ((int, float), "seconds"),
+    "timeout": ((int, float), "seconds"),
+}
+_IN_RUN_CONFIG = (*_FEDERATION_SETTINGS, *_KINDS)
+"""Names of the arguments that a run config may replace; settings are checked where they are used."""
 
 
 class FederateArguments(FederationOptions, total=False):
@@ -106,7 +113,11 @@ def server_app(
 
 def _in_run_config(config: Mapping[str, Any]) -> Any:
     """The arguments of :func:`federate` that a run config replaces; the app may have other keys of its own."""
-    return {name: None if config[name] == "none" else config[name] for name in _IN_RUN_CONFIG if name in config}
+    found = {name: None if config[name] == "none" else config[name] for name in _IN_RUN_CONFIG if name in config}
+    for name, (kinds, words) in _KINDS.items():
+        if (value := found.get(name)) is not None and type(value) not in kinds:
+            raise FedraxError(f"{name} in the run config must be {words}, not {value!r:.80}")
+    return found
 
 
 @checked_arguments
