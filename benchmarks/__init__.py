@@ -9,5 +9,6 @@ Commands (each with ``--help``)::
     python -m benchmarks.sweep      a grid of learning rates and seeds, in one compiled call or one run at a time
     python -m benchmarks.precision  accuracy with reduced precision of matrix products
     python -m benchmarks.storage    samples streamed from disk and states spilled to disk, against memory
+    python -m benchmarks.messages   work of a Flower client for one message
     python -m benchmarks.profiles   parts of a round, kinds of time, heaviest operations
 """

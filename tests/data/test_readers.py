@@ -11,10 +11,22 @@ import pytest
 from fedrax.data import DATASETS, Federation, Natural, load
 from fedrax.data.readers.array_files import find_file, read_idx, read_npz
 from fedrax.data.readers.huggingface import _column_kind
-from fedrax.data.registry import load_idx
+from fedrax.data.registry import _bundled_digits, load_idx
 from fedrax.errors import FedraxError
 
 REAL = os.environ.get("FEDRAX_DATA")
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_digits_are_those_of_scikit_learn(elsewhere, monkeypatch):
+    """Read from its file, or by its function from a version that stores them elsewhere."""
+    from sklearn.datasets import load_digits
+
+    if elsewhere:
+        monkeypatch.setattr("fedrax.data.registry.find_spec", lambda name: None)
+    expected = load_digits(return_X_y=True)
+    for ours, theirs in zip(_bundled_digits(), expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs, strict=True)
 
 
 @pytest.fixture(autouse=True)

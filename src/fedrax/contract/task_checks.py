@@ -41,9 +41,7 @@ def check_task(task: Any, variables: Any, samples: Any, federation: Any) -> None
         FedraxError: if the model does not accept the samples, labels are outside the range of the loss, or a result is
             not one number for each sample.
     """
-    check_words(task, federation)
-    _warn_of_bytes(task, federation)
-    _within(task, samples.y)
+    check_values(task, samples, federation)
     try:
         _check_of(xla.TRACE_BATCH, task, variables, samples, federation)
     except FedraxError as error:
@@ -53,6 +51,13 @@ def check_task(task: Any, variables: Any, samples: Any, federation: Any) -> None
             _check_of(MANY, task, variables, samples, federation)
         except FedraxError:
             raise error from error.__cause__
+
+
+def check_values(task: Any, samples: Any, federation: Any) -> None:
+    """Raise FedraxError for tokens and labels that the task cannot take; shapes are not checked."""
+    check_words(task, federation)
+    _warn_of_bytes(task, federation)
+    _within(task, samples.y)
 
 
 def _check_of(rows: int, task: Any, variables: Any, samples: Any, federation: Any) -> None:

@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -155,13 +156,28 @@ def load_digits(test_fraction: float = 0.2, seed: int = 0) -> Dataset:
 
     Pixels are the original 0 .. 16 divided by 16, which is exact. The test part is stratified by class.
     """
-    from sklearn.datasets import load_digits as bundled
+    pixels, labels = _bundled_digits()
+    x = (pixels / 16).astype(np.float32).reshape(-1, 8, 8, 1)
+    train, test = train_test_split(labels, test_fraction, numpy_generator(seed, "test split"))
+    samples = as_samples(x, labels)
+    return Dataset("digits", take_rows(samples, train), take_rows(samples, test), 10, class_names=tuple("0123456789"))
+
+
+def _bundled_digits() -> tuple[np.ndarray, np.ndarray]:
+    """Pixels [n, 64] and labels [n] of scikit-learn's digits.
+
+    They are read from scikit-learn's file: importing the library takes about a second, and a client of a deployed
+    federation would do it for every message.
+    """
+    found = find_spec("sklearn")
+    for place in (found and found.submodule_search_locations) or ():
+        if (file := Path(place) / "datasets" / "data" / "digits.csv.gz").is_file():
+            table = np.loadtxt(file, delimiter=",")
+            return table[:, :-1], table[:, -1].astype(int)
+    from sklearn.datasets import load_digits as bundled  # a version that stores them elsewhere
 
     x, y = bundled(return_X_y=True)
-    x = (np.asarray(x) / 16).astype(np.float32).reshape(-1, 8, 8, 1)
-    train, test = train_test_split(np.asarray(y), test_fraction, numpy_generator(seed, "test split"))
-    samples = as_samples(x, np.asarray(y))
-    return Dataset("digits", take_rows(samples, train), take_rows(samples, test), 10, class_names=tuple("0123456789"))
+    return np.asarray(x), np.asarray(y)
 
 
 def load_mnist(data_dir: Path) -> Dataset:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from fedrax.contract.checks import check_method, checked_personal
 from fedrax.contract.client_data import Layout
 from fedrax.contract.model import with_statistics
 from fedrax.contract.task import Batch, Task
-from fedrax.contract.task_checks import check_task
+from fedrax.contract.task_checks import check_values
 from fedrax.data import Dataset, Federation, Samples
 from fedrax.devices import use_all_cores
 from fedrax.errors import FedraxError
@@ -33,11 +33,11 @@ from fedrax.flower.persistence import open_client_state
 from fedrax.flower.registry import log
 from fedrax.flower.schema import MessageSchema, message_schemas, needs_initial_parameters, shapes_of_samples
 from fedrax.flower.serialization import pack, unpack
-from fedrax.prng.keys import INITIALIZATION, RUN, purpose_key
+from fedrax.prng.keys import RUN, purpose_key
 from fedrax.simulation.evaluation import sample_values
 from fedrax.simulation.process import numeric_context
 from fedrax.simulation.round import ClientInputs, ClientRecord, ClientResult, RoundProgram, run_client
-from fedrax.simulation.validate import initial_client_state, initial_model
+from fedrax.simulation.validate import initial_client_state, model_shapes
 from fedrax.tree import Tree
 from fedrax.version import VERSION
 from fedrax.xla import CodeFingerprint
@@ -224,34 +224,44 @@ class _Client:
 
 @dataclass(frozen=True, eq=False)
 class _ClientSetup:
-    """What a client derives from algorithm, task and the shapes of its data before it trains; trees hold shapes."""
+    """What a client derives from algorithm, task and the shapes of its data before it trains; trees hold shapes.
 
+    A client has a process for each message, so that it checks only its own values: the server has checked that the
+    algorithm and the task accept samples of these shapes.
+    """
+
+    algorithm: Algorithm
     program: RoundProgram
-    phases: list[MessageSchema]
+    samples: Batch
     params: Tree
     statistics: Tree
     """The model's running statistics, such as those of batch norm."""
     initial: ClientRecord
     """The client state before the first round."""
-    broadcast_statistics: Tree
-    """The running statistics in a broadcast message; empty where each client has its own."""
 
     @classmethod
     def of(
         cls, algorithm: Algorithm, task: Task, samples: Batch, own: Federation, instructions: RoundInstructions
     ) -> _ClientSetup:
-        """Check that task, algorithm and samples fit, and trace the schema of each phase."""
-        start = initial_model(task, purpose_key(0, INITIALIZATION), None, instructions.dtype)
-        _, params, statistics, _ = start
-        check_task(task, with_statistics(params, statistics), samples, own)
+        """Check the client's values."""
+        check_values(task, samples, own)
+        params, statistics = model_shapes(task, instructions.dtype)
         initial, broken = initial_client_state(algorithm, params, statistics)
         if broken:
             raise broken[0]
         layout = Layout.of(np.array([len(samples.y)]))
         program = RoundProgram(task, layout, instructions.num_clients, chunk=0, code=CodeFingerprint(algorithm, task))
-        phases = message_schemas(program, algorithm, params, statistics, shapes_of_samples(samples))
-        broadcast_statistics = () if algorithm.traits.personal_statistics else statistics
-        return cls(program, phases, params, statistics, initial, broadcast_statistics)
+        return cls(algorithm, program, shapes_of_samples(samples), params, statistics, initial)
+
+    @property
+    def broadcast_statistics(self) -> Tree:
+        """The running statistics in a broadcast message; empty where each client has its own."""
+        return () if self.algorithm.traits.personal_statistics else self.statistics
+
+    @cached_property
+    def phases(self) -> list[MessageSchema]:
+        """The schema of each phase; traces a round, which an evaluation does not need."""
+        return message_schemas(self.program, self.algorithm, self.params, self.statistics, self.samples)
 
 
 def load_client_data(data: Data, context: Context) -> Federation:

@@ -21,7 +21,7 @@ from fedrax.config.hyperparameters import check
 from fedrax.config.user_errors import collecting_errors
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.checks import check_method
-from fedrax.contract.initialization import initial_parameters_in_background
+from fedrax.contract.initialization import initial_parameters_in_background, shapes_of
 from fedrax.contract.local_training import LocalSGD
 from fedrax.contract.model import with_statistics
 from fedrax.contract.task import Task, Variables
@@ -214,6 +214,11 @@ def initial_model(
     halves = sorted({str(x.dtype) for x in jax.tree.leaves(start.shapes) if x.dtype in (jnp.bfloat16, jnp.float16)})
     widened = f", parameters of {' and '.join(halves)} held as {dtype}" if halves else ""
     return lambda: parted(start.values()), params, statistics, widened
+
+
+def model_shapes(task: Task, dtype: str) -> tuple[Tree, Tree]:
+    """The shapes of parameters and of running statistics, without the values that :func:`initial_model` computes."""
+    return jax.eval_shape(partial(_parted, dtype=dtype), shapes_of(task))
 
 
 def initial_client_state(
