@@ -171,6 +171,115 @@ CASES = {
 }
 
 
+# -- several phases ----------------------------------------------------------------------------------------------------
+
+
+def helper() -> float:
+    """Of somebody's own method."""
+    return 1 / 0
+
+
+@hyperparameters
+class TwoPhases(FedAvg):
+    """FedAvg after a phase that brings nothing."""
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """Two."""
+        before = Phase(lambda server: server.params, self.measure, self.center)
+        return before, Phase(self.broadcast, self.client, self.server)
+
+    def init_client(self, params: Any) -> State:
+        """What the second phase needs."""
+        return State(params)
+
+    def measure(self, message: Any, state: Any, data: Any) -> Any:
+        """The first phase of a client."""
+        return ClientOutput(upload=message, state=state)
+
+    def center(self, server: Any, cohort: Any) -> Any:
+        """The first phase of the server."""
+        return server, {}
+
+    def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
+        """The second phase."""
+        return super().client(message, state, data)._replace(state=State(tree.scale(0.5, state.a)))
+
+
+@hyperparameters
+class FailsFirst(TwoPhases):
+    def measure(self, message: Any, state: Any, data: Any) -> Any:
+        raise ValueError("gone")
+
+
+@hyperparameters
+class FailsBetween(TwoPhases):
+    def center(self, server: Any, cohort: Any) -> Any:
+        return cohort.meen
+
+
+@hyperparameters
+class FailsBelow(TwoPhases):
+    def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
+        return ClientOutput(upload=helper())
+
+
+@hyperparameters
+class Nothing(TwoPhases):
+    def measure(self, message: Any, state: Any, data: Any) -> Any:
+        return None
+
+
+@hyperparameters
+class Stateless(TwoPhases):
+    def measure(self, message: Any, state: Any, data: Any) -> Any:
+        return ClientOutput(upload=message)
+
+
+@hyperparameters
+class StatelessPair(Stateless):
+    def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
+        (own,) = state
+        return ClientOutput(upload=own)
+
+
+@hyperparameters
+class FailsInALambda(TwoPhases):
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        before = Phase(lambda server: server.parameters, self.measure, self.center)
+        return before, Phase(self.broadcast, self.client, self.server)
+
+
+@hyperparameters
+class FailsInTheLibrary(fedrax.algorithms.MimeSVRG):
+    def broadcast(self, server: Any) -> Any:
+        return server.params
+
+
+NO_STATE = r": measure of phase 1 returned no state: write ClientOutput\(upload=..., state=...\) there$"
+PHASES = {
+    FailsFirst: r"^FailsFirst \(test_misuse.py, line \d+, in measure of phase 1\) fails with ValueError: gone$",
+    FailsBetween: r"line \d+, in center of phase 1\) fails with AttributeError: .* did you mean 'mean'",
+    FailsBelow: r"^FailsBelow \(.*, in helper, called by client of phase 2\) fails with ZeroDivisionError",
+    Nothing: r"^Nothing.measure of phase 1 returns nothing instead of a ClientOutput",
+    Stateless: r"line \d+, in client of phase 2\) fails with AttributeError: .* has no attribute 'a'" + NO_STATE,
+    StatelessPair: r"in client of phase 2\) fails with ValueError: not enough values to unpack .*" + NO_STATE,
+    FailsInALambda: r"in broadcast of phase 1\) fails with AttributeError: .*'parameters'",
+    FailsInTheLibrary: r"^FailsInTheLibrary.client of phase 2 fails with AttributeError: 'dict' object has no",
+}
+
+
+@pytest.mark.parametrize("kind", PHASES)
+def test_an_error_in_a_phase_names_its_function(kind: type[FedAvg]):
+    with pytest.raises(FedraxError, match=PHASES[kind]):
+        run(kind(), FEDERATION, rounds=1, devices=1)
+
+
+def test_the_phases_themselves_are_in_order():
+    assert len(run(TwoPhases(), FEDERATION, rounds=1, devices=1).events) == 1
+
+
 @pytest.mark.parametrize("sentence", CASES)
 @pytest.mark.parametrize(
     "use", [lambda m: run(m, FEDERATION, rounds=1, devices=1), check_algorithm], ids=["simulate", "check"]
@@ -193,7 +302,7 @@ def test_every_name_of_an_event_is_taken():
     for name in (*event, *reserved):
         if name != "gradients":  # which a method counts
             with pytest.raises(FedraxError, match=f"gives the info '{name}'"):
-                checked_server(FedAvg(), (jnp.ones(2), {name: 1.0}))
+                checked_server(FedAvg(), 0, (jnp.ones(2), {name: 1.0}))
 
 
 def test_an_info_that_is_not_finite_is_left_out(tmp_path: Path):

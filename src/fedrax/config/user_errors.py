@@ -7,10 +7,10 @@ import difflib
 import inspect
 import re
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -50,6 +50,19 @@ _HINTS = {
 _CARRY = re.compile(r"input carry (?:component )?(\S+) has type (\S+) but the corresponding .* has type (\S+?),? ")
 """JAX's message about a loop body whose carry changes its type: path, type before, type after."""
 _METHOD_NAMES = ("init", "init_client", "broadcast", "client", "receive", "server", "personal")
+
+
+class PhaseCall(NamedTuple):
+    """The call of a function of a phase that raised an error."""
+
+    name: str
+    """The function's name in its code; ``<lambda>`` for a lambda."""
+    label: str
+    """The function in words, as :func:`phase_function` gives it."""
+    frames: list[traceback.FrameSummary]
+    """The traceback inside of the call."""
+    remedy: str | None
+    """What to do if the function lacks a state that the phase before did not return."""
 
 
 class UserCodeError(FedraxError):
@@ -97,6 +110,42 @@ def collecting_errors(algorithm: Any, errors: list[FedraxError]) -> Iterator[Non
             raise
 
 
+def call_in_phase(algorithm: Any, p: int, what: str, *inputs: Any) -> Any:
+    """Call the function ``what`` of phase ``p``; an error that it raises knows which function that is."""
+    function = getattr(algorithm.phases[p], what)
+    try:
+        return function(*inputs)
+    except Exception as error:
+        if not hasattr(error, _CALL):
+            remedy = None
+            if what == "client" and p and isinstance(inputs[1], tuple) and not inputs[1]:
+                before = phase_function(algorithm, p - 1, what)
+                remedy = f"{before} returned no state: write ClientOutput(upload=..., state=...) there"
+            frames = traceback.extract_tb(error.__traceback__)[1:]
+            call = PhaseCall(_code_name(function), phase_function(algorithm, p, what), frames, remedy)
+            with suppress(AttributeError):  # of an error class with slots
+                setattr(error, _CALL, call)
+        raise
+
+
+def phase_function(algorithm: Any, p: int, what: str) -> str:
+    """A function of a phase in words: ``client``, or ``measure of phase 1`` of a method with several phases."""
+    if len(algorithm.phases) == 1:
+        return what
+    name = _code_name(getattr(algorithm.phases[p], what))
+    return f"{what if name in ('', '<lambda>', 'unchanged') else name} of phase {p + 1}"
+
+
+def _code_name(function: Any) -> str:
+    """The name of a function in its code, as in a traceback."""
+    return getattr(function, "__name__", "")
+
+
+_CALL = "_fedrax_phase_call"
+_OF_AN_EMPTY_TUPLE = re.compile(r"[Tt]uple|got 0\)|pytree structure|Mismatch|Expected")
+"""What Python and JAX say of an empty tuple where a state is expected."""
+
+
 def raise_collected(errors: list[FedraxError]) -> None:
     """Raise the collected errors as one, with a line for each; nothing if there are none."""
     if len(errors) == 1:
@@ -117,6 +166,9 @@ def _failure(error: Exception) -> str:
     if isinstance(error, AttributeError) and error.name is not None:
         near = difflib.get_close_matches(error.name, dir(error.obj), 1)
         hint = f"did you mean {near[0]!r}?" if near else hint
+    call: PhaseCall | None = getattr(error, _CALL, None)
+    if call is not None and call.remedy and _OF_AN_EMPTY_TUPLE.search(message):
+        hint = call.remedy
     return f"fails with {message}" + (f": {hint}" if hint else "")
 
 
@@ -131,26 +183,37 @@ def _is_user_code(config: Any) -> bool:
 def _location(algorithm: Any, error: Exception) -> str:
     """Where an error was raised: 'Mine (file.py, line 12, in client)', from the last frame in the method's file.
 
-    For other user code, such as a model, the name is 'your code'.
+    If that frame is not of the phase's function, the function is named as well. For other user code, such as a model,
+    the name is 'your code'.
     """
-    name, frames = type(algorithm).__name__, traceback.extract_tb(error.__traceback__)
+    name, call = type(algorithm).__name__, getattr(error, _CALL, None)
+    frames = traceback.extract_tb(error.__traceback__) if call is None else call.frames
     try:
         file = inspect.getfile(type(algorithm))
     except (TypeError, OSError):
         file = ""
-    user_frame = innermost_user_frame(error)
+    user_frame = _last_user_frame(frames)
     if user_frame is not None and user_frame.filename != file:
         name, file = "your code", user_frame.filename
     in_file = [frame for frame in frames if frame.filename == file]
     if in_file:
-        return f"{name} ({Path(file).name}, line {in_file[-1].lineno}, in {in_file[-1].name})"
+        function = in_file[-1].name
+        if call is not None and name != "your code":
+            function = call.label if function == call.name else f"{function}, called by {call.label}"
+        return f"{name} ({Path(file).name}, line {in_file[-1].lineno}, in {function})"
+    if call is not None:
+        return f"{name}.{call.label}"
     methods = [frame.name for frame in frames if frame.name in _METHOD_NAMES]
     return f"{name}.{methods[-1]}" if methods else name
 
 
 def innermost_user_frame(error: BaseException) -> traceback.FrameSummary | None:
     """The innermost traceback frame in user code, outside of installed packages; None if there is none."""
-    frames = reversed(traceback.extract_tb(error.__traceback__))
+    return _last_user_frame(traceback.extract_tb(error.__traceback__))
+
+
+def _last_user_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
     return next(
-        (frame for frame in frames if not (is_library_code(frame.filename) or frame.filename.startswith("<"))), None
+        (frame for frame in reversed(frames) if not (is_library_code(frame.filename) or frame.filename[:1] == "<")),
+        None,
     )

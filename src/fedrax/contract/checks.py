@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedrax import tree
-from fedrax.config.user_errors import raise_collected, translate_errors
+from fedrax.config.user_errors import phase_function, raise_collected, translate_errors
 from fedrax.contract.table import is_table
 from fedrax.contract.vectors import holds_vectors, is_vectors
 from fedrax.errors import FedraxError
@@ -93,9 +93,14 @@ def checked_personal(algorithm: Any, model: Tree | None, params: Tree) -> Tree |
     return model
 
 
-def checked_received(algorithm: Any, received: Tree) -> Tree:
-    """The output of ``receive``, as arrays."""
-    name = f"{type(algorithm).__name__}.receive"
+def _where(algorithm: Any, p: int, what: str) -> str:
+    """A function of phase ``p`` in messages."""
+    return f"{type(algorithm).__name__}.{phase_function(algorithm, p, what)}"
+
+
+def checked_received(algorithm: Any, p: int, received: Tree) -> Tree:
+    """The output of the ``receive`` of phase ``p``, as arrays."""
+    name = _where(algorithm, p, "receive")
     if received is None:
         raise FedraxError(f"{name} returns nothing: return the decoded upload, which is averaged")
     return _arrays(name, "value", received)
@@ -130,29 +135,27 @@ def require_finite_start(algorithm: Any, server: Any) -> None:
             )
 
 
-def checked_message(algorithm: Any, message: Tree) -> Tree:
-    """The broadcast message as arrays."""
+def checked_message(algorithm: Any, p: int, message: Tree) -> Tree:
+    """The broadcast message of phase ``p`` as arrays."""
     if holds_vectors(message):
         raise FedraxError(f"{type(algorithm).__name__} broadcasts ServerVectors: send arrays computed from them")
-    return _arrays(f"{type(algorithm).__name__}.broadcast", "message", message)
+    return _arrays(_where(algorithm, p, "broadcast"), "message", message)
 
 
-def checked_output(algorithm: Any, output: Any) -> Any:
-    """The output of a client, checked to be a ClientOutput of arrays."""
+def checked_output(algorithm: Any, p: int, output: Any) -> Any:
+    """The output of a client in phase ``p``, checked to be a ClientOutput of arrays."""
     from fedrax.contract.algorithm import ClientOutput
 
-    name = type(algorithm).__name__
+    where = _where(algorithm, p, "client")
     if not isinstance(output, ClientOutput):
-        raise FedraxError(
-            f"{name}.client returns {kind(output)} instead of a ClientOutput: write ClientOutput(upload=...)"
-        )
+        raise FedraxError(f"{where} returns {kind(output)} instead of a ClientOutput: write ClientOutput(upload=...)")
     if output.upload is None:
-        raise FedraxError(f"{name}.client uploads nothing: write ClientOutput(upload=()) for an empty upload")
-    info = _numbers(f"{name}.client", output.info)
+        raise FedraxError(f"{where} uploads nothing: write ClientOutput(upload=()) for an empty upload")
+    info = _numbers(where, output.info)
     if any(is_table(part) for part in jax.tree.leaves((output.upload, output.each, output.total), is_leaf=is_table)):
-        raise FedraxError(f"{name} uploads a VectorTable: send its rows")
+        raise FedraxError(f"{where} uploads a VectorTable: send its rows")
     output = output._replace(info=info)
-    return ClientOutput(*(_arrays(f"{name}.client", field, part) for field, part in output._asdict().items()))
+    return ClientOutput(*(_arrays(where, field, part) for field, part in output._asdict().items()))
 
 
 def _state_arrays(where: str, state: Tree) -> Tree:
@@ -187,36 +190,36 @@ def _numbers(where: str, info: Any) -> dict:
     return info
 
 
-def checked_server(algorithm: Any, returned: Any) -> tuple[Any, dict]:
-    """The output of ``server``, checked to be (state, info)."""
-    name = type(algorithm).__name__
+def checked_server(algorithm: Any, p: int, returned: Any) -> tuple[Any, dict]:
+    """The output of the ``server`` of phase ``p``, checked to be (state, info)."""
+    where = _where(algorithm, p, "server")
     pair = isinstance(returned, tuple) and not hasattr(returned, "_fields") and len(returned) == 2
     if not pair or not isinstance(returned[1], dict):
         found = kind(returned)
-        raise FedraxError(f"{name}.server returns {found} instead of a state and its info: write (state, {{}})")
-    return _arrays(f"{name}.server", "state", returned[0]), _numbers(f"{name}.server", returned[1])
+        raise FedraxError(f"{where} returns {found} instead of a state and its info: write (state, {{}})")
+    return _arrays(where, "state", returned[0]), _numbers(where, returned[1])
 
 
 def checked_state(algorithm: Any, before: Tree, after: Tree) -> None:
     """Raise FedraxError if a client state has other shapes or dtypes than that of ``init_client``."""
     from fedrax.contract.algorithm import Algorithm
 
-    name = type(algorithm).__name__
+    where = _where(algorithm, len(algorithm.phases) - 1, "client")
     if not jax.tree.leaves(before) and jax.tree.leaves(after):
         if type(algorithm).init_client is Algorithm.init_client:
-            raise FedraxError(f"{name}.client returns a state, but no client has one: define init_client(params)")
+            raise FedraxError(f"{where} returns a state, but no client has one: define init_client(params)")
         raise FedraxError(
-            f"{name}.client returns a state, but init_client's holds no numbers: give it arrays in place of None, such"
+            f"{where} returns a state, but init_client's holds no numbers: give it arrays in place of None, such"
             " as tree.zeros_like(params)"
         )
-    what = f"the state that {name}.client returns"
+    what = f"the state that {where} returns"
     _same(what, after, before, "init_client makes it")
     _same_types(what, after, before, "init_client makes it")
 
 
 def checked_round(algorithm: Any, before: Any, after: Any) -> None:
     """Raise FedraxError if a round changes shapes or dtypes of the server state."""
-    what = f"the state that {type(algorithm).__name__}.server returns"
+    what = f"the state that {_where(algorithm, len(algorithm.phases) - 1, 'server')} returns"
     _same(what, after, before, "before the round it was")
     _same_types(what, after, before, "before the round it was")
 

@@ -95,7 +95,7 @@ class ServerComputation:
     def _finished(self, p: int, algorithm: Algorithm, sent: ClientOutput, statistics: Tree) -> ClientResult:
         """The result of a client as in a simulation, from its reply; the client state is not sent."""
         phase = algorithm.phases[p]
-        received = checked_received(algorithm, phase.receive(sent.upload))
+        received = checked_received(algorithm, p, phase.receive(sent.upload))
         stacked = (sent.each, received if phase.stacked else ())
         return ClientResult(sent, received, stacked, ClientRecord((), ()), statistics)
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedrax import tree
+from fedrax.config.user_errors import call_in_phase
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info, init_local_state, summed_dtype
 from fedrax.contract.checks import checked_client, checked_output, checked_received, checked_server, checked_state
 from fedrax.contract.client_data import ClientAssignment, ClientData, Layout, TrainState
@@ -160,7 +161,7 @@ class Executor(ABC):
 
     def broadcast(self, p: int, server: Any) -> Tree:
         """The broadcast message of phase ``p``."""
-        return self.algorithm.phases[p].broadcast(tree.rebuilt(server))
+        return call_in_phase(self.algorithm, p, "broadcast", tree.rebuilt(server))
 
     @abstractmethod
     def clients(self, p: int, message: Tree, statistics: Tree) -> PhaseResult:
@@ -239,7 +240,7 @@ def run_server(
             round_inputs.cohort_size if program.expected_cohort_size is None else program.expected_cohort_size, float
         ),
     )
-    return checked_server(algorithm, algorithm.phases[p].server(server, cohort))
+    return checked_server(algorithm, p, call_in_phase(algorithm, p, "server", server, cohort))
 
 
 # -- one client ----------------------------------------------------------------------------------------------------
@@ -305,12 +306,13 @@ def run_client_phase(
     """As :func:`run_client`, with the client's data as algorithms see them."""
     personal = algorithm.traits.personal_statistics
     carried = TrainState(record.statistics if personal else statistics, record.optimizer)
-    phase, message = algorithm.phases[p], tree.rebuilt(message)  # other clients receive the same message
-    output = checked_output(algorithm, phase.client(message, record.state, data.with_carried(carried)))
-    received = checked_received(algorithm, phase.receive(output.upload))
+    message = tree.rebuilt(message)  # other clients receive the same message
+    returned = call_in_phase(algorithm, p, "client", message, record.state, data.with_carried(carried))
+    output = checked_output(algorithm, p, returned)
+    received = checked_received(algorithm, p, call_in_phase(algorithm, p, "receive", output.upload))
     moved = carried.statistics
     after = ClientRecord(output.state, carried.optimizer, moved if personal else ())
-    per_client = (output.each, received if phase.stacked else ())
+    per_client = (output.each, received if algorithm.phases[p].stacked else ())
     return ClientResult(output._replace(state=()), received, per_client, after, () if personal else moved)
 
 

@@ -46,7 +46,7 @@ class ShapeTracer(SingleClientExecutor):
         """As every executor."""
         self.params = self.algorithm.params(server)
         with collecting_errors(self.algorithm, self.broken):
-            return checked_message(self.algorithm, super().broadcast(p, server))
+            return checked_message(self.algorithm, p, super().broadcast(p, server))
         return self.params
 
     def server(self, p: int, server: Any, gathered: PhaseResult) -> tuple[Any, Info]:

@@ -85,7 +85,7 @@ class MeshExecutor(Executor):
 
     def broadcast(self, p: int, server: Any) -> Tree:
         """Compute the broadcast message; the server state may be sharded over devices."""
-        return checked_message(self.algorithm, super().broadcast(p, on_axis(server, self.vectors_axis)))
+        return checked_message(self.algorithm, p, super().broadcast(p, on_axis(server, self.vectors_axis)))
 
     def clients(self, p: int, message: Tree, statistics: Tree) -> PhaseResult:
         """Run this device's clients, then sum over all devices."""
@@ -299,6 +299,9 @@ class Engine:
 
     ``samples`` are copied to every device. If they are None, the attribute is set before each block.
     """
+
+    failure: str | None = None
+    """The first tensor that was not finite, in words, if the engine knows it."""
 
     def __init__(self, program: RoundProgram, mesh: Mesh, samples: Tree | None):
         self.program, self.mesh = program, mesh
