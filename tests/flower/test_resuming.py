@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from fedrax.algorithms import PFedMe
 from fedrax.flower import client_app
 from fedrax.optim import Optax
 from fedrax.privacy import ClientDP
-from fedrax.simulation import read_events
+from fedrax.simulation import Interrupted, read_events
 from tests.flower.messages import SIZES, START, TASK, Serialized, assert_close, deployed, own
 from tests.slow import slow_cases
 
@@ -76,6 +77,26 @@ def test_a_resumed_federation_equals_an_uninterrupted_one(
     assert_close((gone_on.server, gone_on.statistics), (whole.server, whole.statistics), 0)
     assert [event["round"] for event in gone_on.events] == [1, 2, 3, 4, 5]
     assert gone_on.events[-1]["test_loss"] == whole.events[-1]["test_loss"]
+
+
+def test_a_signal_ends_a_federation_after_its_round_with_a_checkpoint(tmp_path: Path):
+    method = Scaffold(local=LOCAL)
+    whole = run(method, tmp_path / "whole")
+    grid = grid_of(method, tmp_path / "cut" / "clients")
+
+    def interrupt(message: Message, client: int) -> bool:
+        if message.metadata.group_id == "round 3" and client == 4:
+            signal.raise_signal(signal.SIGTERM)  # which would end this process
+        return False
+
+    grid.lose = interrupt
+    settings = {"rounds": 5, "cohort_size": 6, "params": START, "directory": tmp_path / "cut" / "server"}
+    with pytest.raises(Interrupted):
+        deployed(method, grid, **settings, eval_every=2)
+    done = len(read_events(tmp_path / "cut" / "server"))
+    assert 2 <= done <= 3  # whether rounds are counted from 0 or 1
+    resumed = run(method, tmp_path / "cut", resume=True)
+    assert_close(resumed.server, whole.server, 0)
 
 
 def test_a_finished_federation_continues_with_more_rounds(tmp_path: Path):

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 import fedrax
+from fedrax import signals
 from fedrax.models import Logistic
 from fedrax.simulation import Interrupted
 
@@ -39,8 +40,9 @@ class Rounds:
         """Say which round is over."""
         print(event["round"], flush=True)
         if event["round"] == self.sleep_at:
-            while signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # as the first one leaves it
+            while not any(flag.is_set() for flag in signals._active_flags):
                 time.sleep(0.01)
+            time.sleep(2 * signals.ECHO_SECONDS)  # the next one is another request
             print(event["round"], flush=True)
             time.sleep(600)
 

@@ -6,6 +6,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,9 +16,10 @@ from fedrax.config.hyperparameters import hyperparameters
 from fedrax.contract.algorithm import Cohort
 from fedrax.data.dataset import nonfinite_rows
 from fedrax.simulation import NonFiniteError, read_events
-from fedrax.simulation.executors import debug
+from fedrax.simulation.executors import debug, divergence
 from fedrax.simulation.persistence import checkpoint
-from tests.simulation.problems import FEDERATION, LOCAL, TASK, run, without_times
+from fedrax.simulation.results.progress import ProgressSink
+from tests.simulation.problems import FEDERATION, LOCAL, SIZES, TASK, run, without_times
 
 SICK = 5
 PLANS = ["scan", "vmap", "loop", "debug"]
@@ -31,6 +33,17 @@ def sick_federation(sick: int = SICK) -> fedrax.Federation:
     federation = dataclasses.replace(FEDERATION, train=type(FEDERATION.train)(x, y))
     x[FEDERATION.offsets[sick] : FEDERATION.offsets[sick + 1]] = np.nan
     return federation
+
+
+@hyperparameters
+class Uploads(fedrax.FedAvg):
+    """One client uploads what is not finite, though its loss is, in round 2."""
+
+    def client(self, message: Any, state: Any, data: Any) -> fedrax.ClientOutput:
+        """Spoil the upload."""
+        output = super().client(message, state, data)
+        spoilt = jnp.where((data.size == SIZES[SICK]) & (data.round == 1), jnp.inf, 1.0)
+        return output._replace(upload=jax.tree.map(lambda a: a * spoilt, output.upload))
 
 
 @hyperparameters
@@ -115,6 +128,41 @@ def test_a_sick_client_outside_the_cohort_does_no_harm(chunk: int):
 def test_a_step_too_long(plan: str):
     with pytest.raises(NonFiniteError, match=r"^FedAvg, round \d+, client \d+: .+ is not finite$"):
         run(fedrax.FedAvg(local=dataclasses.replace(LOCAL, lr=1e38)), rounds=20, plan=plan)
+
+
+def uploads(**options: Any) -> str:
+    """The message of a run that one client spoils."""
+    script = fedrax.simulation.Script(cohorts=COHORTS[2:])
+    algorithm = Uploads(local=dataclasses.replace(LOCAL, steps=None, epochs=40))  # of which eager ones take minutes
+    with pytest.raises(NonFiniteError) as caught:
+        run(algorithm, script=script, rounds=3, **options)
+    return str(caught.value)
+
+
+def test_a_spoilt_upload_is_found_by_a_compiled_search(capsys: pytest.CaptureFixture[str]):
+    message = uploads(plan="vmap", sinks=[ProgressSink("mine")])
+    assert message.startswith(f"Uploads, round 2, client {SICK}: upload/output/") and "search" not in message
+    said = "Uploads, round 2: the server state is not finite; looking for its source, for at most 20 s\n"
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("kind", ["time", "memory"])
+def test_a_search_that_is_cut_short_hands_over_what_it_has(kind: str, monkeypatch: pytest.MonkeyPatch):
+    if kind == "time":
+        monkeypatch.setattr(divergence, "SEARCH_SECONDS", 0.0)
+        why = "ended after 0 s"
+    else:
+        monkeypatch.setattr(divergence, "Engine", Full)
+        why = "found no memory"
+    known = "Uploads, round 2: the server state is not finite; the search for its source "
+    assert uploads() == known + f'{why} (0 of 3 clients are finite): plan = "debug" names it'
+
+
+class Full:
+    """A device without room for the copies of a search."""
+
+    def __init__(self, *_: Any):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
 
 SQUARES = fedrax.Task(

@@ -5,7 +5,6 @@ Each command is a module of this package, imported when the command is given, so
 
 from __future__ import annotations
 
-import atexit
 import errno
 import importlib
 import io
@@ -13,14 +12,13 @@ import os
 import select
 import signal
 import sys
-import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
 
 from fedrax.errors import FedraxError, FedraxWarning, each_warning_once
 from fedrax.escaping import printable_lines
+from fedrax.signals import Interrupted, stop_signals_raise
 
 COMMANDS = {
     "run": "run one experiment: a TOML file, flags, or both",
@@ -57,22 +55,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
     0: success. 1: a method of a comparison diverged, an audit refuted a claim, or a directory is damaged. 2: invalid
-    input. 130: Ctrl-C. 128 + n: stopped by signal n.
+    input. 128 + n: stopped by signal n, such as 130 by Ctrl-C.
     """
     _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # the terminal's encoding may lack some characters
         sys.stdout.reconfigure(errors="backslashreplace")
-    status = 0
+    status, alone = 0, arguments is None  # whether the process runs nothing but this command
+    when_interrupted(str)
     try:
-        with each_warning_once(), _short_warnings(), _repeat_lost_interrupts():
+        with each_warning_once(), _short_warnings(), stop_signals_raise(_notify, _leave if alone else None):
             status = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
         return status
-    except KeyboardInterrupt:
-        tell("fedrax: interrupted")
-        if arguments is None:  # the process runs nothing but this command
-            atexit.register(_exit_now, 130)
-        return 130
+    except KeyboardInterrupt as stop:
+        if isinstance(stop.__cause__, FedraxError):  # the run was over, such as that of a method that diverged
+            tell(f"fedrax: {printable_lines(str(stop.__cause__))}")
+        number = stop.signal if isinstance(stop, Interrupted) else signal.SIGINT
+        if alone:
+            _leave(number)
+        _tell_interrupted()
+        return 128 + number
     except BaseException as error:
         if isinstance(error, BrokenPipeError) and _stdout_is_closed_pipe():  # its reader, such as head, has ended
             discard_output()
@@ -84,12 +86,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _exit_now(status: int) -> None:
-    """End the process without waiting for computations on devices, as JAX does at exit: they may take hours."""
+_advice: Callable[[], str] = str
+
+
+def when_interrupted(advice: Callable[[], str]) -> None:
+    """Set what a command advises if it is interrupted from now on, such as how to resume; empty for nothing."""
+    global _advice
+    _advice = advice
+
+
+def _tell_interrupted() -> None:
+    advice = _advice()
+    tell(f"fedrax: interrupted; {advice}" if advice else "fedrax: interrupted")
+
+
+def _leave(number: int) -> None:
+    """End the process after a signal, without waiting for computations on devices, as JAX does at exit.
+
+    They may take hours. Nothing else is lost: files are replaced as a whole, when they are complete.
+    """
+    _tell_interrupted()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
-    os._exit(status)
+    os._exit(128 + number)
+
+
+def _notify(text: str) -> None:
+    tell(f"fedrax: {text}")
 
 
 def tell(text: str) -> None:
@@ -139,55 +163,6 @@ def _short_warnings() -> Iterator[None]:
         yield
     finally:
         warnings.formatwarning = original
-
-
-@contextmanager
-def _repeat_lost_interrupts() -> Iterator[None]:
-    """Repeat a KeyboardInterrupt that is raised where Python cannot raise it, and only prints it.
-
-    Python does so in finalizers and in callbacks of the garbage collector; JAX registers one. The interrupt is repeated
-    from another thread after a pause, so that the callback has returned, and until a handler has run, since a signal
-    that arrives just before a system call is handled only after it.
-    """
-    original, ended = sys.unraisablehook, threading.Event()
-
-    def hook(lost: sys.UnraisableHookArgs) -> None:
-        if issubclass(lost.exc_type, KeyboardInterrupt):
-            _interrupt_until_handled(ended)
-        else:
-            original(lost)
-
-    sys.unraisablehook = hook
-    try:
-        yield
-    finally:
-        ended.set()
-        sys.unraisablehook = original
-
-
-_PAUSES = (0.02, 1.0)
-"""Seconds before the first repeated interrupt, and between the next ones."""
-
-
-def _interrupt_until_handled(ended: threading.Event) -> None:
-    """Send SIGINT to the main thread, which calls this, until it is handled or the command has ended."""
-    handler, handled = signal.getsignal(signal.SIGINT), threading.Event()
-
-    def handle(number: int, frame: Any) -> None:
-        handled.set()
-        signal.signal(signal.SIGINT, handler)
-        if callable(handler) and not ended.is_set():
-            handler(number, frame)
-
-    def send() -> None:
-        first, later = _PAUSES
-        pause = first
-        while not handled.wait(pause):
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            pause = later
-
-    signal.signal(signal.SIGINT, handle)
-    threading.Thread(target=send, daemon=True).start()
 
 
 def _error_message(error: BaseException) -> str | None:

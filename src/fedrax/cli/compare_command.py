@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedrax.cli import tell
+from fedrax.cli import tell, when_interrupted
 from fedrax.cli.arguments import parse_experiment
 from fedrax.cli.run_command import ReportingOptions, make_trackers
 from fedrax.cli.show_command import chosen_format, print_table
@@ -25,7 +24,6 @@ from fedrax.experiments.run_comparison import ComparisonResult, compare
 from fedrax.experiments.search import grid
 from fedrax.experiments.serialization import ALGORITHM, replaced_by
 from fedrax.report import comparison_table
-from fedrax.simulation import Interrupted
 
 DESCRIPTION = """Compare algorithms with several seeds on one partition: `fedrax compare FILE.toml... [flags]`.
 
@@ -84,12 +82,9 @@ class CompareOptions(ReportingOptions):
 def main(args: list[str]) -> int:
     """Parse, run what is unfinished, report."""
     spec, options = read_arguments(args)
-    try:
-        arguments = {"directory": options.out, "data_dir": options.data_dir, "executor": options.on}
-        outcome = compare(spec, **arguments, watcher=CommandWatcher(options))
-    except KeyboardInterrupt as stop:
-        tell("fedrax: interrupted; the same command resumes the comparison")
-        return 128 + (stop.signal if isinstance(stop, Interrupted) else signal.SIGINT)
+    when_interrupted(lambda: "the same command resumes the comparison")
+    arguments = {"directory": options.out, "data_dir": options.data_dir, "executor": options.on}
+    outcome = compare(spec, **arguments, watcher=CommandWatcher(options))
     report(outcome, options, args)
     return DIVERGED if outcome.diverged else 0
 

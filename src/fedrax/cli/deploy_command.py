@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedrax.cli import tell
+from fedrax.cli import when_interrupted
 from fedrax.cli.arguments import parse, parse_experiment
 from fedrax.cli.run_command import ignored_keys_note, print_notes
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
 from fedrax.experiments.comparison import safe_name
-from fedrax.simulation import Interrupted, use_all_cores
+from fedrax.simulation import use_all_cores
 
 DESCRIPTION = """Deploy an experiment on Flower: `fedrax deploy [FILE.toml] [flags]`.
 
@@ -82,23 +82,20 @@ def _start(directory: Path, options: TrialOptions, changed: bool) -> int:
         if not options.quiet:
             print(text, flush=True)
 
-    try:
-        with _data_directory(options.data_dir):
-            difference = rehearse(directory)
-            if difference > _TOLERANCE and not changed:
-                raise FedraxError(
-                    f"the losses of the app differ from those of the simulator by up to {difference:.2g} (relative):"
-                    " the method or the data of the experiment depend on more than its file"
-                )
-            say(f"rehearsal: {_compared(difference)}")
-            if options.trial:
-                say(f"trial: {_compared(run_trial(directory, say))}; all processes are stopped")
-                say(f"show it beside the simulation with: fedrax report {shlex.quote(str(directory / 'trial'))}")
-            else:
-                say(f"next: fedrax deploy {shlex.quote(str(directory))} --trial, or {directory / 'README.md'}")
-    except Interrupted as stop:
-        tell("fedrax: interrupted; all processes are stopped")
-        return 128 + stop.signal
+    when_interrupted(lambda: "all processes are stopped")
+    with _data_directory(options.data_dir):
+        difference = rehearse(directory)
+        if difference > _TOLERANCE and not changed:
+            raise FedraxError(
+                f"the losses of the app differ from those of the simulator by up to {difference:.2g} (relative):"
+                " the method or the data of the experiment depend on more than its file"
+            )
+        say(f"rehearsal: {_compared(difference)}")
+        if options.trial:
+            say(f"trial: {_compared(run_trial(directory, say))}; all processes are stopped")
+            say(f"show it beside the simulation with: fedrax report {shlex.quote(str(directory / 'trial'))}")
+        else:
+            say(f"next: fedrax deploy {shlex.quote(str(directory))} --trial, or {directory / 'README.md'}")
     return 0
 
 

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedrax.cli import discard_output, tell
+from fedrax.cli import discard_output, tell, when_interrupted
 from fedrax.cli.arguments import parse_experiment
 from fedrax.errors import FedraxError
 from fedrax.escaping import printable_line
-from fedrax.experiments import experiment
+from fedrax.experiments import experiment, user_code
 from fedrax.experiments.comparison import safe_name
 from fedrax.experiments.experiment import Experiment
 from fedrax.experiments.jobs import ExperimentFile
 from fedrax.report import sinks
 from fedrax.report.comparison_table import wide_console
 from fedrax.report.runs import finite, summary_line
-from fedrax.simulation import Event, Interrupted, Result, simulate, use_all_cores
-from fedrax.simulation.process import stop_runs
+from fedrax.signals import stop_runs
+from fedrax.simulation import Event, Result, simulate, use_all_cores
+from fedrax.simulation.persistence import checkpoint
+from fedrax.simulation.persistence.run_directory import FAILURE
 from fedrax.simulation.results.progress import ProgressSink
 
 DESCRIPTION = """Run one experiment: `fedrax run [FILE.toml] [flags]`.
@@ -72,17 +75,22 @@ def main(args: list[str]) -> int:
 
 def run(spec: Experiment, problem: tuple, directory: Path, options: ReportingOptions, resume: bool) -> int:
     """Simulate with the sinks of the options, and report."""
-    try:
-        seen = make_sinks(spec, directory, options)
-        algorithm, task, federation = problem
-        result = simulate(
-            algorithm, task, federation, spec.run, directory=directory, resume=resume, sinks=seen, progress=False
-        )
-    except Interrupted as stop:
-        tell(f"fedrax: interrupted; resume with: fedrax resume {directory}")
-        return 128 + stop.signal
+    when_interrupted(lambda: resume_command(directory, options.data_dir))
+    seen = make_sinks(spec, directory, options)
+    algorithm, task, federation = problem
+    result = simulate(
+        algorithm, task, federation, spec.run, directory=directory, resume=resume, sinks=seen, progress=False
+    )
     report(spec, result, directory, options)
     return 0
+
+
+def resume_command(directory: Path, data_dir: Path | None) -> str:
+    """How to resume a run that is interrupted now; empty if there is nothing to resume, or it has diverged."""
+    if checkpoint.exists(directory / FAILURE) or not (directory / "experiment.toml").exists():
+        return ""
+    options = ["--trust"] * user_code.was_imported() + ([] if data_dir is None else ["--data-dir", str(data_dir)])
+    return f"resume with: {shlex.join(['fedrax', 'resume', str(directory), *options])}"
 
 
 def ignored_keys_note(keys: Sequence[str], spec: Experiment) -> list[str]:

@@ -24,10 +24,10 @@ from fedrax.experiments import experiment
 from fedrax.experiments.comparison import RunJob, saved_run
 from fedrax.experiments.experiment import Experiment
 from fedrax.report.runs import SavedRun, read_run, summary_line
+from fedrax.signals import signals_end_waits
 from fedrax.simulation import Event, NonFiniteError, Result, RunInfo, Sink, simulate, use_all_cores
 from fedrax.simulation.persistence import checkpoint
 from fedrax.simulation.persistence.run_directory import CHECKPOINT, FAILURE
-from fedrax.simulation.process import signals_end_waits
 from fedrax.simulation.results.progress import ProgressLine, ProgressSink
 from fedrax.simulation.run import check_possible
 

@@ -86,6 +86,11 @@ def files_imported_by(folder: Path) -> list[Path]:
     return [Path(file) for file in found if isinstance(file, str) and Path(file).is_relative_to(folder)]
 
 
+def was_imported() -> bool:
+    """Whether this process has imported user code."""
+    return bool(_modules)
+
+
 def traceback_of(error: BaseException) -> str | None:
     """A message with the place in user code where an error was raised; None where it was raised elsewhere."""
     modules = [module for name in _modules if (module := sys.modules.get(name)) is not None]

@@ -22,6 +22,7 @@ from fedrax.flower.persistence import ServerCheckpoint, load_checkpoint, save_ch
 from fedrax.flower.registry import POLL_SECONDS, ClientRegistry, Traffic, log
 from fedrax.participation.cohort_sampler import CohortSampler
 from fedrax.privacy.ledger import Ledger
+from fedrax.signals import Interrupted, StopFlag, interrupt_flag
 from fedrax.simulation.evaluation import Metrics, split_finite
 from fedrax.simulation.executors.debug import NonFiniteError
 from fedrax.simulation.persistence import checkpoint
@@ -123,17 +124,21 @@ class RoundDriver:
                 started.append(sink)
             if self.info.directory is not None:
                 write_description(self.info.directory, self.info, self.algorithm, self.described)
-            result = self._run_rounds(server, statistics, file)
+            with interrupt_flag(replace=False) as interrupted:
+                result = self._run_rounds(server, statistics, file, interrupted)
             return result
         finally:
             for sink in started:
                 sink.finish(result)
 
-    def _run_rounds(self, server: Any, statistics: Tree, file: EventFile | None) -> Result:
-        """Run the remaining rounds."""
+    def _run_rounds(self, server: Any, statistics: Tree, file: EventFile | None, interrupted: StopFlag) -> Result:
+        """Run the remaining rounds; a signal ends them after one, with a checkpoint."""
         stopped, due = "rounds", time.monotonic() + _CHECKPOINT_SECONDS
         for r in range(len(self.events), self.settings.rounds):
-            began, available = time.monotonic(), self._available_clients(r)
+            began, available = time.monotonic(), self._available_clients(r, interrupted)
+            if interrupted.signal is not None:
+                self._save(server, statistics, file)
+                raise Interrupted(interrupted.signal)
             cohort = self.sampler.cohort_among(r, available)
             if not self._within_budget(cohort):
                 stopped = "budget"
@@ -184,11 +189,11 @@ class RoundDriver:
             meta = {"identity": self.identity, "algorithm": self.info.algorithm} | more
             save_checkpoint(self.info.directory / name, self._checkpoint_state(server, statistics), meta, self.events)
 
-    def _available_clients(self, r: int) -> np.ndarray:
+    def _available_clients(self, r: int, interrupted: StopFlag) -> np.ndarray:
         """Wait for as many available clients as a round needs; returns none if there are too few within the timeout."""
         needed = self.sampler.largest if self.algorithm.traits.fixed_cohort else 1
         due = time.monotonic() + self.registry.timeout
-        while len(available := self.registry.available()) < needed:
+        while len(available := self.registry.available()) < needed and not interrupted.is_set():
             if time.monotonic() > due:
                 message = "round %d is skipped: %d clients are available after %g seconds, and it needs %d"
                 log.warning(message, r + 1, len(available), self.registry.timeout, needed)

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from fedrax.errors import FedraxError
-from fedrax.simulation.process import Interrupted
+from fedrax.signals import STOP_SIGNALS, Interrupted, exit_held
 
 _GRACE_SECONDS = 5.0
 """Seconds from SIGTERM to SIGKILL, and until a process that does not end is reported. Flower's end within about two."""
 _POLL_SECONDS = 0.2
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PROC = Path("/proc")
 
 
@@ -40,15 +39,16 @@ class ProcessSet:
         self.logs, self._environment = logs, dict(environment)
         self._started: list[tuple[str, subprocess.Popen]] = []
         self._groups: set[int] = set()
-        self._files = ExitStack()
+        self._files, self._held = ExitStack(), ExitStack()
         self._handlers: dict[int, Any] = {}
         self._uninterrupted, self._signal = False, 0
 
     def __enter__(self) -> Self:
         """Listen to signals; one that this process ignores stays ignored."""
         atexit.register(self.stop)
+        self._held.enter_context(exit_held())
         if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
+            for number in STOP_SIGNALS:
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._handlers[number] = signal.signal(number, self._handle)
         return self
@@ -59,6 +59,7 @@ class ProcessSet:
             self.stop()
         finally:
             atexit.unregister(self.stop)
+            self._held.close()
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
         if self._signal and error[0] is None:

@@ -7,10 +7,10 @@ from fedrax.participation import Poisson as Poisson
 from fedrax.participation import RoundRobin as RoundRobin
 from fedrax.participation import Uniform as Uniform
 from fedrax.participation import WeightedBySamples as WeightedBySamples
+from fedrax.signals import Interrupted as Interrupted
 from fedrax.simulation.client_evaluation import client_metrics as client_metrics
 from fedrax.simulation.executors.debug import NonFiniteError as NonFiniteError
 from fedrax.simulation.persistence.model_file import load_model as load_model
-from fedrax.simulation.process import Interrupted as Interrupted
 from fedrax.simulation.results.events import Event as Event
 from fedrax.simulation.results.events import RunInfo as RunInfo
 from fedrax.simulation.results.events import Sink as Sink

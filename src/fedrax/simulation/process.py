@@ -1,16 +1,14 @@
-"""Process-wide state of a run: signals, JAX's numeric configuration, several processes, the machine's description."""
+"""Process-wide state of a run: JAX's numeric configuration, several processes, the machine's description."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -21,80 +19,6 @@ from fedrax.devices import disconnect_processes
 from fedrax.errors import FedraxError
 from fedrax.files import atomic_write
 from fedrax.version import VERSION
-
-
-class Interrupted(KeyboardInterrupt):
-    """A signal stopped the run, after a checkpoint was written if it has a directory.
-
-    Args:
-        number: the signal.
-
-    Example:
-        >>> fedrax.simulation.Interrupted().signal
-        <Signals.SIGINT: 2>
-    """
-
-    def __init__(self, number: int = signal.SIGINT):
-        super().__init__("the run was stopped; if it has a directory, resume=True continues from its checkpoint")
-        self.signal = number
-        """The signal."""
-
-
-class StopFlag:
-    """A flag that a signal sets."""
-
-    signal: int | None = None
-
-    def is_set(self) -> bool:
-        """Whether a signal was received."""
-        return self.signal is not None
-
-
-_active_flags: list[StopFlag] = []
-"""The flags of the runs of this process."""
-
-
-def stop_runs(number: int) -> None:
-    """Stop the runs of this process as the signal ``number`` would: each ends its block of rounds with a checkpoint."""
-    for flag in _active_flags:
-        flag.signal = number
-
-
-_SIGNALS: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals of Ctrl-C; of ``kill``, time limits of clusters and stopped containers; of a closed terminal."""
-
-
-@contextmanager
-def interrupt_flag() -> Iterator[StopFlag]:
-    """Context whose flag is set by the first stop signal; a second signal of the same kind has its usual effect.
-
-    A signal that the process ignores stays ignored, such as Ctrl-C for a background job of a shell script, or SIGHUP
-    under nohup. A run outside the main thread receives no signals: the main thread, which waits for it, receives them.
-    """
-    signals_end_waits()
-    flag, before = StopFlag(), {number: signal.getsignal(number) for number in _SIGNALS}
-    heard = {number: old for number, old in before.items() if old is not None and old is not signal.SIG_IGN}
-    if threading.current_thread() is not threading.main_thread():
-        heard = {}
-
-    def handler(number: int, frame: Any) -> None:
-        flag.signal = number
-        signal.signal(number, heard[number])
-
-    for number in heard:
-        signal.signal(number, handler)
-    _active_flags.append(flag)
-    try:
-        yield flag
-    finally:
-        _active_flags.remove(flag)
-        for number, old in heard.items():
-            signal.signal(number, old)
-
-
-def signals_end_waits() -> None:
-    """Let Ctrl-C interrupt system calls of the main thread; Polars, once imported, restarts them instead."""
-    signal.siginterrupt(signal.SIGINT, True)
 
 
 def answer_of_any_process(answer: bool) -> bool:

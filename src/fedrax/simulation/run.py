@@ -22,9 +22,11 @@ from fedrax.data import Federation
 from fedrax.devices import use_all_cores
 from fedrax.errors import FedraxError, warn
 from fedrax.privacy.ledger import Ledger
+from fedrax.signals import Interrupted, StopFlag, interrupt_flag
 from fedrax.simulation.evaluation import Metrics, non_finite_remedy, split_finite
+from fedrax.simulation.executors import divergence
 from fedrax.simulation.executors.compiled import CLIENT_INFO, RECORDED_PHASES, RoundState
-from fedrax.simulation.executors.debug import NonFiniteError, describe_nonfinite_samples, diagnose_divergence
+from fedrax.simulation.executors.debug import NonFiniteError, describe_nonfinite_samples
 from fedrax.simulation.persistence import checkpoint
 from fedrax.simulation.persistence.client_summary import ClientSummary, write_client_summary
 from fedrax.simulation.persistence.model_file import problem_of, save_model
@@ -34,18 +36,15 @@ from fedrax.simulation.persistence.run_directory import CHECKPOINT, FAILURE, MOD
 from fedrax.simulation.placement.streaming import BlockLoader, RoundBlock, SampleStreamer, StateSpill
 from fedrax.simulation.privacy_ledger import check_not_spent, last_round, ledger_of, record_spending
 from fedrax.simulation.process import (
-    Interrupted,
-    StopFlag,
     answer_of_any_process,
     answer_of_first_process,
-    interrupt_flag,
     numeric_context,
     runtime_errors_explained,
     write_environment,
 )
 from fedrax.simulation.results.events import Event, EventFile, Sink, events_of, report, round_seconds
 from fedrax.simulation.results.message_recorder import MessageSelection, RecordedExchange, exchanges
-from fedrax.simulation.results.progress import with_progress
+from fedrax.simulation.results.progress import ProgressSink, with_progress
 from fedrax.simulation.results.result import NO_CLIENTS, PersonalMetrics, Result, Snapshot
 from fedrax.simulation.settings import Script, Settings, SettingsOptions
 from fedrax.simulation.setup import Setup, prepare
@@ -210,6 +209,7 @@ class Run:
     """Of the last evaluation, as of `Result`."""
     _told: bool = False
     """Whether the user knows that the model cannot be written."""
+    interrupted: StopFlag = field(default_factory=StopFlag)
 
     def finish(self, resume: bool) -> Result:
         """All rounds, from the start or from the directory's checkpoint."""
@@ -230,11 +230,8 @@ class Run:
                 write_description(setup.directory, setup.info, setup.algorithm, vars(setup.settings))
                 if start.events:  # the run may have been killed between its checkpoint and its model
                     self._save_model(start.carry)
-            with interrupt_flag() as interrupted, explaining():
-                carry, stopped = self._rounds(start.carry, interrupted)
-            result = self._result(carry, stopped)
-            if interrupted.signal is not None:  # the run is over, and what surrounds it is told to stop, too
-                raise Interrupted(interrupted.signal)
+            with interrupt_flag() as self.interrupted, explaining():  # raises Interrupted even if all rounds are done
+                result = self._result(*self._rounds(start.carry))
             return result
         finally:
             self.storage.close(failed=result is None)
@@ -271,8 +268,8 @@ class Run:
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
-    def _rounds(self, carry: RoundState, interrupted: StopFlag) -> tuple[RoundState, str]:
-        total, events = self.last, self.events
+    def _rounds(self, carry: RoundState) -> tuple[RoundState, str]:
+        total, events, interrupted = self.last, self.events, self.interrupted
         # Several processes must agree on blocks, and so may not look at the clock.
         pace = LONGEST_BLOCK if not self.setup.alone else 1
         due = time.monotonic() + _CHECKPOINT_SECONDS
@@ -440,17 +437,41 @@ class Run:
             new = events_of(setup.info, sound, block.inputs.count, self.events, 0.0)
             record_spending(self.ledger, block.inputs, new, setup.info.num_clients)
             report(new, self.events, self.log, self.sinks)
-        if setup.alone:
-            message = diagnose_divergence(setup.engine, setup.algorithm, carry, setup.key, block.inputs, r)
-        else:
-            message = f"{setup.info.algorithm}, round {len(self.events) + 1}: a number is not finite"
+        message = setup.engine.failure or self._source(carry, block, r, int(records["bad"][r]))
         self._stop(message, self.storage.save_states(carry, block), "the server's state it starts from")
+
+    def _source(self, carry: RoundState, block: RoundBlock, r: int, bad: int) -> str:
+        """What is not finite in round ``r`` of a block, in words; ``bad`` is the first client with such a loss."""
+        setup, where = self.setup, f"{self.setup.info.algorithm}, round {len(self.events) + 1}"
+        known = f"{where}, client {bad}: info/loss" if bad < setup.info.num_clients else f"{where}: the server state"
+        known += " is not finite"
+        # In a later phase, the loss of every client depends on the uploads of the phases before.
+        if not setup.alone or (bad < setup.info.num_clients and len(setup.algorithm.phases) == 1):
+            return known
+        search = divergence.DivergenceSearch(
+            setup.engine, setup.algorithm, carry, setup.key, block.inputs, r, setup.settings.dtype
+        )
+        shown = [sink for sink in self.sinks if isinstance(sink, ProgressSink)]
+
+        def progress(text: str) -> None:
+            for sink in shown:
+                sink.note(text)
+
+        for sink in shown:
+            sink.say(f"{known}; looking for its source, for at most {divergence.SEARCH_SECONDS:g} s")
+        found = search.run(self.interrupted, progress)
+        progress("")
+        if search.cut_short is None:
+            return found or known
+        checked = f"{search.checked} of {search.clients} clients are finite"
+        return f'{known}; the search for its source {search.cut_short} ({checked}): plan = "debug" names it'
 
     def _stop(self, message: str, carry: RoundState, what: str) -> NoReturn:
         """Keep the state and raise NonFiniteError."""
         directory = self.setup.directory
         self._save(FAILURE, carry, self.keep_clients, error=message)
-        message += describe_nonfinite_samples(self.setup.federation)
+        if not self.interrupted.is_set():
+            message += describe_nonfinite_samples(self.setup.federation)
         message += f"; {what} is in {directory / FAILURE}" if directory else ""
         error = NonFiniteError(message)
         error.result = dataclasses.replace(self._result(carry, "diverged"), **NO_CLIENTS)

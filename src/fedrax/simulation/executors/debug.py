@@ -1,4 +1,4 @@
-"""Plan ``debug``: eager execution, client by client, with checks of every tensor; and the diagnosis of divergence."""
+"""Plan ``debug``: eager execution, client by client, with checks of every tensor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
 
 from fedrax import tree
 from fedrax.contract.algorithm import Algorithm, Info
@@ -17,7 +16,7 @@ from fedrax.data.dataset import nonfinite_rows
 from fedrax.errors import FedraxError
 from fedrax.simulation.executors.compiled import CLIENT_INFO, RECORDED_PHASES, Engine, RoundState, stack_records
 from fedrax.simulation.executors.phase import PhaseRunner, PhaseState
-from fedrax.simulation.placement.planner import device_round, merge_devices
+from fedrax.simulation.placement.planner import device_round
 from fedrax.simulation.results.message_recorder import RecordedPhase, broadcast_statistics, phases_to_host
 from fedrax.simulation.results.result import Result
 from fedrax.simulation.round import (
@@ -59,7 +58,8 @@ class DebugEngine(Engine):
         for r in range(rounds):
             try:
                 carry, record = self.round(algorithm, carry, key, device_round(inputs, r, 0))
-            except NonFiniteError:
+            except NonFiniteError as error:
+                self.failure = str(error)
                 records.append({"sound": False, "bad": self.program.num_clients})
                 break
             records.append(record)
@@ -105,10 +105,7 @@ class DebugExecutor(Executor):
     def clients(self, p: int, message: Tree, statistics: Tree) -> PhaseResult:
         """One client after another."""
         inputs = (message, statistics, self.samples, self.round_inputs, self.keys)
-        runner, count = (
-            CheckedRunner(self.where, self.program, self.algorithm, p, *inputs),
-            int(self.round_inputs.count),
-        )
+        runner, count = self.runner(p, *inputs), int(self.round_inputs.count)
         with jax.disable_jit(False):
             progress = runner.start(self.client_records, self.store)
         for k in range(count):
@@ -119,6 +116,10 @@ class DebugExecutor(Executor):
             down = broadcast_statistics(self.algorithm, p, statistics)
             self.recorded_phases.append(RecordedPhase(message, down, progress.notes))
         return PhaseResult(progress.sums, jax.tree.map(lambda a: a[:count], progress.rows))
+
+    def runner(self, p: int, *inputs: Any) -> CheckedRunner:
+        """Phase ``p``; the inputs are those of :class:`PhaseRunner`."""
+        return CheckedRunner(self.where, self.program, self.algorithm, p, *inputs)
 
     def server(self, p: int, server: Any, gathered: PhaseResult) -> tuple[Any, Info]:
         """As every executor; the new state must be finite."""
@@ -148,33 +149,6 @@ def require_finite(values: Tree, where: str) -> None:
     for name, leaf in zip(tree.leaf_names(values), jax.tree.leaves(values), strict=True):
         if jnp.issubdtype(leaf.dtype, jnp.inexact) and not bool(jnp.all(jnp.isfinite(leaf))):
             raise NonFiniteError(f"{where}: {name} is not finite")
-
-
-def diagnose_divergence(
-    engine: Engine, algorithm: Algorithm, carry: RoundState, key: Array, inputs: RoundInputs, r: int
-) -> str:
-    """Repeat round ``r`` of a block client by client from its starting state; its first non-finite tensor, in words."""
-    program = engine.program._replace(chunk=0, sharded_samples=False, data_parallel_devices=0)
-    debug = DebugEngine(program, Mesh(engine.mesh.devices.flat[:1], engine.mesh.axis_names), engine.samples)
-    a_device = lambda rows: next((len(a) // engine.devices for a in jax.tree.leaves(rows)), 0)  # noqa: E731
-    round_inputs = merge_devices(
-        inputs, r, a_device(carry.store), a_device(engine.samples) if engine.program.sharded_samples else 0
-    )
-    at_the_server = f"{type(algorithm).__name__}, round {int(round_inputs.round) + 1}: the server state is not finite"
-    slots = round_inputs.assignments.slot
-    if not len(slots):  # of a Poisson cohort: nobody else can be to blame
-        return at_the_server
-    store = jax.tree.map(lambda a: np.asarray(a[slots]), carry.store)
-    on_host = lambda values: jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), values)  # noqa: E731
-    round_inputs = round_inputs._replace(
-        assignments=round_inputs.assignments._replace(slot=np.arange(len(slots), dtype=np.int32))
-    )
-    start = RoundState(on_host(engine.whole_server(carry)), on_host(carry.statistics), store)
-    try:
-        debug.round(algorithm, start, key, round_inputs)
-    except NonFiniteError as error:
-        return str(error)
-    return at_the_server
 
 
 def describe_nonfinite_samples(federation: Federation) -> str:

@@ -165,6 +165,17 @@ class ProgressSink:
     def _text(self, done: int, said: Sequence[str]) -> str:
         return compose_line(self._name, done, self._total, said, self._line.width, self._line.letters)
 
+    def say(self, text: str) -> None:
+        """Print ``text`` above the line."""
+        self._line.say(text)
+
+    def note(self, text: str) -> None:
+        """Show what the run does after its rounds; nothing if ``text`` is empty."""
+        if text:
+            self._line.show(f"{self._name}  {text}")
+        else:
+            self._line.clear()
+
     def finish(self, result: Any | None) -> None:
         """Show the last round, also of a run that ended early, and leave the line."""
         if self._passed is not None:
