@@ -13,7 +13,8 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from fedrax import FedAvg, Federation, FedraxError, LocalSGD, classification, simulate  # noqa: E402
-from fedrax.contract import Variables  # noqa: E402
+from fedrax.contract import Batch, Variables  # noqa: E402
+from fedrax.contract.task_checks import constant_statistic  # noqa: E402
 from fedrax.models import from_torch  # noqa: E402
 from tests.models.torch_modules import Made  # noqa: E402
 from tests.models.torch_networks import NETWORKS, BasicBlock, LeNet5  # noqa: E402
@@ -244,3 +245,47 @@ def test_assigned_buffers_are_statistics():
     net.train()(x)
     for name, buffer in net[0].named_buffers():
         np.testing.assert_allclose(moved[name], buffer.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, momentum=None), nn.Linear(3, 2)),
+        nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 1), nn.BatchNorm2d(3, momentum=None, affine=False)),
+    ],
+    ids=["dense", "images"],
+)
+def test_batch_norm_without_momentum_averages_over_all_batches(net: nn.Module):
+    net = copy.deepcopy(net)
+    net = nn.Sequential(*net, nn.Flatten())
+    model = from_torch(net, torch.randn(3, 4))
+    variables, batches = model.init(jax.random.key(0)), [torch.randn(size, 4) + size for size in (5, 2, 7)]
+    for batch in batches:
+        expected = net.train()(batch)
+        outputs, statistics = model.train(variables, jnp.asarray(batch.numpy()), jax.random.key(1))
+        variables = Variables(variables.params, statistics)
+        np.testing.assert_allclose(outputs, expected.detach(), rtol=1e-4, atol=1e-5)
+        for label, buffer in net.named_buffers():
+            layer, name = label.split(".")
+            np.testing.assert_allclose(statistics[layer][name], buffer, rtol=1e-5, atol=1e-6, err_msg=label)
+    evaluated = model.apply(variables, jnp.asarray(batches[0].numpy()))
+    np.testing.assert_allclose(evaluated, net.eval()(batches[0]).detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("net", "name"),
+    [
+        (nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), "1/running_var"),
+        (nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.BatchNorm1d(3, momentum=None)), "2/running_var"),
+        (
+            nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3), nn.Flatten()),
+            "2/running_var",
+        ),
+        (nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.BatchNorm2d(1), nn.Flatten()), None),
+    ],
+    ids=["dense", "dropout", "one pixel", "images"],
+)
+def test_a_single_sample_without_variance_is_found(net: nn.Module, name: str | None):
+    model = from_torch(net, torch.randn(3, 4))
+    samples = Batch(np.zeros((1, 4), np.float32), np.zeros(1, int))
+    assert constant_statistic(classification(model), model.init(jax.random.key(0)), samples) == name

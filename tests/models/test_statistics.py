@@ -1,16 +1,20 @@
 """Batch norm and other running statistics of user modules change as in the modules' own calls."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import fedrax
 from fedrax.contract.initialization import initial_parameters
 from fedrax.contract.task import Batch, Task, Variables, classification
+from fedrax.contract.task_checks import constant_statistic
 from fedrax.errors import FedraxError
 from fedrax.models import Model, from_equinox, from_linen, from_nnx
+from fedrax.simulation.setup import prepare
 
 eqx, nn, nnx = (pytest.importorskip(module) for module in ("equinox", "flax.linen", "flax.nnx"))
 X = jnp.asarray(np.random.default_rng(0).normal(2, 3, size=(6, 4)), jnp.float32)
@@ -256,6 +260,63 @@ def test_integer_and_float64_statistics_keep_their_types():
         kinds = lambda tree: [leaf.dtype.name for leaf in jax.tree.leaves(tree)]  # noqa: E731
         assert kinds(statistics) == kinds(variables.statistics)
         assert model.apply(variables, X.astype("float64")).dtype == jnp.float64
+
+
+def clients_of(*sizes: int) -> fedrax.Federation:
+    """Clients of so many samples."""
+    x = np.random.default_rng(1).normal(size=(sum(sizes), 4)).astype(np.float32)
+    return fedrax.Federation.from_arrays(x, np.arange(len(x)) % 3, np.repeat(np.arange(len(sizes)), sizes))
+
+
+@pytest.mark.slow(keep=2)
+def test_a_single_sample_makes_a_constant_of_batch_norm(model: Model):
+    """That is found for modules of every library, and said before the first round."""
+    task = classification(model)
+    name = constant_statistic(task, model.init(KEY), Batch(X, jnp.zeros(6, int)))
+    assert name is not None
+    method, settings = fedrax.FedAvg(local=fedrax.LocalSGD(batch_size=1)), fedrax.Settings()
+    with pytest.warns(
+        fedrax.FedraxWarning, match=rf"local.batch_size is 1, .* \({re.escape(name)}\) is zero .* 2 or more"
+    ):
+        prepare(method, task, clients_of(3, 4), settings)
+
+
+@pytest.mark.parametrize(
+    ("local", "sizes", "words"),
+    [
+        (
+            {"batch_size": 4, "microbatches": 4},
+            (5, 5),
+            "local.microbatches = 4 cuts batches into single samples, .* lower",
+        ),
+        ({"batch_size": 4, "microbatches": 3}, (5, 5), None),
+        ({"batch_size": 4}, (3, 1, 2, 1), "client 1 has a single sample, as 1 more, .* leave such clients out"),
+        ({"batch_size": 4}, (3, 2), None),
+        ({"batch_size": 1}, (3, 2), "local.batch_size is 1"),
+    ],
+)
+def test_which_batches_hold_a_single_sample(local: dict, sizes: tuple, words: str | None, recwarn):
+    method = fedrax.FedAvg(local=fedrax.LocalSGD(**local))
+    prepare(method, classification(from_nnx(Nnx)), clients_of(*sizes), fedrax.Settings())
+    said = [str(w.message) for w in recwarn if issubclass(w.category, fedrax.FedraxWarning)]
+    assert (said == []) if words is None else re.search(words, " ".join(said))
+
+
+class Counting(nnx.Module):
+    """Running statistics that no sample changes, and those of images."""
+
+    def __init__(self, rngs):
+        self.seen, self.norm = nnx.BatchStat(jnp.zeros(())), nnx.BatchNorm(1, rngs=rngs)
+        self.out = nnx.Linear(4, 3, rngs=rngs)
+
+    def __call__(self, x):
+        self.seen.value = self.seen.value + len(x)
+        return self.out(self.norm(x.reshape(-1, 4, 1)).reshape(-1, 4))
+
+
+def test_other_statistics_do_not_warn(recwarn):
+    task = classification(from_nnx(Counting))
+    assert constant_statistic(task, task.init(KEY), Batch(X, jnp.zeros(6, int))) is None
 
 
 class Stubborn(nn.Module):

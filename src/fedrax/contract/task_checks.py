@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import use_abstract_mesh
 
-from fedrax import xla
+from fedrax import tree, xla
 from fedrax.config.user_errors import innermost_user_frame, tracing_message
 from fedrax.errors import FedraxError, warn
 
@@ -114,6 +114,43 @@ def _warn_of_bytes(task: Any, federation: Any) -> None:
         f"the samples of {federation.name!r} are bytes, which the task passes to its model as numbers from 0 to 255:"
         f" {remedy}"
     )
+
+
+def constant_statistic(task: Any, variables: Any, samples: Any) -> str | None:
+    """The running statistic that a batch of one sample leaves without information; None if there is none.
+
+    It is the variance of a batch norm with one value for each feature, which is zero whatever the sample. That is found
+    by numbers, so for a module of any library: the statistic is the same after one random sample as after another, but
+    not the same after several copies of both as after as many of one.
+
+    Args:
+        task: the task of a model with running statistics.
+        variables: the parameters and running statistics.
+        samples: (x [n, ...], y [n, ...]) or their shapes.
+
+    Returns:
+        The name of the statistic.
+    """
+    rng = np.random.default_rng(0)
+
+    def drawn(a: Any) -> np.ndarray:
+        real = jnp.issubdtype(a.dtype, jnp.floating)
+        values = rng.normal(size=(2, *a.shape[1:])) if real else rng.integers(0, 100, (2, *a.shape[1:]))
+        return np.asarray(values).astype(jax.dtypes.canonicalize_dtype(a.dtype))
+
+    x, y = drawn(samples[0]), np.zeros((2, *samples[1].shape[1:]), jax.dtypes.canonicalize_dtype(samples[1].dtype))
+    after = jax.jit(lambda variables, batch: task.loss_and_statistics(variables, batch, jax.random.key(0))[1])
+    copies = ([0], [1], [0] * 8, [0, 1] * 4)  # several, because dropout hides some
+    batches = [type(samples)(x[rows], y[rows]) for rows in copies]
+    try:
+        found = [jax.tree.leaves(after(variables, batch)) for batch in batches]
+    except Exception:  # raised by user code: some models accept only some batch sizes
+        return None
+    apart = lambda a, b: float(np.max(np.abs(np.asarray(a, float) - np.asarray(b, float)), initial=0))  # noqa: E731
+    for name, one, other, same, both in zip(tree.leaf_names(variables.statistics), *found, strict=True):
+        if apart(one, other) < 1e-3 * apart(same, both):
+            return name
+    return None
 
 
 def _within(task: Any, labels: Any) -> None:

@@ -39,7 +39,7 @@ from fedrax.simulation.round import RoundProgram
 from fedrax.simulation.run import Callback
 from fedrax.simulation.settings import FederationOptions, Settings
 from fedrax.simulation.traffic import trace_round
-from fedrax.simulation.validate import ValidatedRun, changed_settings, validate
+from fedrax.simulation.validate import ValidatedRun, changed_settings, validate, warn_of_single_samples
 from fedrax.tree import Tree
 from fedrax.xla import CodeFingerprint, run_cached
 
@@ -231,6 +231,7 @@ def _prepare(
     ledger = _ledger(algorithm, settings, sampler, seed)
     send_start = needs_initial_parameters(algorithm, start, statistics)
     start, statistics = valid.draw_start()
+    warn_of_single_samples(algorithm, task, start, statistics, samples, registry.sizes)
     delivery = DeliveryState()
     delivery.set_start((start, statistics) if send_start else ())
     server = run_cached(lambda params: algorithm.init(params, registry.num_clients), start)

@@ -38,7 +38,7 @@ from fedrax.simulation.results.events import RunInfo
 from fedrax.simulation.round import ClientRecord, RoundProgram
 from fedrax.simulation.settings import Script, Settings
 from fedrax.simulation.traffic import TracedRound, trace_round
-from fedrax.simulation.validate import ValidatedRun, check_processes, check_target, validate
+from fedrax.simulation.validate import ValidatedRun, check_processes, check_target, validate, warn_of_single_samples
 from fedrax.tree import Tree
 from fedrax.xla import BatchSplit, CodeFingerprint, batch_splits, device_speedup, garbage_collection_paused, run_cached
 
@@ -149,6 +149,7 @@ def prepare(
     budget.check_server(algorithm, start, federation.num_clients, mesh.devices.size)
     program = _side_by_side(program, settings, planner, budget, traced) if plan == "vmap" else program
     start, statistics = run.draw_start()  # until here shapes were enough
+    warn_of_single_samples(algorithm, task, start, statistics, samples, federation.sizes)
     initial = run_cached(partial(ClientRecord.at_first, algorithm), start, statistics)
     run_directory, directory = directory, directory if jax.process_index() == 0 else None  # the first process writes
     joining = _joining(planner, batch_splits(traced.program), initial) if plan == "scan" and not streamed else 0

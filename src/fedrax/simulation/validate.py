@@ -25,7 +25,7 @@ from fedrax.contract.initialization import initial_parameters_in_background, sha
 from fedrax.contract.local_training import LocalSGD
 from fedrax.contract.model import with_statistics
 from fedrax.contract.task import Task, Variables
-from fedrax.contract.task_checks import check_task
+from fedrax.contract.task_checks import check_task, constant_statistic
 from fedrax.data import Federation
 from fedrax.errors import FedraxError, unknown, warn, warnings_about
 from fedrax.participation.cohort_sampler import CohortSampler
@@ -122,6 +122,40 @@ def _validated(
     local = algorithm.local_steps
     by_samples = bool(sizes.min() != sizes.max()) and (local is None or local.steps is None)
     return ValidatedRun(draw_start, start, statistics, cast_note, initial, broken, sampler, given, by_samples)
+
+
+def warn_of_single_samples(
+    algorithm: Algorithm, task: Task, params: Tree, statistics: Tree, samples: Any, sizes: np.ndarray
+) -> None:
+    """Warn of batches of one sample, of which batch norm makes constants; it computes the statistics of such batches.
+
+    Args:
+        algorithm: the method.
+        task: the task.
+        params: the starting parameters.
+        statistics: the model's running statistics; an empty tuple where it has none.
+        samples: the training samples, or their shapes.
+        sizes: number of training samples of each client, int [N].
+    """
+    local = algorithm.local_steps
+    if not statistics or local is None or not isinstance(local.batch_size, int) or local.blocks is not None:
+        return
+    alone, largest = np.flatnonzero(sizes == 1), min(local.batch_size, int(sizes.max()))
+    cause, remedy = "", "set it to 2 or more"
+    if local.batch_size == 1:
+        cause = "local.batch_size is 1"
+    elif 1 < largest <= local.microbatches:
+        cause, remedy = f"local.microbatches = {local.microbatches} cuts batches into single samples", "set it lower"
+    elif len(alone):
+        more = f", as {len(alone) - 1} more" if len(alone) > 1 else ""
+        cause, remedy = f"client {alone[0]} has a single sample{more}", "leave such clients out"
+    if not cause or (name := constant_statistic(task, with_statistics(params, statistics), samples)) is None:
+        return
+    with warnings_about(type(algorithm).__name__):
+        warn(
+            f"{cause}, so that batch norm has one value for each feature: its variance ({name}) is zero and its outputs"
+            f" do not depend on the sample: {remedy}, or use group norm instead of batch norm"
+        )
 
 
 def check_target(settings: Settings, task: Task, federation: Federation) -> None:

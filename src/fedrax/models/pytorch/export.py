@@ -64,6 +64,7 @@ def export(torch: ModuleType, module: Any, function: Callable, example: Any, nam
             torch.enable_grad(),
             _replacements(torch),
             _inference_as_no_grad(torch),
+            _cumulative_batch_norm(torch),
             _silent(),
         ):
             exported = torch.export.export(wrapper, (example,), dynamic_shapes=({0: batch},), strict=False)
@@ -158,6 +159,30 @@ def _inference_as_no_grad(torch: ModuleType) -> Iterator[None]:
         yield
     finally:
         mode.__enter__, mode.__exit__ = enter, leave
+
+
+@contextmanager
+def _cumulative_batch_norm(torch: ModuleType) -> Iterator[None]:
+    """Let ``BatchNorm(momentum=None)`` average by arrays: PyTorch's layer divides by a number that a trace lacks."""
+    kind = torch.nn.modules.batchnorm._BatchNorm
+    forward = kind.forward
+
+    def averaged(self: Any, x: Any) -> Any:
+        if self.momentum is not None or not (self.training and self.track_running_stats):
+            return forward(self, x)
+        self._check_input_dim(x)
+        self.num_batches_tracked.add_(1)
+        mean, var = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
+        outputs = torch.nn.functional.batch_norm(x, mean, var, self.weight, self.bias, True, 1.0, self.eps)
+        for running, now in ((self.running_mean, mean), (self.running_var, var)):  # mean and var of this batch
+            running.add_((now - running) / self.num_batches_tracked)
+        return outputs
+
+    kind.forward = averaged
+    try:
+        yield
+    finally:
+        kind.forward = forward
 
 
 @contextmanager
