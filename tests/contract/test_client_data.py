@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 import fedrax
-from fedrax import FedAvg, LocalSGD, tree
+from fedrax import FedAvg, FedraxError, LocalSGD, tree
 from fedrax.config.hyperparameters import hyperparameters
 from fedrax.contract.algorithm import ClientOutput, Cohort
-from fedrax.models import Model
-from tests.simulation.problems import FEDERATION, LOCAL, run
+from fedrax.contract.client_data import TrainState
+from fedrax.contract.task import Batch
+from fedrax.models import Model, from_nnx
+from fedrax.simulation.setup import prepare
+from fedrax.xla import Options, equations_in, use_options
+from tests.simulation.problems import FEDERATION, LOCAL, TASK, make_federation, run
 
 PLANS = ["scan", "vmap", "loop", "debug"]
 
@@ -112,3 +119,118 @@ def test_all_samples_are_those_of_the_client_alone(plan: str):
     found = run(Counting(LOCAL), rounds=1, plan=plan, devices=1, script=fedrax.simulation.Script(cohorts=[cohort]))
     rows = [row for c in cohort for row in range(FEDERATION.offsets[c], FEDERATION.offsets[c + 1])]
     np.testing.assert_allclose(found.server.sums, np.asarray(FEDERATION.train[0])[rows].sum(), rtol=1e-5)
+
+
+EQUAL = make_federation((12, 12, 12, 12))
+MICROBATCHES = {
+    "even": LocalSGD(steps=3, batch_size=4, microbatches=2),
+    "uneven": LocalSGD(epochs=1, batch_size=5, microbatches=3, momentum=0.5),
+    "fewer than asked for": LocalSGD(epochs=1, batch_size=10, microbatches=7, reduction="sum"),
+    "single samples": LocalSGD(steps=2, batch_size=3, microbatches=3, order="stored", weight_decay=0.1),
+    "drawn": LocalSGD(steps=2, batch_size=6, microbatches=4, order="replacement"),
+    "full": LocalSGD(steps=2, batch_size="full", microbatches=3),
+    "blocks": LocalSGD(steps=3, blocks=2, microbatches=4),
+}
+
+
+@pytest.mark.slow(keep=3)
+@pytest.mark.parametrize("federation", [FEDERATION, EQUAL], ids=["unequal", "equal"])
+@pytest.mark.parametrize("name", MICROBATCHES)
+def test_microbatches_take_the_same_steps(name: str, federation: fedrax.Federation):
+    local = dataclasses.replace(MICROBATCHES[name], lr=0.05)
+    whole = dataclasses.replace(local, microbatches=1)
+    for plan in ("scan", "vmap") if name == "uneven" else ("scan",):
+        parts, expected = (run(FedAvg(each), federation, rounds=2, plan=plan) for each in (local, whole))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), parts.params, expected.params)
+        for ours, theirs in zip(parts.events, expected.events, strict=True):
+            assert ours["gradients"] == theirs["gradients"]
+            assert ours["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*MultiSteps restarts")
+def test_microbatches_are_the_accumulation_of_optax():
+    """One step on microbatches of the first samples, and one update of an optimizer after as many of their own."""
+    rule = fedrax.optim.Optax(optax.MultiSteps(optax.sgd(0.1), 3).gradient_transformation())
+    steps = LocalSGD(steps=3, batch_size=2, order="stored", optimizer=rule)
+    one = LocalSGD(lr=0.1, steps=1, batch_size=6, microbatches=3, order="stored")
+    parts, expected = (run(FedAvg(local), EQUAL, rounds=1).params for local in (one, steps))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), parts, expected)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        fedrax.algorithms.FedSGD,
+        fedrax.algorithms.MimeSVRG,
+        fedrax.algorithms.QFedAvg,
+        lambda local: fedrax.Scaffold(local, option="I"),
+    ],
+    ids=["FedSGD", "MimeSVRG", "QFedAvg", "Scaffold"],
+)
+def test_full_gradients_are_computed_in_microbatches(method: Any):
+    """No product of the program has the rows of a whole client."""
+    local = LocalSGD(lr=0.05, steps=1, batch_size=4, microbatches=2)
+    if method is fedrax.algorithms.FedSGD:
+        local = LocalSGD(batch_size="full", microbatches=4)
+
+    def rows(local: LocalSGD) -> set[int]:
+        traced = prepare(method(local=local), TASK, EQUAL, fedrax.Settings(cohort_size=2)).traced.program
+        products = [e for e in equations_in(traced) if e.primitive.name == "dot_general"]
+        return {size for e in products for v in e.invars for size in v.aval.shape}
+
+    assert 12 in rows(dataclasses.replace(local, microbatches=1)) and 12 not in rows(local)
+
+
+def test_activations_of_one_microbatch_are_in_memory():
+    """A sample has 40 kB of them in each of several layers, of which the backward pass reads some."""
+
+    def apply(scale: Any, x: Any, key: Any = None) -> Any:
+        hidden = jnp.tanh(scale * jnp.outer(x.sum(1), jnp.linspace(0, 1, 10_000)))
+        return jnp.tanh(scale * hidden)[:, :3]
+
+    task = fedrax.classification(Model(lambda key: jnp.ones(()), apply))
+
+    def peak(microbatches: int) -> int:
+        local = LocalSGD(steps=1, batch_size=12, microbatches=microbatches)
+        with use_options(Options(disabled=frozenset({"microbatch"}))):
+            return prepare(FedAvg(local), task, EQUAL, fedrax.Settings(cohort_size=2)).traced.peak_bytes
+
+    assert peak(12) < peak(1) / 6
+
+
+class Normalized(nnx.Module):
+    """A dense layer after batch norm."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm, self.out = nnx.BatchNorm(4, rngs=rngs), nnx.Linear(4, 3, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.out(self.norm(x))
+
+
+def test_batch_norm_sees_one_microbatch_after_another():
+    """Statistics and gradients of a batch in two halves are those of two batches."""
+    task = fedrax.classification(from_nnx(Normalized))
+    x, y = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32), np.arange(6) % 3
+    facts = {"round": 0, "num_clients": 1, "cohort_size": 1}
+    variables = task.init(jax.random.key(0))
+
+    def of(rows: slice, statistics: Any, size: int | None = None) -> Any:
+        data = fedrax.ClientData.alone(task, x, y, jax.random.key(1), **facts)
+        batch = Batch(jnp.asarray(x[rows]), jnp.asarray(y[rows]))
+        data = data.with_carried(TrainState(statistics))
+        return data.loss_and_gradient(variables.params, batch, None, jax.random.key(2), "mean", size)
+
+    first = of(slice(0, 3), variables.statistics)
+    second = of(slice(3, 6), first[2])
+    expected = *jax.tree.map(lambda a, b: (a + b) / 2, first[:2], second[:2]), second[2]
+    found = of(slice(0, 6), variables.statistics, 3)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+
+
+def test_microbatches_that_cannot_be_raise_a_clear_error():
+    with pytest.raises(FedraxError, match=r"local.microbatches = 5 is more than the samples of a batch"):
+        run(FedAvg(LocalSGD(batch_size=4, microbatches=5)))
+    inner = FedAvg(LocalSGD(steps=2, batch_size=4, microbatches=2))
+    with pytest.raises(FedraxError, match=r"in parts by itself: set its microbatch"):
+        run(fedrax.privacy.SampleDP(inner=inner))

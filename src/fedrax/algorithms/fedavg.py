@@ -99,7 +99,7 @@ class FedSGD(Algorithm):
 
     def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
         """The client's full gradient."""
-        loss, gradient = data.full_gradient(message, self.local.reduction)
+        loss, gradient = self.local.full_gradient(data, message)
         gradient = self.local.decayed(gradient, message)
         return ClientOutput(upload=gradient, info={"loss": loss, "gradients": data.size.astype(float)})
 

@@ -57,7 +57,7 @@ class CenteredGradients(Algorithm):
 
     def measure(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
         """Phase 1: the client's full gradient at x, including weight decay like every gradient in Mime."""
-        loss, gradient = data.full_gradient(message, self.local.reduction)
+        loss, gradient = self.local.full_gradient(data, message)
         gradient = self.local.decayed(gradient, message)
         return ClientOutput(upload=gradient, info={"loss": loss, "gradients": data.size.astype(float)})
 
@@ -222,7 +222,7 @@ class MimeLite(Algorithm):
         def direction(gradient: Tree, x: Tree, step: Step) -> Tree:
             return _mixed(self.beta, gradient, message.momentum)
 
-        _, at_start = data.full_gradient(message.params, self.local.reduction)
+        _, at_start = self.local.full_gradient(data, message.params)
         at_start = self.local.decayed(at_start, message.params)
         result = self.local.run(data, message.params, direction)
         info = {**result.info, "gradients": result.info["gradients"] + data.size}

@@ -70,7 +70,7 @@ class QFedAvg(Algorithm):
 
     def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
         """F_i at the global parameters, then local SGD from there."""
-        loss, _ = data.full_gradient(message, self.local.reduction)  # the compiler drops the gradient, which is unused
+        loss, _ = self.local.full_gradient(data, message)  # the compiler drops the gradient, which is unused
         result = self.local.run(data, message)
         delta, lr = tree.sub(result.params, message), self.local.step_size(data.round)
         power = (loss + _TINY) ** self.q

@@ -92,7 +92,7 @@ class Scaffold(Algorithm):
         info = result.info
         delta = tree.sub(result.params, message.params)
         if self.option == "I":
-            _, control = data.full_gradient(message.params, self.local.reduction)
+            _, control = self.local.full_gradient(data, message.params)
             info = {**info, "gradients": info["gradients"] + data.size}
         elif along_the_way:
             control = result.mean_gradient

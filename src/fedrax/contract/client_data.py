@@ -358,7 +358,13 @@ class ClientData(TrainingHooks):
 
     @xla.scope(xla.GRADIENT)
     def loss_and_gradient(
-        self, params: Tree, samples: Tree, real: Array | None, key: Array, reduction: Reduction
+        self,
+        params: Tree,
+        samples: Tree,
+        real: Array | None,
+        key: Array,
+        reduction: Reduction,
+        microbatch_size: int | None = None,
     ) -> tuple[Array, Tree, Tree]:
         """Estimate the client's loss and gradient on a mini-batch.
 
@@ -368,24 +374,51 @@ class ClientData(TrainingHooks):
             real: bool [B], False for padding rows, or None.
             key: a JAX random key.
             reduction: whether the client's loss is the mean or the sum over its samples.
+            microbatch_size: the most samples whose gradient is computed at a time; None: all of the mini-batch.
 
         Returns:
             The loss, the gradient and the running statistics after this mini-batch.
         """
-        scale = self.size if reduction == "sum" else 1
         if not self._stepping:
             self.refuse_uncounted("a gradient beside them")
+        rows = len(jax.tree.leaves(samples)[0])
+        count = rows if real is None else jnp.maximum(real.sum(), 1)
+        share = (self.size if reduction == "sum" else 1, count)
+        if microbatch_size is None or microbatch_size >= rows:
+            return self._part_of_batch(params, samples, real, key, *share)
+        number = -(-rows // microbatch_size)
+        lanes = jnp.arange(number * microbatch_size)
+        if len(lanes) > rows:  # the last microbatch is filled up with the first samples, which batch norm has not seen
+            inside = lanes < rows
+            real = inside if real is None else inside & real[lanes % rows]
+            samples = jax.tree.map(lambda a: a[lanes % rows], samples)
+        parts = jax.tree.map(lambda a: a.reshape(number, microbatch_size, *a.shape[1:]), (samples, real))
+
+        def part(statistics: Tree, i: Array) -> tuple[Array, Tree, Tree]:
+            (samples, real), data = tree.row(parts, i), self.with_carried(TrainState(statistics))
+            with xla.scope(xla.GRADIENT):  # again inside the loop, whose own scope hides the outer one
+                return data._part_of_batch(params, samples, real, jax.random.fold_in(key, i), *share)
+
+        def add(i: Array, total: tuple[Array, Tree, Tree]) -> tuple[Array, Tree, Tree]:
+            loss, gradient, statistics = part(total[2], i)
+            return *tree.add(total[:2], (loss, gradient)), statistics
+
+        shapes = jax.eval_shape(part, self.carried.statistics, jnp.int32(0))[:2]
+        zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+        return jax.lax.fori_loop(0, number, add, (*zero, self.carried.statistics))
+
+    def _part_of_batch(
+        self, params: Tree, samples: Tree, real: Array | None, key: Array, scale: Any, count: Any
+    ) -> tuple[Array, Tree, Tree]:
+        """``scale / count`` times the sums over a batch, or over one of its microbatches; the running statistics."""
         if self._withheld:
             total = lambda params: self.losses()(params, samples, key).sum()  # noqa: E731
             return *jax.value_and_grad(total)(params), self.carried.statistics
         if self._gradient_hook is not None:
             total = self._hooked_gradient(self._gradient_hook, params, samples, real, key)
-            count = len(jax.tree.leaves(samples)[0]) if real is None else jnp.maximum(real.sum(), 1)
             loss, gradient = jax.tree.map(lambda t: (t * (scale / count)).astype(t.dtype), total)
             return loss, gradient, self.carried.statistics
-
-        count = len(jax.tree.leaves(samples)[0]) if real is None else real.sum()
-        if self.carried.statistics:  # of the whole batch
+        if self.carried.statistics:
             return self._with_statistics(params, samples, real, key, scale, count)
         return *self._microbatched(params, samples, real, key, scale, count), ()
 
@@ -437,7 +470,15 @@ class ClientData(TrainingHooks):
         return xla.accumulate_gradients(gradient, pieces, params, samples, counts, shared)
 
     @xla.scope(xla.GRADIENT)
-    def range_gradient(self, params: Tree, start: Array | int, rows: Array | int, at_most: int, key: Array) -> tuple:
+    def range_gradient(
+        self,
+        params: Tree,
+        start: Array | int,
+        rows: Array | int,
+        at_most: int,
+        key: Array,
+        microbatch_size: int | None = None,
+    ) -> tuple[Array, Tree]:
         """Sum losses and gradients over consecutive rows, in several passes where there are many.
 
         Args:
@@ -446,6 +487,7 @@ class ClientData(TrainingHooks):
             rows: the number of rows; a Python int where it is static.
             at_most: a static upper bound of ``rows``.
             key: a JAX random key.
+            microbatch_size: the most samples of a pass; None: as many as are efficient.
 
         Returns:
             The summed loss and the summed gradient.
@@ -460,9 +502,10 @@ class ClientData(TrainingHooks):
                 return of_batch(params, samples, inside, key)
             return self._microbatched(params, samples, inside, key)
 
-        if isinstance(rows, int) and rows <= _LARGEST_SLICE:
+        chunk = at_most if isinstance(rows, int) and rows <= _LARGEST_SLICE else min(at_most, _CHUNK)
+        chunk = min(chunk, microbatch_size or chunk)
+        if isinstance(rows, int) and rows <= chunk:
             return gradient(params, self._slice(start, rows), None, key)
-        chunk = min(at_most, _CHUNK)
         lanes = jnp.arange(chunk, dtype=jnp.int32)
 
         def one_pass(i: Array, total: Tree) -> Tree:
@@ -475,22 +518,31 @@ class ClientData(TrainingHooks):
         zero = (jnp.zeros((), dtype), tree.zeros_like(params))
         return jax.lax.fori_loop(0, (rows + chunk - 1) // chunk, one_pass, zero)
 
-    def full_gradient(self, params: Tree, reduction: Reduction = "mean") -> tuple[Array, Tree]:
+    def full_gradient(
+        self, params: Tree, reduction: Reduction = "mean", microbatch_size: int | None = None
+    ) -> tuple[Array, Tree]:
         """Compute loss and gradient over all of the client's samples.
 
         Args:
             params: pytree of parameters.
             reduction: whether the client's loss is the mean or the sum over its samples.
+            microbatch_size: the most samples of a pass; None: as many as are efficient.
 
         Returns:
             The loss and the gradient.
         """
         rows = self.layout.largest if self.layout.equal else self.size
-        total = self.range_gradient(params, 0, rows, self.layout.largest, self._keys.base)
+        total = self.range_gradient(params, 0, rows, self.layout.largest, self._keys.base, microbatch_size)
         return total if reduction == "sum" else self._mean(total)
 
     def block_gradient(
-        self, params: Tree, block: Array, num_blocks: int, key: Array, reduction: Reduction
+        self,
+        params: Tree,
+        block: Array,
+        num_blocks: int,
+        key: Array,
+        reduction: Reduction,
+        microbatch_size: int | None = None,
     ) -> tuple[Array, Tree]:
         """Estimate the client's loss f_i = sum_j f_ij and its gradient by block j: M f_ij and M grad f_ij.
 
@@ -500,12 +552,14 @@ class ClientData(TrainingHooks):
             num_blocks: M, the number of blocks.
             key: a JAX random key.
             reduction: whether the client's loss is the mean or the sum over its samples.
+            microbatch_size: the most samples of a pass; None: as many as are efficient.
 
         Returns:
             The loss and the gradient.
         """
         start, rows = self.block_rows(block, num_blocks)
-        total = self.range_gradient(params, start, rows, -(-self.layout.largest // num_blocks), key)
+        largest = -(-self.layout.largest // num_blocks)
+        total = self.range_gradient(params, start, rows, largest, key, microbatch_size)
         estimate = tree.scale(num_blocks, total)
         return estimate if reduction == "sum" else self._mean(estimate)
 

@@ -78,11 +78,13 @@ class Step:
             data.refuse_uncounted("a second gradient in a step")
         self._evaluated = True
         if local.blocks is not None and self.block is not None:
-            found = data.block_gradient(params, self.block, local.blocks, self._key, local.reduction)
+            rows = local.microbatch_size(data)
+            found = data.block_gradient(params, self.block, local.blocks, self._key, local.reduction, rows)
         elif local.batch_size == "full":
-            found = data.full_gradient(params, local.reduction)
+            found = local.full_gradient(data, params)
         else:
-            return data.loss_and_gradient(params, self._samples, self._real, self._key, local.reduction)
+            rows = local.microbatch_size(data)
+            return data.loss_and_gradient(params, self._samples, self._real, self._key, local.reduction, rows)
         if data.carried.statistics:
             raise FedraxError(
                 "a model with running statistics, such as batch norm's, takes steps on batches: set local.batch_size"
@@ -144,7 +146,7 @@ def _warn_of_restarts(state: Tree) -> None:
         if isinstance(part, optax.MultiStepsState):
             warn(
                 "optax.MultiSteps restarts in each round, and gradients that it has accumulated at the end of a"
-                " round are lost: use a larger local.batch_size, or set local.carry to true"
+                " round are lost: accumulate them by local.microbatches instead, or set local.carry to true"
             )
         elif isinstance(part, optax.ScaleByScheduleState):
             warn(
@@ -230,6 +232,9 @@ class LocalSGD:
     """E, passes over the client's data a round (1 where neither steps nor epochs are given)."""
     batch_size: PositiveInt | Literal["full"] = 10
     """B, samples a step, or "full" for all of the client's data in every step."""
+    microbatches: PositiveInt = 1
+    """k: a step's gradient is accumulated over k microbatches of ceil(B / k) samples, in the memory of one of them. The
+    step is the same up to rounding, except that each microbatch has its own dropout masks and batch statistics."""
     blocks: PositiveInt | None = None
     """M: cut the client's data once into M blocks and draw one in each step, instead of batches."""
     order: Order = "shuffle"
@@ -266,6 +271,11 @@ class LocalSGD:
             raise FedraxError(
                 f"with fixed blocks (local.blocks = {self.blocks}; a default of LoSAC and FedSaga) every step draws one"
                 " block at random: give local steps, not epochs"
+            )
+        if self.blocks is None and isinstance(self.batch_size, int) and self.microbatches > self.batch_size:
+            raise FedraxError(
+                f"local.microbatches = {self.microbatches} is more than the samples of a batch, local.batch_size ="
+                f" {self.batch_size}"
             )
         if self.optimizer is not None and (self.momentum is not None or self.clip is not None):
             raise FedraxError(
@@ -347,6 +357,22 @@ class LocalSGD:
             return None
         per_epoch = 1 if self.batch_size == "full" else -(-data.layout.largest // self.batch_size)
         return self.steps if self.steps is not None else (self.epochs or 1) * per_epoch
+
+    def microbatch_size(self, data: ClientData) -> int | None:
+        """The samples of a microbatch.
+
+        Args:
+            data: the client's data in this round.
+
+        Returns:
+            The number of samples; None without ``microbatches``.
+        """
+        if self.microbatches == 1:
+            return None
+        rows = data.layout.largest if self.batch_size == "full" else min(self.batch_size, data.layout.largest)
+        if self.blocks is not None:
+            rows = -(-data.layout.largest // self.blocks)
+        return -(-rows // self.microbatches)
 
     def samples(self, data: ClientData, steps: Array | int) -> Array:
         """Count the samples whose gradients ``steps`` local steps evaluate (in expectation for uneven blocks).
@@ -515,6 +541,18 @@ class LocalSGD:
             mean_gradient=tree.scale(shared, total) if mean_gradient else None,
             info={name: summed * shared for name, summed in sums.items()} | {"gradients": self.samples(data, steps)},
         )
+
+    def full_gradient(self, data: ClientData, params: Tree) -> tuple[Array, Tree]:
+        """Loss and raw gradient over all of the client's samples.
+
+        Args:
+            data: the client's data in this round.
+            params: pytree of the global parameters.
+
+        Returns:
+            The loss and the gradient.
+        """
+        return data.full_gradient(params, self.reduction, self.microbatch_size(data))
 
     def one_gradient(self, data: ClientData, params: Tree) -> tuple[Array, Tree]:
         """Loss and raw gradient of the first mini-batch, which also updates the running statistics.

@@ -69,6 +69,11 @@ class SampleDP(Wrapper):
                 "SampleDP needs a batch size that does not depend on the data: set local.batch_size to a number,"
                 " local.reduction to 'mean', and leave local.blocks out"
             )
+        if local.microbatches != 1:
+            raise FedraxError(
+                "SampleDP computes the gradients of a batch's samples in parts by itself: set its microbatch, and leave"
+                " local.microbatches out"
+            )
         if local.order == "replacement" and self.rate is None:
             raise FedraxError(
                 "SampleDP needs batches in which a sample occurs at most once: set local.order to 'shuffle' or"
