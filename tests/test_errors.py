@@ -3,7 +3,7 @@
 import warnings
 from typing import Any
 
-from fedrax import FedraxWarning, LocalSGD, LoSAC, simulate
+from fedrax import FedraxWarning, LocalSGD, LoSAC, simulate, sweep
 from fedrax.algorithms import FedSGD
 from fedrax.contract import check
 from fedrax.errors import FedraxError, each_warning_once, unknown, warnings_about
@@ -45,6 +45,15 @@ def test_warnings_name_the_method_once():
         f"b: {ignored}",
         "FedSGD takes one step a round, and local.steps = 5 is ignored",
     ]
+
+
+def test_a_sweep_warns_once_at_the_users_own_line():
+    blocks = LocalSGD(steps=1, blocks=2, batch_size=32)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        sweep([LoSAC(local=blocks)], TASK, FEDERATION, (0, 1), rounds=1, cohort_size=2, mode="sequential")
+    assert [str(one.message).partition(" = ")[0] for one in said] == ["LoSAC: local.batch_size"]
+    assert said[0].filename == __file__
 
 
 def test_a_warning_names_the_users_own_line():

@@ -195,8 +195,8 @@ def test_finished_runs_of_something_else_are_not_taken(
     elif changed == "program":
         made = tasks.classification
 
-        def doubled(*arguments: Any) -> Task:
-            task = made(*arguments)
+        def doubled(*arguments: Any, **options: Any) -> Task:
+            task = made(*arguments, **options)
             return Task(task.init, lambda params, batch, key: 2 * task.loss(params, batch, key), task.metrics)
 
         monkeypatch.setattr(tasks, "classification", doubled)

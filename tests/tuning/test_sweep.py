@@ -80,7 +80,7 @@ def test_of_a_diverging_run_the_rounds_before_are_kept() -> None:
             assert mine[key] == pytest.approx(theirs[key], rel=1e-4), key
     for end in ends:
         assert end.stopped == "diverged" and np.isfinite(end.params["output"]["weight"]).all()
-        with pytest.raises(fedrax.FedraxError, match="this run diverged"):
+        with pytest.raises(fedrax.FedraxError, match="the run diverged"):
             end.client_state(0)
     np.testing.assert_allclose(together.params["output"]["weight"], in_turn.params["output"]["weight"], rtol=1e-4)
     with pytest.raises(NonFiniteError) as caught:

@@ -16,7 +16,7 @@ from fedrax.config.arguments import checked_arguments
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.task import Task
 from fedrax.data import Federation, hold_out
-from fedrax.errors import FedraxError, unknown
+from fedrax.errors import FedraxError, each_warning_once, unknown
 from fedrax.simulation.evaluation import is_lower_better, warn_of_direction
 from fedrax.simulation.results.events import Event
 from fedrax.simulation.settings import Settings, SettingsOptions
@@ -201,9 +201,10 @@ def tune(
     candidates = [with_values(algorithm, point) for point in points]
     held = hold_out(federation, validation)
     runs: dict[int, list[Any]] = {}
-    for group in group_by_structure(candidates):
-        found = sweep([candidates[i] for i in group], task, held, seeds, settings, progress=progress)
-        runs |= dict(zip(group, found, strict=True))
+    with each_warning_once():
+        for group in group_by_structure(candidates):
+            found = sweep([candidates[i] for i in group], task, held, seeds, settings, progress=progress)
+            runs |= dict(zip(group, found, strict=True))
     trials = tuple(
         make_trial(point, [(run.events, run.stopped == "diverged") for run in runs[i]], metric)
         for i, point in enumerate(points)

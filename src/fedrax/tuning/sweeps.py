@@ -29,7 +29,7 @@ from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.task import Task
 from fedrax.data import Federation
 from fedrax.devices import use_all_cores
-from fedrax.errors import FedraxError
+from fedrax.errors import FedraxError, each_warning_once
 from fedrax.simulation.evaluation import split_finite
 from fedrax.simulation.executors.compiled import Engine, RoundState, compiler_options, run_block
 from fedrax.simulation.executors.debug import NonFiniteError
@@ -106,23 +106,26 @@ def sweep(
     use_all_cores()
     if not algorithms or not len(seeds):
         raise FedraxError("a sweep needs at least one algorithm and one seed")
-    with numeric_context(settings.dtype):
-        make_mesh(settings.devices)  # that there are so many
-        one = [dataclasses.replace(settings, seed=seed, devices=1) for seed in seeds]
-        setups = [prepare(algorithms[0], task, federation, each) for each in one]
-        obstacle = _obstacle(setups[0])
-        if obstacle and mode == "vectorized":
-            raise FedraxError(f"vectorized runs {obstacle}, or use mode='sequential'")
-        if mode == "vectorized" or (mode == "auto" and _is_faster(algorithms, setups[0], len(seeds), settings.devices)):
-            for algorithm in algorithms:
-                check(algorithm)
-            with _progress_line(progress) as line:
-                return _VectorizedRuns(algorithms, setups, federation, settings.devices).run(line)
-    count, results = len(algorithms) * len(seeds), []
-    with _progress_line(progress) as line:
-        for i, (algorithm, seed) in enumerate(itertools.product(algorithms, seeds), 1):
-            sinks = [] if line is None else [ProgressSink(f"{type(algorithm).__name__} ({i}/{count})", line)]
-            results.append(_run_one(algorithm, task, federation, dataclasses.replace(settings, seed=seed), sinks))
+    with each_warning_once():  # of all seeds and variants
+        with numeric_context(settings.dtype):
+            make_mesh(settings.devices)  # that there are so many
+            one = [dataclasses.replace(settings, seed=seed, devices=1) for seed in seeds]
+            setups = [prepare(algorithms[0], task, federation, each) for each in one]
+            obstacle = _obstacle(setups[0])
+            if obstacle and mode == "vectorized":
+                raise FedraxError(f"vectorized runs {obstacle}, or use mode='sequential'")
+            if mode == "vectorized" or (
+                mode == "auto" and _is_faster(algorithms, setups[0], len(seeds), settings.devices)
+            ):
+                for algorithm in algorithms:
+                    check(algorithm)
+                with _progress_line(progress) as line:
+                    return _VectorizedRuns(algorithms, setups, federation, settings.devices).run(line)
+        count, results = len(algorithms) * len(seeds), []
+        with _progress_line(progress) as line:
+            for i, (algorithm, seed) in enumerate(itertools.product(algorithms, seeds), 1):
+                sinks = [] if line is None else [ProgressSink(f"{type(algorithm).__name__} ({i}/{count})", line)]
+                results.append(_run_one(algorithm, task, federation, dataclasses.replace(settings, seed=seed), sinks))
     return [results[i : i + len(seeds)] for i in range(0, count, len(seeds))]
 
 
