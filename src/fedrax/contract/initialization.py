@@ -41,7 +41,7 @@ def initial_parameters(task: Task, key: Array, given: Params | None) -> Params:
 def shapes_of(task: Task) -> Params:
     """The shapes and dtypes of the initial parameters."""
     try:
-        return jax.eval_shape(task.init, jax.random.key(0))
+        return jax.eval_shape(lambda: task.init(jax.random.key(0)))  # without computing the key
     except jax.errors.JAXTypeError:  # init of user code reads the value of the key
         return _arrays(task.init(jax.random.key(0)))
 

@@ -40,7 +40,7 @@ from fedrax.simulation.round import ClientInputs, ClientRecord, ClientResult, Ro
 from fedrax.simulation.validate import initial_client_state, model_shapes
 from fedrax.tree import Tree
 from fedrax.version import VERSION
-from fedrax.xla import CodeFingerprint
+from fedrax.xla import CodeFingerprint, run_cached
 
 Data = Callable[[Context], Any] | Federation
 """A function that loads the client's samples, given its Context, or a federation that the client is part of."""
@@ -143,10 +143,10 @@ class _Client:
         record = store.load(instructions, like, partial(self._initial_record, setup, store))
         client_inputs = ClientInputs(
             _assignment(instructions, len(samples.y)),
-            jnp.int32(instructions.round),
-            jnp.asarray(instructions.cohort_size, float),
-            self._round_key(instructions, store, context),
-            jax.random.wrap_key_data(jnp.asarray(instructions.shared, jnp.uint32)),
+            np.int32(instructions.round),  # type: ignore[arg-type]
+            np.asarray(instructions.cohort_size, instructions.dtype),  # type: ignore[arg-type]
+            self._key_words(instructions, store, context),  # type: ignore[arg-type]
+            np.asarray(instructions.shared, np.uint32),  # type: ignore[arg-type]
         )
         run = _compiled_phase(setup.program, instructions.phase)
         arrays = jax.tree.map(jnp.asarray, samples)
@@ -163,21 +163,20 @@ class _Client:
         if needs_initial_parameters(self.algorithm, *like):
             start = unpack(store.initial_parameters, like, "the record of the starting parameters")
         else:
-            start = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
+            start = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), like)
         params, statistics = jax.tree.map(jnp.asarray, start)
-        return ClientRecord.at_first(self.algorithm, params, statistics)
+        return run_cached(partial(ClientRecord.at_first, self.algorithm), params, statistics)
 
-    def _round_key(self, instructions: RoundInstructions, store: ClientStore, context: Context) -> jax.Array:
-        """The client's random key of a round: from the seed as in a simulation, else from a secret."""
+    def _key_words(self, instructions: RoundInstructions, store: ClientStore, context: Context) -> np.ndarray:
+        """The words of the client's random key of a round: from the seed as in a simulation, else from a secret."""
         seed = context.node_config.get("seed") if self.seed is None else self.seed
         if seed is not None:
             if type(seed) is not int:
                 raise FedraxError(f"node_config['seed'] must be a whole number, not {seed!r:.40}")
-            return jax.random.fold_in(
-                jax.random.fold_in(purpose_key(seed, RUN), instructions.round), instructions.client
-            )
+            round_key = jax.random.fold_in(purpose_key(seed, RUN), instructions.round)
+            return np.asarray(jax.random.key_data(jax.random.fold_in(round_key, instructions.client)))
         words = store.key_words(instructions, lambda: np.frombuffer(os.urandom(8), np.uint32).tolist())
-        return jax.random.wrap_key_data(jnp.asarray(words, jnp.uint32))
+        return np.asarray(words, np.uint32)
 
     def _state_directory(self, context: Context) -> Path | None:
         """The directory of the client state; None where Flower's Context holds it."""
@@ -324,14 +323,25 @@ def client_of_federation(federation: Federation, context: Context) -> Federation
 
 def _assignment(instructions: RoundInstructions, rows: int) -> ClientAssignment:
     """The client's assignment in a cohort of one, whose only samples are its own."""
-    zero = jnp.int32(0)
-    return ClientAssignment(jnp.int32(instructions.client), zero, zero, jnp.int32(rows), jnp.ones(()))
+    zero = np.int32(0)
+    return ClientAssignment(np.int32(instructions.client), zero, zero, np.int32(rows), np.ones((), instructions.dtype))
 
 
 @lru_cache(maxsize=16)
 def _compiled_phase(program: RoundProgram, p: int) -> Callable:
-    """The compiled client side of phase ``p``."""
-    return jax.jit(partial(run_client, program, p))
+    """The compiled client side of phase ``p``, whose inputs have the words of random keys.
+
+    Keys are made in the program: each operation outside of it would be a program of its own, which a process loads.
+    """
+
+    def run(
+        algorithm: Algorithm, message: Tree, record: ClientRecord, statistics: Tree, samples: Batch, words: ClientInputs
+    ) -> ClientResult:
+        key, shared = map(jax.random.wrap_key_data, (words.key, words.shared_key))
+        inputs = words._replace(key=key, shared_key=shared)
+        return run_client(program, p, algorithm, message, record, statistics, samples, inputs)
+
+    return jax.jit(run)
 
 
 @lru_cache(maxsize=8)

@@ -64,7 +64,7 @@ def message_schemas(
     """
     assignment = placeholder_assignment()
 
-    def one_round(params: Tree, statistics: Tree, samples: Batch) -> list[MessageSchema]:
+    def one_round(algorithm: Algorithm, params: Tree, statistics: Tree, samples: Batch) -> list[MessageSchema]:
         round_inputs = RoundInputs(jnp.int32(0), jnp.float32(1), jnp.int32(1), jax.tree.map(jnp.asarray, assignment))
         kept = ClientRecord.at_first(algorithm, params, statistics)
         executor = _MessageTracer(program, algorithm, round_inputs, jax.random.key(0), kept, samples)
@@ -72,7 +72,8 @@ def message_schemas(
         phases = zip(executor.messages, executor.finished, strict=True)
         return [MessageSchema(message, done.output, done.statistics, done.record) for message, done in phases]
 
-    found = jax.eval_shape(one_round, params, statistics, samples)
+    # the algorithm is an input as of the client's program, which then finds the trace of the client's part
+    found = jax.eval_shape(one_round, algorithm, params, statistics, samples)
     return [one._replace(statistics=one.statistics if p == len(found) - 1 else ()) for p, one in enumerate(found)]
 
 
