@@ -23,6 +23,8 @@ from fedrax.personalization import Ditto, Personalized
 from fedrax.privacy import ClientDP, SampleDP
 from fedrax.simulation import NonFiniteError, read_events
 from tests.flower.messages import (
+    COHORT,
+    FEDERATION,
     OWNER,
     ROUNDS,
     SIZES,
@@ -205,6 +207,16 @@ def test_a_run_that_is_stopped_leaves_the_model_of_its_last_round(tmp_path: Path
         deployed(method, grid, directory=tmp_path / "run", eval_every=4)
     model = fedrax.simulation.load_model(tmp_path / "run" / "model.safetensors", like=TASK.init(jax.random.key(0)))
     assert_close(model, deployed(method, grid_of(method), rounds=2).params, 0)
+
+
+def test_it_evaluates_before_the_first_round(tmp_path: Path):
+    method, options = Scaffold(local=LOCAL), {"eval_every": 1, "eval_first": True}
+    whole = deployed(method, grid_of(method), rounds=2, **options)
+    assert [event["round"] for event in whole.events] == [0, 1, 2] and whole.events[0]["clients"] == 0
+    there = simulate(method, TASK, FEDERATION, rounds=0, cohort_size=COHORT)
+    assert whole.events[0]["test_loss"] == pytest.approx(there.events[0]["test_loss"], rel=1e-5)
+    alone = deployed(method, grid_of(method), rounds=0, directory=tmp_path / "run", **options)
+    assert [event["round"] for event in alone.events] == [0]
 
 
 def test_it_ends_at_a_target_or_where_a_callback_says_so():

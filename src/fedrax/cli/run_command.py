@@ -25,6 +25,7 @@ from fedrax.signals import stop_runs
 from fedrax.simulation import Event, Result, simulate, use_all_cores
 from fedrax.simulation.persistence import checkpoint
 from fedrax.simulation.persistence.run_directory import FAILURE
+from fedrax.simulation.results.events import rounds_done
 from fedrax.simulation.results.progress import ProgressSink
 
 DESCRIPTION = """Run one experiment: `fedrax run [FILE.toml] [flags]`.
@@ -151,7 +152,7 @@ def report(spec: Experiment, result: Result, directory: Path, options: Reporting
             "directory": str(directory),
             "plan": result.plan,
             "stopped": result.stopped,
-            "rounds": len(result.events),
+            "rounds": rounds_done(result.events),
         }
         if result.spent is not None:
             last["privacy"] = finite(dataclasses.asdict(result.spent))
@@ -163,7 +164,9 @@ def report(spec: Experiment, result: Result, directory: Path, options: Reporting
             console.print(str(result.spent))
         if result.stopped == "budget":
             budget = f"{spec.run.epsilon_budget:g} at delta {spec.run.delta:g}"
-            console.print(f"stopped: round {len(result.events) + 1} would exceed the budget of epsilon {budget}")
+            console.print(
+                f"stopped: round {rounds_done(result.events) + 1} would exceed the budget of epsilon {budget}"
+            )
         console.print(f"plan {result.plan}")
         console.print(f"saved in {directory}; show it with: fedrax show {directory}")
 

@@ -35,6 +35,7 @@ from fedrax.privacy.audit.game import Participation, observe_client
 from fedrax.prng.keys import INITIALIZATION, purpose_key
 from fedrax.simulation import Settings, simulate
 from fedrax.simulation.privacy_ledger import ledger_of, private_releases
+from fedrax.simulation.results.events import rounds_done
 from fedrax.simulation.settings import cohort_sampler
 
 ProtectedUnit = Literal["client", "sample"]
@@ -255,12 +256,12 @@ def audit_canaries(
     canary = np.searchsorted(chosen, owner[rows])
     guesses = guess_membership(np.bincount(canary, gains, canaries) / np.bincount(canary, minlength=canaries), SHARE)
     right, made = int(((guesses > 0) == coins)[guesses != 0].sum()), int((guesses != 0).sum())
-    claimed, paper = _claims(algorithm, releases, federation, settings, len(result.events))
+    claimed, paper = _claims(algorithm, releases, federation, settings, rounds_done(result.events))
     return Audit(
         "canaries",
         unit,
         "replacement",
-        len(result.events),
+        rounds_done(result.events),
         made,
         one_run_epsilon(canaries, made, right, settings.delta),
         claimed,

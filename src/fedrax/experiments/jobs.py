@@ -122,7 +122,7 @@ def _has_last_checkpoint(run: SavedRun, job: RunJob) -> bool:
     if (directory / checkpoint.PREVIOUS).exists():  # interrupted while the last checkpoint was written
         return False
     try:
-        return int(checkpoint.load_meta(directory)["round"]) >= len(run.events)
+        return int(checkpoint.load_meta(directory)["round"]) >= run.rounds_done
     except (FedraxError, KeyError, TypeError, ValueError):
         return True  # damaged; reading it raises
 

@@ -30,7 +30,17 @@ from fedrax.simulation.persistence.client_summary import ClientSummary, write_cl
 from fedrax.simulation.persistence.run_description import write_description
 from fedrax.simulation.persistence.run_directory import CHECKPOINT, FAILURE, MODEL, lock_directory
 from fedrax.simulation.process import write_environment
-from fedrax.simulation.results.events import Event, EventFile, RunInfo, Sink, events_of, report, round_seconds
+from fedrax.simulation.results.events import (
+    Event,
+    EventFile,
+    RunInfo,
+    Sink,
+    event_of_start,
+    events_of,
+    report,
+    round_seconds,
+    rounds_done,
+)
 from fedrax.simulation.results.result import Result, Snapshot
 from fedrax.simulation.round import RoundInputs, run_round
 from fedrax.simulation.run import Callback
@@ -104,7 +114,7 @@ class RoundDriver:
             traffic = self.registry.traffic._asdict()  # the clients have introduced themselves again
             self.registry.traffic = Traffic(**{name: events[-1][name] + more for name, more in traffic.items()})
         if self.ledger is not None:
-            self.ledger.restore(state.spent, len(events))
+            self.ledger.restore(state.spent, rounds_done(events))
         return state.server, state.statistics
 
     def _checkpoint_state(self, server: Any, statistics: Tree) -> ServerCheckpoint:
@@ -120,7 +130,7 @@ class RoundDriver:
         result, started = None, []
         try:
             for sink in self.sinks:
-                sink.start(dataclasses.replace(self.info, first_round=len(self.events)))
+                sink.start(dataclasses.replace(self.info, first_round=rounds_done(self.events)))
                 started.append(sink)
             if self.info.directory is not None:
                 write_description(self.info.directory, self.info, self.algorithm, self.described)
@@ -134,7 +144,12 @@ class RoundDriver:
     def _run_rounds(self, server: Any, statistics: Tree, file: EventFile | None, interrupted: StopFlag) -> Result:
         """Run the remaining rounds; a signal ends them after one, with a checkpoint."""
         stopped, due = "rounds", time.monotonic() + _CHECKPOINT_SECONDS
-        for r in range(len(self.events), self.settings.rounds):
+        if not self.events and (self.settings.eval_first or not self.settings.rounds):
+            began, metrics = time.monotonic(), self._evaluate(0, server, statistics, self.registry.available())
+            event = event_of_start(metrics, time.monotonic() - began)
+            stopped = self._report(event, True, server, statistics, file)
+            self._save(server, statistics, file)
+        for r in range(rounds_done(self.events), self.settings.rounds if stopped == "rounds" else 0):
             began, available = time.monotonic(), self._available_clients(r, interrupted)
             if interrupted.signal is not None:
                 self._save(server, statistics, file)
@@ -164,23 +179,26 @@ class RoundDriver:
             if evaluated:
                 event |= self._evaluate(r, server, statistics, available)
                 event["seconds"] = round_seconds(self.events, time.monotonic() - began)
-            event |= self.registry.traffic._asdict()
-            report([event], self.events, file, self.sinks)
-            log.info("fedrax: %s", _log_line(event))
-            if self._target_reached(event):
-                stopped = "target"
-            elif evaluated and self._callbacks_stop(event, server, statistics):
-                stopped = "callback"
+            stopped = self._report(event, evaluated, server, statistics, file)
             if last or stopped != "rounds" or time.monotonic() > due:
                 self._save(server, statistics, file)
                 due = time.monotonic() + _CHECKPOINT_SECONDS
             if stopped != "rounds":
                 break
-        if self.events and not any(event["clients"] for event in self.events):
+        if rounds_done(self.events) and not any(event["clients"] for event in self.events):
             raise FedraxError(
                 "no round received enough replies, and the model is unchanged: the warnings of each round say why"
             )
         return self._result(server, statistics, stopped)
+
+    def _report(self, event: Event, evaluated: bool, server: Any, statistics: Tree, file: EventFile | None) -> str:
+        """Report an event, and return the reason to stop: "rounds" if there is none before the last round."""
+        event |= self.registry.traffic._asdict()
+        report([event], self.events, file, self.sinks)
+        log.info("fedrax: %s", _log_line(event))
+        if self._target_reached(event):
+            return "target"
+        return "callback" if evaluated and self._callbacks_stop(event, server, statistics) else "rounds"
 
     def _save(self, server: Any, statistics: Tree, file: EventFile | None, name: str = CHECKPOINT, **more: str) -> None:
         """Write a checkpoint with ``more`` metadata to the folder ``name``, if the run has a directory."""

@@ -15,7 +15,7 @@ from fedrax.errors import FedraxError
 from fedrax.simulation.persistence import checkpoint
 from fedrax.simulation.persistence.run_directory import CHECKPOINT
 from fedrax.simulation.persistence.run_identity import difference
-from fedrax.simulation.results.events import Event, digest_of, read_events
+from fedrax.simulation.results.events import Event, digest_of, events_until, read_events, rounds_done
 from fedrax.tree import Tree
 
 
@@ -76,7 +76,7 @@ class ServerCheckpoint(NamedTuple):
 
 def save_checkpoint(folder: Path, state: ServerCheckpoint, meta: dict[str, Any], events: list[Event]) -> None:
     """Write a checkpoint after the last round of ``events``, with metadata such as the identity of the run."""
-    about = {"round": len(events), "rows": 0, "events": digest_of(events)}  # no rows: clients store their states
+    about = {"round": rounds_done(events), "rows": 0, "events": digest_of(events)}  # no rows: clients store their states
     checkpoint.save(folder, state, about | meta)
 
 
@@ -95,6 +95,7 @@ def load_checkpoint(
         raise FedraxError(f"the checkpoint in {directory} belongs to another run: {differs}")
     state, meta = checkpoint.load(where, like)
     events, done = read_events(directory), meta.get("round")
-    if type(done) is not int or len(events) < done or digest_of(events[:done]) != meta.get("events"):
+    before = events_until(events, done) if type(done) is int and done <= rounds_done(events) else None
+    if before is None or digest_of(before) != meta.get("events"):
         raise FedraxError(f"the checkpoint in {directory} does not fit the events there: one of them was changed")
-    return state, events[:done]
+    return state, before

@@ -13,13 +13,17 @@ from fedrax.data.readers.table_files import read_csv_columns
 from fedrax.errors import FedraxError
 from fedrax.participation.policy import CohortSizes, ParticipationPolicy, Population, sample_among
 
+MAX_ROUNDS = 1_000_000
+"""Limit of the rounds of a trace: each one takes memory, also if it has no client."""
+
 
 @dataclass(frozen=True)
 class Availability(ParticipationPolicy):
     """Sample the cohort uniformly from the clients that a trace lists as available in the round.
 
     The trace is a CSV file with columns ``round`` (from 0) and ``client``; it repeats after its last round. A round
-    with fewer than S available clients takes all of them.
+    with fewer than S available clients takes all of them; a round that the trace does not name has no client and
+    changes nothing.
 
     Example:
         >>> fedrax.participation.Availability("availability.csv").trace
@@ -56,10 +60,9 @@ def read_trace(participation: Availability, num_clients: int) -> list[np.ndarray
     if not all(kind.is_integer() for kind in table.dtypes) or sum(table.null_count().row(0)):
         raise FedraxError(f"the availability trace {path} must hold whole numbers only")
     rounds, clients = np.unique(table.to_numpy(), axis=0).T
-    if not len(rounds) or rounds.min() < 0 or clients.min() < 0 or clients.max() >= num_clients:
-        raise FedraxError(f"the availability trace {path} must name rounds from 0 and clients 0 to {num_clients - 1}")
-    named, starts = np.unique(rounds, return_index=True)
-    gaps = np.flatnonzero(named != np.arange(len(named)))
-    if len(gaps):
-        raise FedraxError(f"the availability trace {path} has no client in round {gaps[0]}")
-    return np.split(clients, starts[1:])
+    inside = len(rounds) and rounds.min() >= 0 and rounds.max() < MAX_ROUNDS
+    if not inside or clients.min() < 0 or clients.max() >= num_clients:
+        raise FedraxError(
+            f"the availability trace {path} must name rounds 0 to {MAX_ROUNDS - 1} and clients 0 to {num_clients - 1}"
+        )
+    return np.split(clients, np.searchsorted(rounds, np.arange(1, rounds.max() + 1)))

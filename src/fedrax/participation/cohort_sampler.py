@@ -64,15 +64,16 @@ class CohortSampler:
             raise FedraxError(f"client {empty[0]} has no samples ({len(empty)} such clients)")
 
     def _check_given(self, cohorts: list[np.ndarray]) -> None:
-        """Raise FedraxError for too few cohorts, or one with invalid or duplicate clients."""
+        """Raise FedraxError for too few cohorts, only empty ones, or one with invalid or duplicate clients."""
         if len(cohorts) < self.rounds:
             raise FedraxError(f"{len(cohorts)} cohorts are given for {self.rounds} rounds")
         for r, cohort in enumerate(cohorts):
-            if not self._is_cohort(np.sort(cohort)) or not cohort.size:
+            if not self._is_cohort(np.sort(cohort)):
                 raise FedraxError(
-                    f"the given cohort of round {r} must hold different clients from 0 to {self.num_clients - 1}, at"
-                    " least one"
+                    f"the given cohort of round {r} must hold different clients from 0 to {self.num_clients - 1}"
                 )
+        if not any(cohort.size for cohort in cohorts[: self.rounds]):
+            raise FedraxError("none of the given cohorts holds a client")
 
     def _is_cohort(self, cohort: np.ndarray) -> bool:
         """Whether a sorted array has distinct clients from 0 to N - 1."""

@@ -147,6 +147,8 @@ def profile(
     settings = settings or Settings()
     if rounds is not None and not 1 <= rounds < 2**31:
         raise FedraxError(f"the rounds to time must be 1 or more and fit into 32 bits, not {rounds}")
+    if not settings.rounds:
+        raise FedraxError("a run of 0 rounds has no round to profile: set rounds to 1 or more")
     use_all_cores()
     with numeric_context(settings.dtype):
         setup = prepare(algorithm, task, federation, settings)

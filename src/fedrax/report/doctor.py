@@ -33,7 +33,9 @@ class FileState:
     """Description of its state."""
     intact: bool
     rounds: int | None = None
-    """Number of intact events, or the round of an intact checkpoint."""
+    """Number of rounds with intact events, or the round of an intact checkpoint."""
+    lines: int = 0
+    """Number of intact lines of the events."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,8 @@ def examine(directory: Path) -> Examination:
         path = directory / CHECKPOINT / checkpoint.PREVIOUS
         made.repairs.append(Repair("rename the damaged previous checkpoint", lambda: _rename_damaged(path)))
     if not found.intact and found.rounds is not None:
-        description = f"keep the first {found.rounds} lines of {events.FILE}, which are intact"
-        made.repairs.append(Repair(description, lambda: _truncate_events(directory, found.rounds or 0)))
+        description = f"keep the first {found.lines} lines of {events.FILE}, which are intact"
+        made.repairs.append(Repair(description, lambda: _truncate_events(directory, found.lines)))
     for part in leftovers(directory):
         description = f"remove {part.relative_to(directory)}, left by an interrupted write"
         made.repairs.append(Repair(description, part.unlink))
@@ -147,17 +149,23 @@ def _check_experiment(made: Examination) -> bool:
 def _check_events(made: Examination) -> FileState:
     """Check events.jsonl; count the intact events before the first damaged one."""
     rounds: int | None = 0
+    lines = 0
     try:
         if not os.path.lexists(made.directory / events.FILE):
             state, intact = "missing: no round has finished", True
         else:
             found, wrong = events.read_whole_events(made.directory)
-            rounds, intact = len(found), wrong is None
-            state = f"intact: {rounds} rounds" if wrong is None else f"damaged in line {rounds + 1}: {wrong}"
+            lines, rounds, intact = len(found), events.rounds_done(found), wrong is None
+            state = f"intact: {rounds} rounds" if wrong is None else f"damaged in line {lines + 1}: {wrong}"
     except FedraxError as error:
         state, intact, rounds = f"damaged: {error}", False, None
-    made.files.append(FileState(events.FILE, state, intact, rounds))
+    made.files.append(FileState(events.FILE, state, intact, rounds, lines))
     return made.files[-1]
+
+
+def _digest_until(directory: Path, rounds: int) -> str:
+    """The digest of the intact events up to a round."""
+    return events.digest_of(events.events_until(events.read_whole_events(directory)[0], rounds))
 
 
 def _check_checkpoint(made: Examination, name: str, found: FileState) -> FileState | None:
@@ -170,7 +178,7 @@ def _check_checkpoint(made: Examination, name: str, found: FileState) -> FileSta
         rounds = round_of(meta, path.parent)
         if rounds > (found.rounds or 0):
             finding = FileState(shown, f"intact: round {rounds}, but events before it are missing", False)
-        elif events.digest_of(events.read_whole_events(made.directory)[0][:rounds]) != meta.get("events"):
+        elif _digest_until(made.directory, rounds) != meta.get("events"):
             finding = FileState(shown, f"intact: round {rounds}, but events before it were changed", False)
         else:
             finding = FileState(shown, f"intact: round {rounds}", True, rounds)

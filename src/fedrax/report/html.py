@@ -363,7 +363,7 @@ def _runs(data: ReportData) -> str:
         work = f"{last['gradients']:,}" if run.events else "–"
         took = f"{last['seconds']:.3g}" if run.events else "–"
         seed = "secret" if run.seed is None else str(run.seed)
-        cells = (seed, f"{len(run.events)} of {run.rounds}", value, sent, work, took)
+        cells = (seed, f"{run.rounds_done} of {run.rounds}", value, sent, work, took)
         lines.append(
             f"<tr><th>{shown(method.label)}</th>{''.join(f'<td>{shown(cell)}</td>' for cell in cells)}"
             f'<td>{_state(run.state)}</td><td class="name"><code>{shown(run.directory)}</code></td></tr>'

@@ -49,7 +49,7 @@ def section(data: ReportData) -> str:
     cards = "".join(f'<div class="card">{_charts(data, metric, most)}</div>' for metric in drawn)
     band = any(len(method.runs) > 1 for method in data.methods)
     note = "Lines are means over seeds, bands one standard deviation. " if band else ""
-    if any(len(run.events) > most for run in data.runs):
+    if any(run.rounds_done > most for run in data.runs):
         note += f"For longer runs about {most} rounds are drawn. "
     if len(metrics) > len(drawn):
         note += f"Not drawn: {', '.join(metrics[_MOST_CHARTS : _MOST_CHARTS + 20])}. "

@@ -18,7 +18,7 @@ from fedrax.files import open_regular_file, read_toml
 from fedrax.simulation.persistence import checkpoint, run_description
 from fedrax.simulation.persistence.run_description import EXPERIMENT, read_description
 from fedrax.simulation.persistence.run_directory import CHECKPOINT, FAILURE
-from fedrax.simulation.results.events import Event, holds, read_events
+from fedrax.simulation.results.events import Event, holds, read_events, rounds_done
 from fedrax.simulation.results.result import cost_to_target
 
 RUNTIME = "runtime"
@@ -65,6 +65,11 @@ class SavedRun:
         return int(self.table["run"]["rounds"])
 
     @property
+    def rounds_done(self) -> int:
+        """Rounds that are done."""
+        return rounds_done(self.events)
+
+    @property
     def validation(self) -> bool:
         """Whether the run was evaluated on validation data instead of test data."""
         return bool(self.table.get("validation"))
@@ -74,16 +79,17 @@ class SavedRun:
         """Whether the run is complete."""
         target = self.table["run"].get("target", "none")
         reached = target != "none" and cost_to_target(self.events, "test_accuracy", target) is not None
-        return len(self.events) >= self.rounds or reached or self.spent or self.failure is not None
+        done = bool(self.events) and self.rounds_done >= self.rounds
+        return done or reached or self.spent or self.failure is not None
 
     @property
     def state(self) -> str:
         """The state of the run in words."""
         if self.failure is not None:
-            return f"diverged in round {len(self.events) + 1}"
+            return f"diverged in round {self.rounds_done + 1}"
         if self.spent:
-            return f"budget spent in round {len(self.events)}"
-        return "finished" if self.finished else f"round {len(self.events)} of {self.rounds}"
+            return f"budget spent in round {self.rounds_done}"
+        return "finished" if self.finished else f"round {self.rounds_done} of {self.rounds}"
 
 
 @dataclass(frozen=True)
@@ -237,7 +243,7 @@ def _without_duplicates(runs: Sequence[SavedRun]) -> list[SavedRun]:
     for run in runs:
         secret = str(run.directory.resolve()) if run.seed is None else ""  # two such runs are never equal
         key = secret + json.dumps(run.table, sort_keys=True, default=str)
-        if key not in found or len(run.events) > len(found[key].events):
+        if key not in found or run.rounds_done > found[key].rounds_done:
             found[key] = run
     return list(found.values())
 
@@ -479,7 +485,7 @@ def _state(runs: Sequence[SavedRun]) -> str:
         return states.pop()
     if not all(run.finished for run in runs):
         return "running"
-    spent = [len(run.events) for run in runs if run.spent]
+    spent = [run.rounds_done for run in runs if run.spent]
     return f"budget spent in rounds {min(spent)} to {max(spent)}" if len(spent) == len(runs) else "finished"
 
 

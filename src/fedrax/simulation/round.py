@@ -50,6 +50,8 @@ class RoundProgram(NamedTuple):
     """The most clients of any round, the number of rows of ``cohort.each``; None: as many as there are positions."""
     client_info: bool = False
     """Whether a round also returns the info of each client, for adaptive participation policies."""
+    skips_empty_rounds: bool = False
+    """Whether a round without any client leaves the server unchanged, where cohorts are not sampled independently."""
     code: CodeFingerprint | None = None
     """Fingerprint of the user's functions: editing one causes a recompilation."""
 
@@ -158,6 +160,11 @@ class Executor(ABC):
         self.round_key = jax.random.fold_in(key, jnp.asarray(round_inputs.round))
         self.recorded_phases: list[Any] = []
         """Recorded messages of each phase so far, where clients are recorded."""
+
+    @property
+    def skipped(self) -> Any:
+        """bool; whether the round has no client and leaves the server unchanged."""
+        return self.program.skips_empty_rounds and self.round_inputs.cohort_size == 0
 
     def broadcast(self, p: int, server: Any) -> Tree:
         """The broadcast message of phase ``p``."""

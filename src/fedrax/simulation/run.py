@@ -42,7 +42,16 @@ from fedrax.simulation.process import (
     runtime_errors_explained,
     write_environment,
 )
-from fedrax.simulation.results.events import Event, EventFile, Sink, events_of, report, round_seconds
+from fedrax.simulation.results.events import (
+    Event,
+    EventFile,
+    Sink,
+    event_of_start,
+    events_of,
+    report,
+    round_seconds,
+    rounds_done,
+)
 from fedrax.simulation.results.message_recorder import MessageSelection, RecordedExchange, exchanges
 from fedrax.simulation.results.progress import ProgressSink, with_progress
 from fedrax.simulation.results.result import NO_CLIENTS, PersonalMetrics, Result, Snapshot
@@ -220,7 +229,7 @@ class Run:
         started: list[Sink] = []
         try:
             for sink in self.sinks:  # first: without the description that a sink writes a directory cannot be resumed
-                sink.start(dataclasses.replace(setup.info, first_round=len(self.events)))
+                sink.start(dataclasses.replace(setup.info, first_round=rounds_done(self.events)))
                 started.append(sink)
             if setup.directory is not None:
                 checkpoint.discard(setup.directory / FAILURE)  # of an earlier attempt
@@ -246,7 +255,7 @@ class Run:
         self.events, self.has_clients = begun.events, begun.has_clients
         last = last_round(self.ledger, self.setup.settings, self.setup.planner.sampler)
         stopped = "target" if self._reached(self.events) else "checkpoint"
-        if len(self.events) == last:
+        if rounds_done(self.events) == last:
             stopped = "rounds" if last == self.setup.settings.rounds else "budget"
         return self._result(begun.carry, stopped)
 
@@ -255,7 +264,7 @@ class Run:
         setup, settings = self.setup, self.setup.settings
         self.asks = answer_of_any_process(bool(self.callbacks))
         start = start_run(setup, self.storage, self.ledger, resume)
-        self.events, self.has_clients, done = start.events, start.has_clients, len(start.events)
+        self.events, self.has_clients, done = start.events, start.has_clients, rounds_done(start.events)
         self.last = last_round(self.ledger, settings, setup.planner.sampler)
         reached = self._reached(start.events)
         if self.ledger is not None and not reached and not (start.spent and done == self.last):
@@ -273,27 +282,47 @@ class Run:
         # Several processes must agree on blocks, and so may not look at the clock.
         pace = LONGEST_BLOCK if not self.setup.alone else 1
         due = time.monotonic() + _CHECKPOINT_SECONDS
-        stopped = "target" if self._reached(events) else "rounds"
-        while len(events) < total and stopped == "rounds":
+        if not events and (self.setup.settings.eval_first or not self.setup.settings.rounds):
+            stopped = self._start(carry)
+            self._checkpoint(carry, stopped != "rounds" or not total)
+        else:
+            stopped = "target" if self._reached(events) else "rounds"
+        while rounds_done(events) < total and stopped == "rounds":
             began = compute_clock()
             carry, rounds, stopped = self._block(carry, pace, began)
             if self.setup.alone:
                 pace = max(1, min(LONGEST_BLOCK, int(_BLOCK_SECONDS * rounds / max(compute_clock() - began, 1e-6))))
-            over = stopped != "rounds" or len(events) == total
+            over = stopped != "rounds" or rounds_done(events) == total
             if over or interrupted.is_set() or self._checkpoint_due(due):
                 due = self._checkpoint(carry, over)
             if interrupted.signal is not None and not over:
                 raise Interrupted(interrupted.signal)
-        if stopped == "rounds" and len(events) < self.setup.settings.rounds:
+        if stopped == "rounds" and rounds_done(events) < self.setup.settings.rounds:
             stopped = "budget"
         return carry, stopped
+
+    def _start(self, carry: RoundState) -> str:
+        """Evaluate and report the initial state, as an event of round 0; the reason to stop."""
+        began = compute_clock()
+        metrics, lost = self._evaluate(carry)
+        return self._reported(carry, [event_of_start(metrics, compute_clock() - began)], lost, True)
+
+    def _reported(self, carry: RoundState, new: list[Event], lost: str | None, evaluated: bool) -> str:
+        """Report events, and return the reason to stop; raises if a metric is not finite, ``lost``."""
+        setup = self.setup
+        report(new, self.events, self.log, self.sinks)
+        if lost is not None:
+            where = f"{setup.info.algorithm}, round {rounds_done(self.events)}"
+            self._stop(f"{where}: {lost} is not finite{non_finite_remedy(setup.task, lost)}", carry, "the state")
+        called = self._called(carry, new[-1]) if evaluated and self.asks else "rounds"
+        return "target" if self._reached(new) else called
 
     def _block(self, carry: RoundState, pace: int, began: float) -> tuple[RoundState, int, str]:
         """Run a block of rounds, evaluate if it is due, and report: (carry, rounds, reason to stop or None)."""
         setup, events = self.setup, self.events
-        block = self.storage.next_block(len(events), min(pace, self._until_stop(len(events))))
-        block, recorded = self._to_record(block, len(events) + 1)
-        rounds, after = block.rounds, len(events) + block.rounds
+        block = self.storage.next_block(rounds_done(events), min(pace, self._until_stop(rounds_done(events))))
+        block, recorded = self._to_record(block, rounds_done(events) + 1)
+        rounds, after = block.rounds, rounds_done(events) + block.rounds
         sampler = setup.planner.sampler
         if after < self.last and not sampler.adaptive:
             self.storage.prefetch(after, min(pace, self._until_stop(after)))
@@ -302,13 +331,14 @@ class Run:
         if not records["sound"].all():
             self._fail(carry, block, records)
         for phases in records.pop(RECORDED_PHASES, ()):
-            self.exchanges += exchanges(recorded, len(events) + 1, phases)
+            self.exchanges += exchanges(recorded, rounds_done(events) + 1, phases)
         carry = self.storage.save_states(carry, block)
         if sampler.adaptive:
             clients = np.asarray(block.inputs.assignments.client[0]).ravel()  # by device, as their info
             clients = clients[clients < setup.info.num_clients]
             order = np.argsort(clients)
-            sampler.observe(len(events), clients[order], {name: a[order] for name, a in client_info[0].items()})
+            info = {name: a[order] for name, a in client_info[0].items()}
+            sampler.observe(rounds_done(events), clients[order], info)
         new = events_of(setup.info, records, block.inputs.count, events, compute_clock() - began)
         record_spending(self.ledger, block.inputs, new, setup.info.num_clients)
         due, lost = setup.settings.evaluates(after) or after == self.last, None
@@ -318,12 +348,7 @@ class Run:
             new[-1]["seconds"] = round_seconds(events, compute_clock() - began)
         if after in self.kept:
             self.trajectory.append(jax.tree.map(np.asarray, setup.algorithm.params(carry.server)))
-        report(new, events, self.log, self.sinks)
-        if lost is not None:
-            where = f"{setup.info.algorithm}, round {len(events)}"
-            self._stop(f"{where}: {lost} is not finite{non_finite_remedy(setup.task, lost)}", carry, "the state")
-        called = self._called(carry, new[-1]) if due and self.asks else "rounds"
-        return carry, rounds, "target" if self._reached(new) else called
+        return carry, rounds, self._reported(carry, new, lost, due)
 
     def _called(self, carry: RoundState, event: Event) -> str:
         """The reason to stop if a callback requests it after an evaluation."""
@@ -352,7 +377,7 @@ class Run:
 
     def _checkpoint_due(self, due: float) -> bool:
         every = self.setup.settings.checkpoint_every
-        return time.monotonic() > due if every is None else len(self.events) % every == 0
+        return time.monotonic() > due if every is None else rounds_done(self.events) % every == 0
 
     def _checkpoint(self, carry: RoundState, over: bool) -> float:
         """Write a checkpoint; the time when the next one is due."""
@@ -362,7 +387,7 @@ class Run:
             self.log.sync()
         began = time.monotonic()
         keep, more = self.keep_clients or not over, {}
-        if over and len(self.events) == self.last < self.setup.settings.rounds:
+        if over and rounds_done(self.events) == self.last < self.setup.settings.rounds:
             more["stopped"] = "budget"
         self._save(CHECKPOINT, carry, keep, **more)
         self._save_model(carry)
@@ -372,7 +397,7 @@ class Run:
     def _save(self, name: str, carry: RoundState, clients: bool, **more: str) -> None:
         """Write the state, with the digest of the events before it."""
         if self.log is not None:
-            done = len(self.events)
+            done = rounds_done(self.events)
             events = self.log.digest()
             save(self.setup, self.storage, name, carry, done, clients, self.ledger, events=events, **more)
 
@@ -442,7 +467,7 @@ class Run:
 
     def _source(self, carry: RoundState, block: RoundBlock, r: int, bad: int) -> str:
         """What is not finite in round ``r`` of a block, in words; ``bad`` is the first client with such a loss."""
-        setup, where = self.setup, f"{self.setup.info.algorithm}, round {len(self.events) + 1}"
+        setup, where = self.setup, f"{self.setup.info.algorithm}, round {rounds_done(self.events) + 1}"
         known = f"{where}, client {bad}: info/loss" if bad < setup.info.num_clients else f"{where}: the server state"
         known += " is not finite"
         # In a later phase, the loss of every client depends on the uploads of the phases before.

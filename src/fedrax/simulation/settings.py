@@ -8,7 +8,7 @@ from typing import Annotated, Literal, TypedDict
 
 import numpy as np
 
-from fedrax.config.hyperparameters import Bound, Fraction, Positive, PositiveInt
+from fedrax.config.hyperparameters import Bound, Fraction, NonNegativeInt, Positive, PositiveInt
 from fedrax.errors import FedraxError, known_fields_only, warn
 from fedrax.participation.cohort_sampler import CohortSampler
 from fedrax.participation.policies import UNIFORM, Participation
@@ -34,8 +34,8 @@ class Settings:
         50
     """
 
-    rounds: PositiveInt = 100
-    """R, communication rounds."""
+    rounds: NonNegativeInt = 100
+    """R, communication rounds. 0 evaluates the initial parameters only."""
     cohort_size: PositiveInt = 10
     """S, the number of clients that are sampled in a round: the most under an availability trace, the expectation under
     Poisson sampling. By default 10, or all clients if there are fewer."""
@@ -51,6 +51,8 @@ class Settings:
     eval_every: PositiveInt | None = None
     """Rounds between evaluations; the last round is always evaluated. By default a twentieth of ``rounds``, rounded up,
     and the first round is evaluated, too. A resumed run may have another interval, from there on."""
+    eval_first: bool = False
+    """Whether to evaluate the initial parameters, too, as an event of round 0."""
     eval_train: bool = False
     """Whether to evaluate on all training data, too: ``train_loss`` in events is then the loss on these, and the mean
     loss along the local steps of a round is called ``local_loss``."""
@@ -137,10 +139,11 @@ class Settings:
 class FederationOptions(TypedDict, total=False):
     """The fields of :class:`Settings` that also apply to a deployed federation, as keyword arguments."""
 
-    rounds: PositiveInt
+    rounds: NonNegativeInt
     cohort_size: PositiveInt
     weights: Literal["uniform", "samples"]
     eval_every: PositiveInt | None
+    eval_first: bool
     per_client: bool
     target: Annotated[float, Bound(gt=0, le=1)] | None
     epsilon_budget: Positive | None
@@ -210,6 +213,6 @@ def cohort_sampler(settings: Settings, sizes: np.ndarray, script: Script | None 
     size = settings.cohort_size
     if size == Settings.cohort_size:
         size = min(size, len(sizes))
-    population = Population(sizes, size, settings.rounds, settings.seed)
-    given = None if script is None else script.cohorts
+    population = Population(sizes, size, max(settings.rounds, 1), settings.seed)
+    given = None if script is None or not settings.rounds else script.cohorts
     return CohortSampler(settings.participation, population, settings.stragglers, given)

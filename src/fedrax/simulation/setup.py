@@ -142,6 +142,7 @@ def prepare(
         expected_cohort_size=sampler.expected,
         largest_cohort=sampler.largest,
         client_info=sampler.adaptive,
+        skips_empty_rounds=sampler.varying and not sampler.independent and not algorithm.traits.max_staleness,
         code=CodeFingerprint(algorithm, task),
     )
     assignment = jax.tree.map(lambda a: a[0, 0, :1], planner.block(0, 1, 1).assignments)

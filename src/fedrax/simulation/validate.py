@@ -191,6 +191,11 @@ def _warn_of_settings(settings: Settings, sampler: CohortSampler, task: Task) ->
             "numbers of samples are counted twice: participation weighted_by_samples samples larger clients more often,"
             " and weights = 'samples' gives their updates larger weights; set one of them to 'uniform'"
         )
+    known = sampler.varying and not sampler.adaptive and not sampler.independent and sampler.arrivals is None
+    if empty := [r + 1 for r in range(sampler.rounds if known else 0) if not len(sampler.cohort(r))]:
+        warn(
+            f"{len(empty)} of {sampler.rounds} rounds have no client and change nothing; the first is round {empty[0]}"
+        )
     for name in task.metrics if settings.per_client else ():
         warn_of_direction(task, name)  # it decides which client is the worst
 

@@ -18,7 +18,7 @@ from fedrax.contract.task import Task
 from fedrax.data import Federation, hold_out
 from fedrax.errors import FedraxError, each_warning_once, unknown
 from fedrax.simulation.evaluation import is_lower_better, warn_of_direction
-from fedrax.simulation.results.events import Event
+from fedrax.simulation.results.events import Event, rounds_done
 from fedrax.simulation.settings import Settings, SettingsOptions
 from fedrax.simulation.validate import changed_settings
 from fedrax.tuning.sweeps import resolve_seeds, sweep
@@ -227,7 +227,7 @@ def selection_metric(task: Task, name: str | None) -> str:
 
 def make_trial(point: Mapping[str, Any], runs: Sequence[tuple[Sequence[Event], bool]], metric: str) -> Trial:
     """The trial of a point from its runs: their events, and whether each diverged."""
-    rounds = min(len(events) for events, _ in runs)
+    rounds = min(rounds_done(events) for events, _ in runs)
     if any(diverged for _, diverged in runs):
         return Trial(point, None, rounds)
     key = f"test_{metric}"  # of the validation data, which replace the test data

@@ -38,7 +38,7 @@ from fedrax.simulation.persistence.run_identity import form_of, settings_in
 from fedrax.simulation.placement.memory_budget import MemoryBudget
 from fedrax.simulation.privacy_ledger import ledger_of, record_spending
 from fedrax.simulation.process import numeric_context
-from fedrax.simulation.results.events import Event, Sink, events_of
+from fedrax.simulation.results.events import Event, Sink, event_of_start, events_of, rounds_done
 from fedrax.simulation.results.progress import ProgressLine, ProgressSink, compose_line, progress_is_visible
 from fedrax.simulation.results.result import NO_CLIENTS, PersonalMetrics, Result
 from fedrax.simulation.round import ClientRecord, RoundInputs
@@ -295,6 +295,12 @@ class _VectorizedRuns:
         events: list[list[list[Event]]] = [[[] for _ in self.setups] for _ in range(self.count)]
         alive = np.ones((len(self.setups), self.width), bool)
         done = 0
+        if self.settings.eval_first or not total:
+            began, host = compute_clock(), jax.tree.map(np.asarray, carry)
+            for z, g in np.ndindex(len(self.setups), self.count):
+                new = [event_of_start({}, compute_clock() - began)]
+                self._append(events[g][z], new, z, g, host, False)
+                alive[z, g] = not events[g][z][-1].get("diverged")
         while done < total:
             if line is not None:
                 line.show(compose_line(name, done, total, ["compiling"] if done == 0 else [], line.width, line.letters))
@@ -332,6 +338,12 @@ class _VectorizedRuns:
         cut = {name: value[:kept] for name, value in records.items()}
         new, diverged = events_of(self.setups[z].info, cut, inputs.count, events, seconds), kept < len(sound)
         record_spending(self.ledgers[g][z], inputs, new, self.setups[z].info.num_clients)
+        self._append(events, new, z, g, carry, diverged)
+
+    def _append(
+        self, events: list[Event], new: list[Event], z: int, g: int, carry: RoundState | None, diverged: bool
+    ) -> None:
+        """Append new events of a lane with the metrics of ``carry``, if given, and an event if it has diverged."""
         if carry is not None and not diverged:
             lane, initial = jax.tree.map(lambda a: a[z, g], (carry, self.initial))
             metrics, self.personal_metrics[z, g] = self.setups[z].evaluate(
@@ -342,7 +354,7 @@ class _VectorizedRuns:
             diverged = lost is not None
         events.extend(new)
         if diverged:
-            events.append({"round": len(events) + 1, "diverged": True})
+            events.append({"round": rounds_done(events) + 1, "diverged": True})
 
     def _result(self, events: list[Event], carry: RoundState, z: int, g: int) -> Result:
         """The result of a lane."""

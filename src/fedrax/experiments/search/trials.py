@@ -39,7 +39,7 @@ from fedrax.simulation.persistence import checkpoint
 from fedrax.simulation.persistence.run_directory import CHECKPOINT, FAILURE, lock_directory
 from fedrax.simulation.persistence.run_identity import difference, of_data
 from fedrax.simulation.process import write_environment
-from fedrax.simulation.results.events import EventFile
+from fedrax.simulation.results.events import EventFile, rounds_done
 from fedrax.tuning import sweep
 from fedrax.tuning.optuna_study import OptunaStudy, distinct
 from fedrax.tuning.selection import SearchResult, Trial, group_by_structure, make_trial, selection_metric
@@ -105,7 +105,7 @@ def _save(job: RunJob, out: Path, result: Result) -> None:
         write_environment(directory)
         ExperimentFile(job.spec, directory).start(None)
         if result.stopped == "diverged":
-            message = f"{job.title}: a number is not finite in round {len(result.events) + 1}"
+            message = f"{job.title}: a number is not finite in round {rounds_done(result.events) + 1}"
             checkpoint.save(directory / FAILURE, (), {"error": message})
         EventFile(directory, result.events).close()
 

@@ -135,11 +135,11 @@ def run_device_round(
         finite = tree.all_finite(made)
         if vectors_axis and holds_vectors(server):
             finite = executor.least(finite)
-        return running & finite & (bad == program.num_clients)
+        return running & finite & (bad == program.num_clients) & jnp.logical_not(executor.skipped)
 
     # A round that ends in a non-finite number is not applied: its server state is kept for the diagnosis.
     (server, statistics), sound = settled(old, (server, statistics), is_sound)
-    made: dict[str, Any] = {**record, "sound": sound, "bad": bad}
+    made: dict[str, Any] = {**record, "sound": sound | (running & executor.skipped), "bad": bad}
     if executor.recorded_phases:
         made[RECORDED_PHASES] = tuple(executor.recorded_phases)
     if program.client_info:

@@ -60,9 +60,10 @@ class LoopEngine(Engine):
         server, statistics, record, bad = run_round(executor, self.whole_server(carry), carry.statistics)
         # apart, because statistics that no client uploads (FedBN) are on all devices and the server's state is on one
         finite = bool(self.compiled.finite(server)) and bool(self.compiled.finite(statistics))
-        sound = finite and int(bad) == self.program.num_clients
+        applied = finite and int(bad) == self.program.num_clients and not executor.skipped
+        sound = applied or bool(executor.skipped)
         store = jax.tree.map(self._join, *executor.stores) if jax.tree.leaves(carry.store) else carry.store
-        new = self.put(server, statistics, ()) if sound else carry
+        new = self.put(server, statistics, ()) if applied else carry
         values = {name: np.asarray(value) for name, value in record.items()}
         values |= {"sound": sound, "bad": int(bad)} | (
             {RECORDED_PHASES: executor.recorded_phases} if executor.recorded_phases else {}

@@ -20,7 +20,7 @@ from fedrax.simulation.persistence.run_directory import CHECKPOINT, FAILURE
 from fedrax.simulation.persistence.run_identity import difference
 from fedrax.simulation.placement.client_states import ShardedRows, restore_rows, row_moves
 from fedrax.simulation.placement.streaming import BlockLoader
-from fedrax.simulation.results.events import Event, digest_of, read_events
+from fedrax.simulation.results.events import Event, digest_of, events_until, read_events, rounds_done
 from fedrax.simulation.setup import Setup
 from fedrax.tree import Tree
 from fedrax.xla import run_cached
@@ -64,7 +64,7 @@ def start_run(setup: Setup, storage: BlockLoader, ledger: Ledger | None, resume:
     if not resume or setup.run_directory is None:
         return RunStart(initial_state(setup, storage), [])
     start = _restored(setup, storage, ledger)
-    done = np.int32(len(start.events))
+    done = np.int32(rounds_done(start.events))
     if not setup.alone and len(np.unique(multihost_utils.process_allgather(done))) > 1:
         raise FedraxError(
             f"the processes of this run find different checkpoints in {setup.run_directory}: resume from a directory"
@@ -129,12 +129,12 @@ def _at_checkpoint(setup: Setup, storage: BlockLoader, where: Path, ledger: Ledg
     like = jax.eval_shape(lambda: _like(setup, meta["rows"], ledger))
     saved = checkpoint.load(where, like, in_pieces="store" if setup.stateful else None)[0]
     events = read_events(setup.run_directory)
-    if len(events) < done:
+    if rounds_done(events) < done:
         raise FedraxError(
-            f"{setup.run_directory} has {len(events)} events, fewer than its checkpoint's {done}: see fedrax doctor"
-            f" {setup.run_directory}"
+            f"{setup.run_directory} has the events of {rounds_done(events)} rounds, fewer than its checkpoint's {done}:"
+            f" see fedrax doctor {setup.run_directory}"
         )
-    if digest_of(events[:done]) != meta.get("events"):
+    if digest_of(events_until(events, done)) != meta.get("events"):
         raise FedraxError(
             f"the events of {setup.run_directory} were changed after its checkpoint was written: see fedrax doctor"
             f" {setup.run_directory}"
@@ -146,7 +146,7 @@ def _at_checkpoint(setup: Setup, storage: BlockLoader, where: Path, ledger: Ledg
     has_clients = not setup.stateful or meta["rows"] > 0
     store = _stored(setup, storage, saved) if has_clients else ()
     carry = setup.engine.put(saved.server, saved.statistics, ())._replace(store=store)
-    return RunStart(carry, events[:done], has_clients, meta.get("stopped") == "budget")
+    return RunStart(carry, events_until(events, done), has_clients, meta.get("stopped") == "budget")
 
 
 def check_identity(setup: Setup) -> None:

@@ -1,5 +1,7 @@
 """Events: one dictionary for each round, written as a line of JSON to ``events.jsonl`` and sent to every sink.
 
+An evaluation before the first round is an event of round 0.
+
 Keys of times begin with ``seconds`` and exclude compilation; all other values are the same in every run of one
 experiment and seed.
 """
@@ -221,7 +223,7 @@ def read_events(directory: Path | str) -> list[Event]:
         directory: the run directory.
 
     Returns:
-        One event for each round.
+        One event for each round, after that of round 0 if the run evaluated before its first round.
 
     Raises:
         FedraxError: for a missing or damaged file.
@@ -248,7 +250,7 @@ def read_whole_events(directory: Path) -> tuple[list[Event], str | None]:
         with open_regular_file(directory / FILE, MAX_BYTES) as file:
             while (text := file.readline(_LINE)).endswith(b"\n"):
                 try:
-                    events.append(_event(text, len(events) + 1))
+                    events.append(_event(text, rounds_done(events) + 1, bool(events)))
                 except (ValueError, RecursionError) as error:
                     return events, str(error)
     except OSError as error:
@@ -256,10 +258,11 @@ def read_whole_events(directory: Path) -> tuple[list[Event], str | None]:
     return events, "it is too long" if len(text) == _LINE else None
 
 
-def _event(text: bytes, number: int) -> Event:
-    """The event of round ``number`` in a line of JSON; ValueError for anything else."""
+def _event(text: bytes, number: int, before: bool) -> Event:
+    """The event of round ``number``, or of round 0 before the first, in a line of JSON; ValueError for others."""
     event = json.loads(text.decode())
-    if not isinstance(event, dict) or event.get("round") != number:
+    rounds = (number,) if before else (0, number)
+    if not isinstance(event, dict) or event.get("round") not in rounds or isinstance(event["round"], bool):
         raise ValueError("not the event of the round that belongs here")
     for key in ("round", *_COUNTED, "seconds"):
         if key not in event:
@@ -275,6 +278,21 @@ def _event(text: bytes, number: int) -> Event:
     return event
 
 
+def rounds_done(events: Sequence[Event]) -> int:
+    """The number of rounds that events report; an evaluation before the first round is an event of round 0."""
+    return events[-1]["round"] if events else 0
+
+
+def events_until(events: list[Event], round: int) -> list[Event]:
+    """The events up to a round."""
+    return [event for event in events if event["round"] <= round]
+
+
+def event_of_start(metrics: Event, seconds: float) -> Event:
+    """The event of round 0: the metrics of the initial parameters."""
+    return {"round": 0} | dict.fromkeys(_COUNTED, 0) | {"seconds": round_seconds([], seconds)} | metrics
+
+
 def holds(event: Event, name: str) -> bool:
     """Whether an event has a finite value under that name."""
     value = event.get(name)
@@ -288,7 +306,7 @@ def events_of(info: RunInfo, records: dict, count: np.ndarray, events: list[Even
     since JSON cannot hold them.
     """
     rounds = len(records["sound"])
-    last = events[-1] if events else {"bytes_down": 0, "bytes_up": 0, "gradients": 0, "seconds": 0.0}
+    done, last = rounds_done(events), events[-1] if events else dict.fromkeys(_COUNTED, 0)
     down, up, gradients = last["bytes_down"], last["bytes_up"], last["gradients"]
     new = []
     for r in range(rounds):
@@ -296,12 +314,12 @@ def events_of(info: RunInfo, records: dict, count: np.ndarray, events: list[Even
         down, up = down + clients * info.bytes_down, up + clients * info.bytes_up
         said = {k: value for k, v in records.items() if k not in _HIDDEN and math.isfinite(value := float(v[r]))}
         gradients, loss = gradients + round(said.pop("gradients", 0.0)), said.pop("loss", None)
-        event: Event = {"round": len(events) + r + 1}
+        event: Event = {"round": done + r + 1}
         if loss is not None and clients:  # a Poisson cohort may be empty
             event[info.loss] = loss
         event |= {"clients": clients, "bytes_down": down, "bytes_up": up, "gradients": gradients} | said
         if info.clock is not None:
-            event["clock"] = float(info.clock[len(events) + r])
+            event["clock"] = float(info.clock[done + r])
         event["seconds"] = round_seconds(events, seconds * (r + 1) / rounds)
         new.append(event)
     return new

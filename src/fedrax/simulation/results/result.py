@@ -15,7 +15,7 @@ from fedrax.contract.model import Params, Variables, with_statistics
 from fedrax.errors import FedraxError, unknown, warn
 from fedrax.escaping import escape_matplotlib
 from fedrax.simulation.persistence.model_file import save_model
-from fedrax.simulation.results.events import Event
+from fedrax.simulation.results.events import Event, rounds_done
 from fedrax.simulation.results.message_recorder import RecordedExchange
 from fedrax.tree import Tree
 
@@ -139,7 +139,7 @@ class Result:
         for event in self.events:
             last |= event
         sent = (last.get("bytes_down", 0) + last.get("bytes_up", 0)) / 1e6
-        lines = [f"Result: {len(self.events)} rounds ({self.stopped}), {self.plan}, {sent:.4g} MB sent"]
+        lines = [f"Result: {rounds_done(self.events)} rounds ({self.stopped}), {self.plan}, {sent:.4g} MB sent"]
         lines += _metric_lines(last)
         lines += [f"  {note}" for note in (self.task.notes if self.task is not None else ())]
         lines += [] if self.spent is None else [f"  {self.spent}"]
