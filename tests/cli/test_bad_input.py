@@ -107,7 +107,7 @@ CASES = {
     "nan step size": Case("run --algorithm.local.lr nan", "algorithm.local.lr must be a finite number"),
     "infinite": Case("run --algorithm fedprox --algorithm.mu inf", "algorithm.mu must be a finite number"),
     "momentum of one": Case("run --algorithm.server-optimizer.momentum 1", "must be less than 1"),
-    "no rounds": Case("run --run.rounds 0", "run.rounds must be at least 1"),
+    "negative rounds": Case("run --run.rounds=-1", "run.rounds must be at least 0"),
     "a seed beyond all floats": Case(f"run --run.seed 1{'0' * 400}", "run.seed must be less than"),
     "negative seed": Case("run --run.seed -3", "run.seed must be at least 0"),
     "stragglers": Case("run --run.stragglers 1.5", "run.stragglers must be at most 1"),

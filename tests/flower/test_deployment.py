@@ -159,7 +159,8 @@ def test_own_code_is_part_of_the_app(tmp_path: Path):
     ("flags", "words"),
     [
         (["--run.stragglers", "0.5"], "stragglers is a setting of simulations"),
-        (["--run.participation", "poisson", "--algorithm", "fedavg"], "participation is a setting of simulations"),
+        (["--run.participation", "asynchronous", "--run.participation.trace", "t.csv"], "when uploads arrive"),
+        (["--run.participation", "availability", "--run.participation.trace", "t.csv"], "would not contain the file"),
         (["--server", "two words"], "neither a host name nor an address"),
     ],
 )
@@ -194,7 +195,7 @@ def test_run_and_node_config_replace_arguments(tmp_path: Path):
         ({"seed": 1.5}, "seed in the run config must be a whole number"),
         ({"timeout": "long"}, "timeout in the run config must be seconds"),
         ({"directory": 3}, "directory in the run config must be a path"),
-        ({"rounds": 0}, "rounds must be"),
+        ({"rounds": -1}, "rounds must be"),
     ],
 )
 def test_a_run_config_of_other_types_raises_a_clear_error(config: dict[str, Any], words: str):

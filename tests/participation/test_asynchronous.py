@@ -96,7 +96,7 @@ def test_fedbuff_is_the_asynchronous_server(trace: Path, at_work: int, buffer: i
 
 def schedule(trace: Path, rounds: int, buffer: int = 2, at_work: int = 3, seed: int = 0) -> Any:
     participation = Asynchronous(trace, at_work)
-    durations = read_durations(participation, 7)
+    durations = read_durations(participation.trace, 7)
     return arrivals(participation, durations, rounds, buffer, generator(seed, ARRIVALS, 0))
 
 

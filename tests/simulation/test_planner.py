@@ -25,7 +25,6 @@ def planner(devices: int = 2, stateful: bool = False, by_samples: bool = False, 
         devices=devices,
         stateful=stateful,
         by_samples=by_samples,
-        weights=changed.weights,
         dtype=changed.dtype,
     )
     made.set_chunk(chunk)

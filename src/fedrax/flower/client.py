@@ -29,6 +29,7 @@ from fedrax.devices import use_all_cores
 from fedrax.errors import FedraxError
 from fedrax.flower.client_store import ClientStore
 from fedrax.flower.instructions import RoundInstructions
+from fedrax.flower.loss_requests import ANSWER, REQUEST
 from fedrax.flower.persistence import open_client_state
 from fedrax.flower.registry import log
 from fedrax.flower.schema import MessageSchema, message_schemas, needs_initial_parameters, shapes_of_samples
@@ -192,10 +193,30 @@ class _Client:
             numeric_context(instructions.dtype),
             open_client_state(self._state_directory(context), context.state) as state,
         ):
-            own, store = load_client_data(self.data, context), ClientStore(state, message.content)
+            own = load_client_data(self.data, context)
+            if REQUEST in message.content:
+                answer = ConfigRecord({"mean": self._training_loss(instructions, own, message.content)})
+                return Message(RecordDict({ANSWER: answer}), reply_to=message)
+            store = ClientStore(state, message.content)
             sums = self._metric_sums(instructions, own, message.content, store) if len(own.test.y) else {}
         rows = ConfigRecord({"test": len(own.test.y)})
         return Message(RecordDict({"sums": ConfigRecord(dict(sums)), "rows": rows}), reply_to=message)
+
+    def _training_loss(self, instructions: RoundInstructions, own: Federation, content: RecordDict) -> float:
+        """The mean loss of the global model on the training samples."""
+        setup = _ClientSetup.of(self.algorithm, self.task, Batch(*own.train), own, instructions)
+        model = unpack(content["model"], (setup.params, setup.statistics), "the model")  # type: ignore[arg-type]
+        sums = self._sums(with_statistics(*jax.tree.map(jnp.asarray, model)), Batch(*own.train))
+        return float(sums["loss"]) / len(own.train.y)
+
+    def _sums(self, model: Tree, samples: Batch) -> dict[str, np.ndarray]:
+        """Sums of the metrics of a model over samples."""
+        sums: dict[str, np.ndarray] = {}
+        for first in range(0, len(samples.y), _EVALUATION_BATCH):
+            part = jax.tree.map(lambda a, first=first: jnp.asarray(a[first : first + _EVALUATION_BATCH]), samples)
+            for name, values in _compiled_metrics(self.task, CodeFingerprint(self.task))(model, part).items():
+                sums[name] = sums.get(name, np.zeros(())) + np.asarray(values, float).sum(0)
+        return sums
 
     def _metric_sums(
         self, instructions: RoundInstructions, own: Federation, content: RecordDict, store: ClientStore
@@ -210,15 +231,11 @@ class _Client:
         if personal is not None:
             own_statistics = self.algorithm.traits.personal_statistics
             models["personal_"] = with_statistics(personal, record.statistics if own_statistics else statistics)
-        sums: dict[str, np.ndarray] = {}
-        for kind, model in models.items():
-            for first in range(0, len(own.test.y), _EVALUATION_BATCH):
-                part = jax.tree.map(
-                    lambda a, first=first: jnp.asarray(a[first : first + _EVALUATION_BATCH]), Batch(*own.test)
-                )
-                for name, values in _compiled_metrics(self.task, CodeFingerprint(self.task))(model, part).items():
-                    sums[f"{kind}{name}"] = sums.get(f"{kind}{name}", np.zeros(())) + np.asarray(values, float).sum(0)
-        return {name: value.tolist() for name, value in sums.items()}
+        return {
+            f"{kind}{name}": value.tolist()
+            for kind, model in models.items()
+            for name, value in self._sums(model, Batch(*own.test)).items()
+        }
 
 
 @dataclass(frozen=True, eq=False)

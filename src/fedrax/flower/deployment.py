@@ -172,6 +172,8 @@ def write_deployment(spec: Experiment, federation: Federation, directory: Path, 
         FedraxError: for settings that only simulations have, and for a directory that holds files.
     """
     federation_settings(_deployable(spec.run), {}, None)  # raises for settings without a meaning
+    if getattr(spec.run.participation, "trace", None) is not None:
+        raise FedraxError("the app would not contain the file run.participation.trace: choose another participation")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise FedraxError(
             f"{directory} exists: choose another --out, or start it with: fedrax deploy {directory} --trial"

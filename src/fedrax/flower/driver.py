@@ -18,9 +18,11 @@ from fedrax.errors import FedraxError
 from fedrax.flower.evaluation import Evaluate
 from fedrax.flower.executor import DeliveryState, FlowerExecutor, ServerComputation, TooFewReplies
 from fedrax.flower.instructions import RoundInstructions
+from fedrax.flower.loss_requests import LossRequests
 from fedrax.flower.persistence import ServerCheckpoint, load_checkpoint, save_checkpoint
 from fedrax.flower.registry import POLL_SECONDS, ClientRegistry, Traffic, log
 from fedrax.participation.cohort_sampler import CohortSampler
+from fedrax.participation.policies import Uniform
 from fedrax.privacy.ledger import Ledger
 from fedrax.signals import Interrupted, StopFlag, interrupt_flag
 from fedrax.simulation.evaluation import Metrics, split_finite
@@ -76,6 +78,8 @@ class RoundDriver:
     """Digests of the run that a checkpoint belongs to, by part of it."""
     described: Mapping[str, Any]
     """The settings that ``run.json`` names; a secret seed is not among them."""
+    ask: LossRequests | None = None
+    """Asks clients for their loss, where the participation policy does."""
     resume: bool = False
     sinks: Sequence[Sink] = ()
     callbacks: Sequence[Callback] = ()
@@ -113,6 +117,8 @@ class RoundDriver:
             self.delivery.bytes_down, self.delivery.bytes_up = events[-1]["bytes_down"], events[-1]["bytes_up"]
             traffic = self.registry.traffic._asdict()  # the clients have introduced themselves again
             self.registry.traffic = Traffic(**{name: events[-1][name] + more for name, more in traffic.items()})
+        if self.sampler.adaptive:
+            self.sampler.restore(state.participation, rounds_done(events))
         if self.ledger is not None:
             self.ledger.restore(state.spent, rounds_done(events))
         return state.server, state.statistics
@@ -123,7 +129,8 @@ class RoundDriver:
         for client, last in self.delivery.last_aggregated.items():
             last_aggregated[client] = last
         spent = () if self.ledger is None else np.asarray(self.ledger.counts)
-        return ServerCheckpoint(server, statistics, self.delivery.start, last_aggregated, spent)
+        policy = self.sampler.state if self.sampler.adaptive else ()
+        return ServerCheckpoint(server, statistics, self.delivery.start, last_aggregated, spent, policy)
 
     def _run_with_sinks(self, server: Any, statistics: Tree, file: EventFile | None) -> Result:
         """Run the rounds between ``start`` and ``finish`` of all sinks."""
@@ -154,7 +161,7 @@ class RoundDriver:
             if interrupted.signal is not None:
                 self._save(server, statistics, file)
                 raise Interrupted(interrupted.signal)
-            cohort = self.sampler.cohort_among(r, available)
+            cohort = self._cohort(r, available, server, statistics)
             if not self._within_budget(cohort):
                 stopped = "budget"
                 self._save(server, statistics, file, stopped=stopped)
@@ -167,6 +174,8 @@ class RoundDriver:
                 self._save(*before, file)
             try:
                 server, statistics, record, replied = self._round(r, cohort, *before)
+                if not replied:
+                    self.sampler.skip(r)
             except NonFiniteError as error:
                 self._save(*before, file, FAILURE, error=str(error))
                 error.result = self._result(*before, "diverged")
@@ -219,6 +228,23 @@ class RoundDriver:
             time.sleep(min(POLL_SECONDS, self.registry.timeout))
         return available
 
+    def _cohort(self, r: int, available: np.ndarray, server: Any, statistics: Tree) -> np.ndarray:
+        """The available clients of a round's cohort; none if there are too few for the method."""
+        if isinstance(self.settings.participation, Uniform):
+            return self.sampler.cohort_among(r, available)
+        if self.ask is not None:
+            clients = np.intersect1d(self.sampler.clients_to_ask(r), available)
+            losses = self.ask(r, (self.algorithm.params(server), statistics), clients)
+            self.sampler.observe_losses(r, np.array(list(losses), int), np.array(list(losses.values()), float))
+        sampled = self.sampler.cohort(r)
+        cohort = np.intersect1d(sampled, available)
+        if len(cohort) < len(sampled):
+            log.warning(
+                "round %d: %d of its %d clients are not available", r + 1, len(sampled) - len(cohort), len(sampled)
+            )
+        enough = len(cohort) == len(sampled) or not self.algorithm.traits.fixed_cohort
+        return cohort if enough else cohort[:0]
+
     def _round(
         self, r: int, cohort: np.ndarray, server: Any, statistics: Tree
     ) -> tuple[Any, Tree, dict[str, Any], list[int]]:
@@ -226,7 +252,13 @@ class RoundDriver:
         if not len(cohort):
             return server, statistics, {}, []
         executor = FlowerExecutor(
-            self.computation, self.algorithm, self._round_inputs(r, cohort), self.key, self.registry, self.delivery
+            self.computation,
+            self.algorithm,
+            self._round_inputs(r, cohort),
+            self.key,
+            self.registry,
+            self.delivery,
+            self.sampler.unbiased,
         )
         try:
             new_server, new_statistics, record, _ = run_round(executor, server, statistics)
@@ -236,13 +268,19 @@ class RoundDriver:
         if not bool(self.computation.is_finite((new_server, new_statistics))):
             raise NonFiniteError(f"{self.info.algorithm}, round {r + 1}: the server's state is not finite")
         self.delivery.last_aggregated |= dict.fromkeys(executor.replied, r)
+        if self.sampler.adaptive:
+            rows = [executor.reports[client] for client in executor.replied]
+            info = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+            self.sampler.observe(r, np.array(executor.replied), info)
         return new_server, new_statistics, record, executor.replied
 
     def _round_inputs(self, r: int, cohort: np.ndarray) -> RoundInputs:
         """Inputs of a round: its number, cohort size, and an assignment with a weight for each client."""
         dtype = np.dtype(self.settings.dtype)
         sizes = self.registry.sizes[cohort]
-        shares = sizes / sizes.sum() if self.settings.weights == "samples" else np.full(len(cohort), 1 / len(cohort))
+        shares = self.sampler.weights(r, cohort)
+        if self.sampler.unbiased:
+            shares = shares * len(self.sampler.cohort(r)) / len(cohort)
         zeros = np.zeros(len(cohort), np.int32)
         cohort_ids = cohort.astype(np.int32)
         assignments = ClientAssignment(cohort_ids, zeros, zeros, sizes.astype(np.int32), shares.astype(dtype))
@@ -260,7 +298,8 @@ class RoundDriver:
         """The event of a round. Bytes are those of all arrays that were sent, including those of failed requests."""
         records = {name: np.asarray(value)[None] for name, value in record.items()} | {"sound": np.ones(1, bool)}
         event = events_of(self.info, records, np.array([[len(replied)]]), self.events, seconds)[0]
-        return event | {"bytes_down": self.delivery.bytes_down, "bytes_up": self.delivery.bytes_up}
+        asked = {} if self.ask is None else {"asked": self.ask.asked}
+        return event | {"bytes_down": self.delivery.bytes_down, "bytes_up": self.delivery.bytes_up} | asked
 
     def _evaluate(self, r: int, server: Any, statistics: Tree, available: np.ndarray) -> Metrics:
         """The metrics of the global model after round ``r`` that are finite or not defined."""

@@ -33,6 +33,7 @@ from fedrax.simulation.round import (
     RoundInputs,
     RoundProgram,
     add_client,
+    report,
     zero_sums,
 )
 from fedrax.tree import Tree
@@ -91,6 +92,7 @@ class ServerComputation:
         self.zeros = jax.jit(self._zeros, static_argnums=0)
         self.is_finite = jax.jit(tree.all_finite)
         self.is_valid = jax.jit(self._is_valid, static_argnums=0)
+        self.report = jax.jit(self._report, static_argnums=0)
 
     def _finished(self, p: int, algorithm: Algorithm, sent: ClientOutput, statistics: Tree) -> ClientResult:
         """The result of a client as in a simulation, from its reply; the client state is not sent."""
@@ -102,6 +104,10 @@ class ServerComputation:
     def _is_valid(self, p: int, algorithm: Algorithm, sent: tuple[ClientOutput, Tree]) -> JaxArray:
         """Whether a reply is finite, and the upload still is after the algorithm's ``receive``."""
         return tree.all_finite((sent, self._finished(p, algorithm, *sent).received))
+
+    def _report(self, p: int, algorithm: Algorithm, sent: tuple[ClientOutput, Tree]) -> Info:
+        """What a participation policy sees of a client that replied."""
+        return report(self._finished(p, algorithm, *sent))
 
     def _zeros(self, p: int, algorithm: Algorithm, assignments: JaxArray) -> tuple[ClientSums, Tree]:
         """(zero sums, zero arrays for the stacked uploads)."""
@@ -130,6 +136,8 @@ class FlowerExecutor(Executor):
         key: random key of the run.
         registry: the clients and their nodes.
         delivery: state of message delivery, updated by the round.
+        unbiased: whether weights are inverse probabilities, whose sum is not one; those of the clients that replied are
+            then scaled by the inverse of the share that did.
     """
 
     def __init__(
@@ -140,12 +148,15 @@ class FlowerExecutor(Executor):
         key: JaxArray,
         registry: ClientRegistry,
         delivery: DeliveryState,
+        unbiased: bool = False,
     ):
         super().__init__(computation.program, algorithm, round_inputs, key)
-        self.computation, self.registry, self.delivery = computation, registry, delivery
+        self.computation, self.registry, self.delivery, self.unbiased = computation, registry, delivery, unbiased
         self.cohort = [int(client) for client in round_inputs.assignments.client]
         self.replied = sorted(self.cohort)
         """Clients that have replied in every phase so far, in the order of their rows at the server."""
+        self.reports: dict[int, dict[str, float]] = {}
+        """What each client that replied reported, for adaptive participation policies."""
         self.sent: dict[tuple, str] = {}
         """Names of the arrays that earlier phases of the round have sent, by content."""
         words = jax.random.key_data(jax.random.fold_in(self.round_key, jnp.uint32(SHARED_KEY)))
@@ -170,6 +181,9 @@ class FlowerExecutor(Executor):
         for k, client in enumerate(self.replied):
             sent, weight = replies[client], weights[k]
             so_far = self.computation.add(p, self.algorithm, so_far, sent, jnp.int32(k), weight, clients[k])
+            if self.program.client_info:
+                found = self.computation.report(p, self.algorithm, sent)
+                self.reports.setdefault(client, {}).update({name: float(value) for name, value in found.items()})
         self.round_inputs = self.round_inputs._replace(
             cohort_size=self.round_inputs.cohort_size.dtype.type(len(self.replied))
         )
@@ -186,7 +200,7 @@ class FlowerExecutor(Executor):
         clients[: len(self.replied)] = self.replied
         weights[: len(self.replied)] = [given[client] for client in self.replied]
         if len(self.replied) < len(self.cohort):
-            weights /= weights.sum()
+            weights *= len(self.cohort) / len(self.replied) if self.unbiased else 1 / weights.sum()
         return jnp.asarray(clients, jnp.int32), jnp.asarray(weights)
 
     def _collect_replies(self, p: int, message: Tree, statistics: Tree) -> dict[int, tuple[ClientOutput, Tree]]:

@@ -72,11 +72,14 @@ class ServerCheckpoint(NamedTuple):
     """int32 [N]; the last round whose upload of each client was aggregated, -1 for none."""
     spent: Any
     """int32 [N]; each client's participations in a private run; otherwise an empty tuple."""
+    participation: Any = ()
+    """State of an adaptive participation policy."""
 
 
 def save_checkpoint(folder: Path, state: ServerCheckpoint, meta: dict[str, Any], events: list[Event]) -> None:
     """Write a checkpoint after the last round of ``events``, with metadata such as the identity of the run."""
-    about = {"round": rounds_done(events), "rows": 0, "events": digest_of(events)}  # no rows: clients store their states
+    done = rounds_done(events)
+    about = {"round": done, "rows": 0, "events": digest_of(events)}  # no rows: clients store their states
     checkpoint.save(folder, state, about | meta)
 
 

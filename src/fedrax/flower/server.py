@@ -25,12 +25,14 @@ from fedrax.errors import FedraxError, warn
 from fedrax.flower.driver import RoundDriver
 from fedrax.flower.evaluation import evaluate_on_both, evaluate_on_clients, evaluate_on_server
 from fedrax.flower.executor import DeliveryState, ServerComputation
+from fedrax.flower.loss_requests import LossRequests
 from fedrax.flower.registry import ClientRegistry
 from fedrax.flower.schema import message_schemas, needs_initial_parameters, placeholder_assignment, shapes_of_samples
+from fedrax.participation.asynchronous import Asynchronous
 from fedrax.participation.cohort_sampler import CohortSampler
 from fedrax.privacy.ledger import Ledger
 from fedrax.prng.keys import RUN, purpose_key
-from fedrax.simulation.persistence.run_identity import of_method
+from fedrax.simulation.persistence.run_identity import of_method, of_participation
 from fedrax.simulation.privacy_ledger import ledger_of
 from fedrax.simulation.process import numeric_context
 from fedrax.simulation.results.events import RunInfo, Sink
@@ -146,6 +148,10 @@ def federate(
     epsilon of a private method uses no amplification by sampling, since the server does not control which clients are
     available.
 
+    Cohorts of the default participation are drawn among the available clients. Other policies sample from all clients
+    as in a simulation, and a sampled client that is not available is left out. Adaptive policies receive the reports of
+    the replies; ``asynchronous`` raises.
+
     Args:
         grid: Flower's connection to the clients.
         algorithm: the algorithm; the clients must be given the same.
@@ -163,7 +169,8 @@ def federate(
         timeout: seconds to wait for replies, and for available clients where a round has too few.
         sinks: receivers of events, as in ``simulate``.
         callbacks: functions called after evaluations, as in ``simulate``.
-        **options: settings by name: rounds, cohort size, weights, evaluation, target, privacy budget, delta, dtype.
+        **options: settings by name: rounds, cohort size, weights, participation, evaluation, target, privacy budget,
+            delta, dtype.
 
     Returns:
         The result, as of ``simulate``.
@@ -202,6 +209,11 @@ def federation_settings(settings: Settings | None, options: FederationOptions, s
         if one.name not in _FEDERATION_SETTINGS and getattr(settings, one.name) != one.default:
             hint = "use federate's argument seed" if one.name == "seed" else "leave it out"
             raise FedraxError(f"{one.name} is a setting of simulations, not of a federation: {hint}")
+    if isinstance(settings.participation, Asynchronous):
+        raise FedraxError(
+            "participation asynchronous computes from a trace when uploads arrive, and clients of a federation reply"
+            " when they do: choose another participation"
+        )
     drawn = int.from_bytes(os.urandom(4), "little") if seed is None else seed
     return replace(settings, seed=drawn, amplification="none")
 
@@ -221,9 +233,14 @@ def _prepare(
     valid = validate(algorithm, task, settings, registry.sizes, samples, _placeholder_data(samples), params)
     sampler, start, statistics = valid.sampler, valid.params, valid.statistics
     program = RoundProgram(
-        task, Layout.of(registry.sizes), registry.num_clients, chunk=0, code=CodeFingerprint(algorithm, task)
+        task,
+        Layout.of(registry.sizes),
+        registry.num_clients,
+        chunk=0,
+        client_info=sampler.adaptive,
+        code=CodeFingerprint(algorithm, task),
     )
-    program = program._replace(expected_cohort_size=float(sampler.largest))
+    program = program._replace(expected_cohort_size=float(sampler.expected or sampler.largest))
     traced = trace_round(
         program, algorithm, start, statistics, valid.initial, samples, placeholder_assignment(), valid.broken
     )
@@ -253,14 +270,21 @@ def _prepare(
         statistics=statistics,
         evaluate=on_server or evaluate_on_clients(task, registry, delivery, settings.per_client),
         ledger=ledger,
-        identity={**of_method(algorithm), "number of clients": str(registry.num_clients), "task": task.name},
+        identity={
+            **of_method(algorithm),
+            **of_participation(settings.participation),
+            "number of clients": str(registry.num_clients),
+            "task": task.name,
+        },
         described={name: getattr(settings, name) for name in _FEDERATION_SETTINGS} | {"seed": seed},
+        ask=LossRequests(task, registry, delivery, settings.dtype) if sampler.asks else None,
         info=RunInfo.of(
             algorithm,
             sampler,
             traced,
             start,
             f"Flower, {registry.num_clients} clients",
+            rounds=settings.rounds,
             directory=directory,
             runtime="federation",
         ),

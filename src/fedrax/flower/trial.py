@@ -171,7 +171,7 @@ class _Progress:
         events = read_events(self._directory) if (self._directory / FILE).exists() else []
         before, self.rounds = self.rounds, len(events)
         for number in range(before + 1, self.rounds + 1):
-            self._say(f"round {number}: {summary_line(events[:number])}")
+            self._say(f"round {events[number - 1]['round']}: {summary_line(events[:number])}")
         return self.rounds > before
 
 

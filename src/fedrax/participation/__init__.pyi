@@ -7,6 +7,12 @@ from fedrax.participation.asynchronous import (
 from fedrax.participation.availability import (
     Availability as Availability,
 )
+from fedrax.participation.importance_sampling import (
+    ImportanceSampling as ImportanceSampling,
+)
+from fedrax.participation.oort import (
+    Oort as Oort,
+)
 from fedrax.participation.policies import (
     FixedList as FixedList,
 )
@@ -33,4 +39,7 @@ from fedrax.participation.policy import (
 )
 from fedrax.participation.policy import (
     Population as Population,
+)
+from fedrax.participation.power_of_choice import (
+    PowerOfChoice as PowerOfChoice,
 )

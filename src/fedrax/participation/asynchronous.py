@@ -86,7 +86,7 @@ class Asynchronous(ParticipationPolicy):
 
     def init(self, population: Population) -> _Schedule:
         """The trace, and the arrivals of all rounds."""
-        durations, rng = read_durations(self, population.num_clients), population.generator(ARRIVALS)
+        durations, rng = read_durations(self.trace, population.num_clients), population.generator(ARRIVALS)
         return _Schedule(durations, arrivals(self, durations, population.rounds, population.cohort_size, rng))
 
     def sample(self, state: Any, round: int, population: Population, rng: np.random.Generator) -> np.ndarray:
@@ -181,9 +181,8 @@ def _draws(rng: np.random.Generator, num_clients: int) -> Iterator[int]:
         yield int(rng.integers(num_clients))
 
 
-def read_durations(participation: Asynchronous, num_clients: int) -> list[np.ndarray]:
+def read_durations(path: Path, num_clients: int) -> list[np.ndarray]:
     """The seconds that each client takes, float64, in the order of the file; raises FedraxError for a malformed one."""
-    path = participation.trace
     client, seconds = read_csv_columns(path, "the trace of durations", ["client", "seconds"])
     numbers = client.dtype.is_integer() and seconds.dtype.is_numeric() and not client.null_count()
     if not numbers or seconds.null_count():

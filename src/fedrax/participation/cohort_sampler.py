@@ -17,6 +17,7 @@ import numpy as np
 from fedrax.errors import FedraxError
 from fedrax.participation.asynchronous import Arrivals
 from fedrax.participation.policy import (
+    CANDIDATES,
     COHORT,
     STRAGGLERS,
     CohortSizes,
@@ -107,6 +108,16 @@ class CohortSampler:
     def adaptive(self) -> bool:
         """Whether cohorts depend on what clients reported in earlier rounds."""
         return self.given is None and self.policy.adaptive
+
+    @property
+    def asks(self) -> bool:
+        """Whether clients are asked for their loss before a round."""
+        return self.given is None and self.policy.asks
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether inverse probabilities weight the uploads."""
+        return self.given is None and self.policy.unbiased
 
     @property
     def independent(self) -> bool:
@@ -212,9 +223,40 @@ class CohortSampler:
         """The policy's class name, for messages."""
         return type(self.policy).__name__
 
+    def clients_to_ask(self, round: int) -> np.ndarray:
+        """The clients that are asked for their loss before a round, int64 [d], sorted."""
+        rng = self._generator(CANDIDATES, round)
+        asked = np.asarray(self.policy.clients_to_ask(self.state, round, self.population, rng))
+        if not self._is_cohort(np.sort(asked)):
+            raise FedraxError(
+                f"{self._name}.clients_to_ask must return different clients from 0 to {self.num_clients - 1}, and"
+                f" returned {asked.tolist()} in round {round + 1}"
+            )
+        return np.sort(asked).astype(np.int64)
+
+    def observe_losses(self, round: int, clients: np.ndarray, losses: np.ndarray) -> None:
+        """Update the policy with the losses of the clients that were asked."""
+        self.state = self._canonical(self.policy.observe_losses(self.state, round, clients, losses))
+
+    def weights(self, round: int, cohort: np.ndarray) -> np.ndarray:
+        """The aggregation weights of a cohort, float64 [S]: shares of it, or inverse-probability weights."""
+        if not self.unbiased:
+            return self.population.cohort_shares(cohort)
+        inclusion = np.asarray(self.policy.inclusion(self.state, round, self.population), float)
+        valid = inclusion.shape == (self.num_clients,) and bool(((inclusion > 0) & (inclusion <= 1)).all())
+        if not valid:
+            raise FedraxError(
+                f"{self._name}.inclusion must return a probability above 0 for each of {self.num_clients} clients"
+            )
+        return self.population.shares[cohort] / inclusion[cohort]
+
     def observe(self, round: int, clients: np.ndarray, info: Mapping[str, np.ndarray]) -> None:
         """Update an adaptive policy with the reports of a round, see :meth:`ParticipationPolicy.observe`."""
         self.state = self._canonical(self.policy.observe(self.state, round, clients, info))
+        self.observed = round + 1
+
+    def skip(self, round: int) -> None:
+        """Go on to the next round without reports."""
         self.observed = round + 1
 
     def restore(self, state: Any, rounds: int) -> None:

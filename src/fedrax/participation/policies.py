@@ -10,6 +10,8 @@ import numpy as np
 from fedrax.errors import FedraxError
 from fedrax.participation.asynchronous import Asynchronous
 from fedrax.participation.availability import Availability
+from fedrax.participation.importance_sampling import ImportanceSampling
+from fedrax.participation.oort import Oort
 from fedrax.participation.policy import (
     COHORT,
     SHUFFLE,
@@ -18,6 +20,7 @@ from fedrax.participation.policy import (
     Population,
     sample_among,
 )
+from fedrax.participation.power_of_choice import PowerOfChoice
 from fedrax.privacy.accounting import CohortSampling
 
 
@@ -183,7 +186,17 @@ def _distinct(population: Population, largest: int) -> int:
 
 
 Participation = (
-    Uniform | WeightedBySamples | Poisson | Availability | FixedList | RoundRobin | Asynchronous | ParticipationPolicy
+    Uniform
+    | WeightedBySamples
+    | Poisson
+    | Availability
+    | FixedList
+    | RoundRobin
+    | Asynchronous
+    | PowerOfChoice
+    | Oort
+    | ImportanceSampling
+    | ParticipationPolicy
 )
 """Any participation policy: those of the library, or an own subclass of :class:`ParticipationPolicy`."""
 UNIFORM = Uniform()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -14,8 +14,9 @@ from fedrax.privacy.accounting import CohortSampling
 if TYPE_CHECKING:
     from fedrax.participation.asynchronous import Arrivals
 
-COHORT, STRAGGLERS, ARRIVALS, SHUFFLE = 1, 2, 3, 4
-"""Streams of random numbers: cohorts, stragglers, asynchronous arrivals, and the order of :class:`RoundRobin`."""
+COHORT, STRAGGLERS, ARRIVALS, SHUFFLE, CANDIDATES = 1, 2, 3, 4, 5
+"""Streams of random numbers: cohorts, stragglers, asynchronous arrivals, the order of :class:`RoundRobin`, and the
+clients that are asked for their loss."""
 
 
 def generator(seed: int, stream: int, round: int) -> np.random.Generator:
@@ -41,11 +42,30 @@ class Population:
     """R, the number of rounds of the run."""
     seed: int
     """The seed of the run."""
+    weights: Literal["uniform", "samples"] = "uniform"
+    """Aggregation weights, as in ``Settings``."""
 
     @property
     def num_clients(self) -> int:
         """N, the number of clients."""
         return len(self.sizes)
+
+    @property
+    def shares(self) -> np.ndarray:
+        """The aggregation weights p_i among all clients, float [N], which sum to one."""
+        return self.cohort_shares(np.arange(self.num_clients))
+
+    def cohort_shares(self, clients: np.ndarray) -> np.ndarray:
+        """The aggregation weights among some clients.
+
+        Args:
+            clients: client numbers, int [S].
+
+        Returns:
+            Weights that sum to one, float [S].
+        """
+        parts = self.sizes[clients].astype(float) if self.weights == "samples" else np.ones(len(clients))
+        return parts / parts.sum()
 
     def generator(self, stream: int, round: int = 0) -> np.random.Generator:
         """Random numbers that depend on the run's seed, a stream and a round only.
@@ -92,6 +112,11 @@ class ParticipationPolicy(ABC):
     privacy guarantee holds for an adaptive policy, since what it samples depends on the clients' data: private methods
     raise.
 
+    A policy that defines ``clients_to_ask`` is adaptive, too: before a round, these clients receive the current model
+    and reply with their loss, and ``observe_losses`` puts the losses into the state that ``sample`` reads. The messages
+    are part of the bytes in events. A policy that defines ``inclusion`` knows the probability of each client to be in
+    the cohort, and the inverses weight the uploads.
+
     Cohorts should be drawn from the generator that ``sample`` receives. It depends on the seed and the round only, so
     that a resumed run and other algorithms see the same cohorts.
 
@@ -114,8 +139,18 @@ class ParticipationPolicy(ABC):
 
     @property
     def adaptive(self) -> bool:
-        """Whether cohorts depend on what clients reported in earlier rounds, i.e. ``observe`` is defined."""
-        return type(self).observe is not ParticipationPolicy.observe
+        """Whether cohorts depend on reports: whether ``observe`` or ``clients_to_ask`` is defined."""
+        return type(self).observe is not ParticipationPolicy.observe or self.asks
+
+    @property
+    def asks(self) -> bool:
+        """Whether clients are asked for their loss before a round, i.e. ``clients_to_ask`` is defined."""
+        return type(self).clients_to_ask is not ParticipationPolicy.clients_to_ask
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether inverse probabilities weight the uploads, i.e. ``inclusion`` is defined."""
+        return type(self).inclusion is not ParticipationPolicy.inclusion
 
     def init(self, population: Population) -> Any:
         """The state before the first round; None by default.
@@ -150,12 +185,58 @@ class ParticipationPolicy(ABC):
             round: the round, from 0.
             clients: the clients of the round, int [S], in ascending order.
             info: what each of them reported, by name, float [S] each, in the order of ``clients``: "loss", the mean
-                loss along the local steps, for methods with local steps, and the other entries of the method's info.
+                loss along the local steps, for methods with local steps; "upload_norm", the Euclidean norm of the
+                upload (of the last phase); and the other entries of the method's info.
 
         Returns:
             The next state.
         """
         return state
+
+    def clients_to_ask(self, state: Any, round: int, population: Population, rng: np.random.Generator) -> np.ndarray:
+        """The clients that are asked for their loss before the cohort of a round is sampled; by default none.
+
+        Args:
+            state: what ``init`` or the last ``observe`` returned.
+            round: the round, from 0.
+            population: the clients of the run.
+            rng: random numbers of this round, independent of those of ``sample``.
+
+        Returns:
+            Different client numbers, int [d].
+        """
+        return np.zeros(0, int)
+
+    def observe_losses(self, state: Any, round: int, clients: np.ndarray, losses: np.ndarray) -> Any:
+        """The state with the answers of the clients that were asked, from which the cohort is sampled.
+
+        Args:
+            state: the state before the round.
+            round: the round, from 0.
+            clients: the clients that were asked, int [d], sorted.
+            losses: the mean loss of the current global model on the training samples of each, float [d].
+
+        Returns:
+            The state for ``sample`` and ``observe``.
+        """
+        return state
+
+    def inclusion(self, state: Any, round: int, population: Population) -> np.ndarray | None:
+        """The probability pi_i of each client to be in the cohort of a round; None, the default: it is not used.
+
+        With it, the aggregation weight of a client is p_i / pi_i, with p_i from ``population.shares``, in place of its
+        share of the cohort. The sum of the weighted uploads is then an unbiased estimate of the weighted mean over all
+        clients (Horvitz and Thompson 1952), and so are the losses in events.
+
+        Args:
+            state: the state that ``sample`` receives.
+            round: the round, from 0.
+            population: the clients of the run.
+
+        Returns:
+            Probabilities above 0, float [N], or None.
+        """
+        return None
 
     def cohort_sizes(self, state: Any, population: Population) -> CohortSizes:
         """How many clients rounds have; by default always ``cohort_size``.

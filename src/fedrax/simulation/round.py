@@ -323,6 +323,11 @@ def run_client_phase(
     return ClientResult(output._replace(state=()), received, per_client, after, () if personal else moved)
 
 
+def report(done: ClientResult) -> Info:
+    """What an adaptive participation policy sees of a client: its info, and the norm of its upload."""
+    return {**done.output.info, "upload_norm": tree.norm(done.received)}
+
+
 class SingleClientExecutor(Executor):
     """Executor of a round with one client, for the shapes of messages and for privacy audits."""
 

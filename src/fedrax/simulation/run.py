@@ -17,6 +17,7 @@ import numpy as np
 from fedrax.config.arguments import checked_arguments
 from fedrax.config.user_errors import translate_errors
 from fedrax.contract.algorithm import Algorithm
+from fedrax.contract.model import with_statistics
 from fedrax.contract.task import Task
 from fedrax.data import Federation
 from fedrax.devices import use_all_cores
@@ -320,6 +321,7 @@ class Run:
     def _block(self, carry: RoundState, pace: int, began: float) -> tuple[RoundState, int, str]:
         """Run a block of rounds, evaluate if it is due, and report: (carry, rounds, reason to stop or None)."""
         setup, events = self.setup, self.events
+        asked = self._ask(carry) if setup.planner.sampler.asks else 0
         block = self.storage.next_block(rounds_done(events), min(pace, self._until_stop(rounds_done(events))))
         block, recorded = self._to_record(block, rounds_done(events) + 1)
         rounds, after = block.rounds, rounds_done(events) + block.rounds
@@ -340,6 +342,8 @@ class Run:
             info = {name: a[order] for name, a in client_info[0].items()}
             sampler.observe(rounds_done(events), clients[order], info)
         new = events_of(setup.info, records, block.inputs.count, events, compute_clock() - began)
+        if setup.candidate_losses is not None:
+            new[0] |= setup.candidate_losses.traffic(new[0], asked)
         record_spending(self.ledger, block.inputs, new, setup.info.num_clients)
         due, lost = setup.settings.evaluates(after) or after == self.last, None
         if due:
@@ -349,6 +353,15 @@ class Run:
         if after in self.kept:
             self.trajectory.append(jax.tree.map(np.asarray, setup.algorithm.params(carry.server)))
         return carry, rounds, self._reported(carry, new, lost, due)
+
+    def _ask(self, carry: RoundState) -> int:
+        """Tell the participation policy the losses of the clients that it asks; their number."""
+        setup, sampler, round = self.setup, self.setup.planner.sampler, rounds_done(self.events)
+        assert setup.candidate_losses is not None
+        clients = sampler.clients_to_ask(round)
+        model = with_statistics(setup.algorithm.params(carry.server), carry.statistics)
+        sampler.observe_losses(round, clients, setup.candidate_losses(model, clients))
+        return len(clients)
 
     def _called(self, carry: RoundState, event: Event) -> str:
         """The reason to stop if a callback requests it after an evaluation."""

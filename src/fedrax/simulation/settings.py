@@ -109,7 +109,7 @@ class Settings:
     @property
     def evaluation_interval(self) -> int:
         """Rounds between evaluations: ``eval_every``, or its default."""
-        return self.eval_every or -(-self.rounds // EVALUATIONS)
+        return self.eval_every or max(-(-self.rounds // EVALUATIONS), 1)
 
     def evaluates(self, round: int) -> bool:
         """Tell whether a round ends with an evaluation.
@@ -142,6 +142,7 @@ class FederationOptions(TypedDict, total=False):
     rounds: NonNegativeInt
     cohort_size: PositiveInt
     weights: Literal["uniform", "samples"]
+    participation: Participation
     eval_every: PositiveInt | None
     eval_first: bool
     per_client: bool
@@ -155,7 +156,6 @@ class SettingsOptions(FederationOptions, total=False):
     """The fields of :class:`Settings` as keyword arguments, for ``**options: Unpack[SettingsOptions]``."""
 
     seed: Seed
-    participation: Participation
     stragglers: Fraction
     eval_train: bool
     finetune: PositiveInt | None
@@ -213,6 +213,6 @@ def cohort_sampler(settings: Settings, sizes: np.ndarray, script: Script | None 
     size = settings.cohort_size
     if size == Settings.cohort_size:
         size = min(size, len(sizes))
-    population = Population(sizes, size, max(settings.rounds, 1), settings.seed)
+    population = Population(sizes, size, max(settings.rounds, 1), settings.seed, settings.weights)
     given = None if script is None or not settings.rounds else script.cohorts
     return CohortSampler(settings.participation, population, settings.stragglers, given)

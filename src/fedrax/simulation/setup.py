@@ -24,6 +24,7 @@ from fedrax.contract.task import Batch, Task
 from fedrax.data import Federation
 from fedrax.data.federation import check_memory_mapped
 from fedrax.prng.keys import RUN, purpose_key
+from fedrax.simulation.candidate_losses import CandidateLosses
 from fedrax.simulation.client_evaluation import EvaluationMetrics, PersonalEvaluator
 from fedrax.simulation.evaluation import Evaluator, StreamedEvaluator, parameter_metrics, trace_evaluation
 from fedrax.simulation.executors.compiled import Engine, RoundState
@@ -73,6 +74,8 @@ class Setup:
     evaluators: dict[str, Evaluator]
     """The evaluator of each data set, by the prefix of its metrics."""
     personal: PersonalEvaluator | None
+    candidate_losses: CandidateLosses | None
+    """Losses of the clients that the participation policy asks before a round; None where it asks none."""
     info: RunInfo
     traced: TracedRound
     identity: dict[str, str] | None
@@ -182,12 +185,14 @@ def prepare(
         personal=PersonalEvaluator.of(
             algorithm, task, federation, settings, program, engine, start, statistics, initial
         ),
+        candidate_losses=CandidateLosses(task, federation, engine.samples, start, statistics) if sampler.asks else None,
         info=RunInfo.of(
             algorithm,
             sampler,
             traced,
             start,
             words,
+            rounds=settings.rounds,
             directory=directory,
             loss="local_loss" if _on_training_samples(settings, federation) else "train_loss",
         ),
@@ -233,7 +238,6 @@ def _planner(run: ValidatedRun, federation: Federation, settings: Settings, devi
         by_samples=run.by_samples,
         row_bytes=tree.num_bytes(run.initial),
         given=run.given,
-        weights=settings.weights,
         dtype=settings.dtype,
     )
 

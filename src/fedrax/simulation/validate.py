@@ -214,6 +214,8 @@ def _check_traits(
         return None
 
     name = type(algorithm).__name__
+    if sampler.unbiased:
+        _check_inverse_probabilities(algorithm, type(settings.participation).__name__, statistics)
     error = unmet(algorithm, name)
     if error is None:
         return
@@ -222,6 +224,21 @@ def _check_traits(
         name, inner, algorithm = type(inner).__name__, getattr(inner, "inner", None), inner
         error = unmet(algorithm, name) or error
     raise error
+
+
+def _check_inverse_probabilities(algorithm: Algorithm, policy: str, statistics: Tree) -> None:
+    """Raise FedraxError for methods and models that need weights which sum to one."""
+    name, traits = type(algorithm).__name__, algorithm.traits
+    if traits.uniform_weights:
+        raise FedraxError(
+            f"{policy} weights uploads by inverse probabilities, and {name} is defined for uniform aggregation weights"
+            " only: choose another participation"
+        )
+    if jax.tree.leaves(statistics) and not traits.personal_statistics:
+        raise FedraxError(
+            f"{policy} weights uploads by inverse probabilities, whose sum varies, and running statistics need a mean:"
+            " use group norm instead of batch norm, or choose another participation"
+        )
 
 
 def _check_delays(algorithm: Algorithm, longest: int) -> None:

@@ -22,6 +22,7 @@ from fedrax.simulation.round import (
     RoundProgram,
     add_client,
     client_inputs,
+    report,
     run_client,
     zero_sums,
 )
@@ -89,7 +90,7 @@ class PhaseRunner:
         initial = jax.eval_shape(self.get_state, store, jnp.int32(0))
         sums = zero_sums(self.program, self.algorithm, self.p, initial, shape)
         notes = empty_upload_buffer(self.round_inputs.recorded, recorded_upload(shape, self.last))
-        info = by_place(shape.output.info) if self.program.client_info else ()
+        info = by_place(jax.eval_shape(report, shape)) if self.program.client_info else ()
         rows = ClientRows(by_place(shape.per_client), assignments.client[self.order], assignments.weight[self.order])
         return PhaseState(sums, rows, () if self.last else by_place(shape.record), store, notes, info)
 
@@ -133,7 +134,7 @@ class PhaseRunner:
             sums = add_client(self.program, sums, done, weight, real, client)
         notes = record_uploads(notes, self.round_inputs.recorded, client, recorded_upload(done, self.last))
         if self.program.client_info:
-            client_info = put(client_info, at, done.output.info)
+            client_info = put(client_info, at, (jax.vmap(report) if self.program.chunk else report)(done))
         return PhaseState(sums, rows, client_records, store, notes, client_info)
 
     def run(self, client_records: Tree, store: Tree) -> PhaseState:

@@ -23,6 +23,7 @@ from fedrax.config.annotations import fields_of
 from fedrax.contract.algorithm import Algorithm
 from fedrax.data import Federation
 from fedrax.escaping import printable_line
+from fedrax.participation.policy import ParticipationPolicy
 from fedrax.simulation.evaluation import TracedEvaluation
 from fedrax.simulation.persistence.checkpoint import FORMAT
 from fedrax.simulation.settings import Script, Settings
@@ -33,7 +34,7 @@ _WHOLE = 1 << 28
 """Bytes up to which all of an array is hashed. A larger one may be mapped from disk: only samples of it are hashed."""
 _PIECES, _PIECE = 64, 1 << 20
 """Number of samples of a large array, evenly spread, and bytes of each."""
-_FREE = ("rounds", "eval_every", "checkpoint_every", "samples", "states", "epsilon_budget")
+_FREE = ("rounds", "eval_every", "eval_first", "checkpoint_every", "samples", "states", "epsilon_budget")
 """Settings that a resumed run may change."""
 _SETTING, _OPTION = "setting ", "option "
 """Prefixes of the other settings, and of the hyper-parameters of the method, in the identity."""
@@ -79,7 +80,7 @@ def identify(
         **{_SETTING + f.name: _text_of(getattr(plain, f.name)) for f in _deciding(plain)},
         f"{_SETTING}script": _digest(given),
         **({"participation trace": _digest(from_file)} if from_file else {}),
-        "participation code": _digest([CodeFingerprint(plain.participation).describe()]),
+        **of_participation(plain.participation),
         "starting parameters": _digest(jax.tree.leaves(start)),
         "program": _of_programs([program]),
         "evaluation": _digest([evaluation.words, _of_programs(evaluation.programs)]),
@@ -128,6 +129,13 @@ def _text_of(value: Any) -> str:
     """A value as text; a digest of a long text."""
     text = _without_places(repr(value))
     return text if len(text) <= _READABLE else _digest([text])
+
+
+def of_participation(policy: ParticipationPolicy) -> dict[str, str]:
+    """The part of the identity about the participation policy: its fields as text, and a digest of its code."""
+    plain = _plain(policy)
+    code = _digest([CodeFingerprint(plain).describe()])
+    return {f"{_SETTING}participation": _text_of(plain), "participation code": code}
 
 
 def of_data(federation: Federation) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -57,7 +57,6 @@ class Planner:
         by_samples: bool,
         row_bytes: int = 0,
         given: Mapping[str, np.ndarray] | None = None,
-        weights: Literal["uniform", "samples"] = "uniform",
         dtype: str = "float32",
     ):
         """row_bytes: of what a client keeps. given: see :func:`fedrax.simulation.validate.scripted_work`."""
@@ -71,7 +70,7 @@ class Planner:
         share = -(-sampler.largest // devices)
         even = not by_samples and not self.straggling
         self.positions = sampler.largest if stateful else share if even else min(sampler.largest, 2 * share)
-        self._row_bytes, self._weights, self._dtype = row_bytes, weights, dtype
+        self._row_bytes, self._dtype = row_bytes, dtype
         self.capacity = rows_per_device(sampler, devices, row_bytes, not even)
         self.home: dict[int, tuple[int, int]] = {}
         self._used = [0] * devices
@@ -224,12 +223,11 @@ class Planner:
         assigned = self._assign(round, cohort)
         shared = self._shared_positions(round, cohort, assigned)
         assigned = [sorted(positions, key=shared.__contains__) for positions in assigned]  # these at the end
-        weight = s.sizes[cohort].astype(float) if self._weights == "samples" else np.ones(len(cohort))
         found: dict[str, Any] = {
             "client": cohort,
             "offset": self.offsets[cohort],
             "size": s.sizes[cohort],
-            "weight": weight / weight.sum(),
+            "weight": s.weights(round, cohort),
             **{name: array[round] for name, array in self.given.items()},
         }
         if self.stateful:

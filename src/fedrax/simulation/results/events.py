@@ -100,7 +100,7 @@ class RunInfo:
             traced: its traced round.
             params: its starting parameters, or their shapes.
             plan: the execution plan, as text.
-            **others: the fields ``directory``, ``loss`` and ``runtime``, where they are not the defaults.
+            **others: the field ``rounds``, and ``directory``, ``loss`` and ``runtime`` where they are not the defaults.
 
         Returns:
             The facts.
@@ -108,7 +108,6 @@ class RunInfo:
         return cls(
             algorithm=type(algorithm).__name__,
             plan=plan,
-            rounds=sampler.rounds,
             first_round=0,
             cohort_size=sampler.largest,
             num_clients=sampler.num_clients,
