@@ -307,6 +307,7 @@ def test_integer_labels_with_large_gaps_are_rejected_with_the_remedy(kind: str, 
     np.savez(tmp_path / "codes.npz", x_train=x, y_train=y, x_test=x, y_test=y)
     with pytest.raises(FedraxError, match=f"codes.npz: labels are .*{says}"):
         load("npz", path=tmp_path / "codes.npz")
+    assert load("npz", path=tmp_path / "codes.npz", num_classes=largest + 1).num_classes == largest + 1
 
 
 def test_integer_labels_that_may_be_classes_are_kept():

@@ -301,16 +301,23 @@ def _load_har(path: Path, name: str, windows: bool) -> Dataset:
     return _from_npz(arrays, name, path, client="subject", class_names=names)
 
 
-def load_npz(path: str | Path, name: str | None = None, pixels: bool = False, padding: int | None = None) -> Dataset:
+def load_npz(
+    path: str | Path,
+    name: str | None = None,
+    pixels: bool = False,
+    padding: int | None = None,
+    num_classes: int | None = None,
+) -> Dataset:
     """Plain arrays x_train, y_train, x_test, y_test and optionally client_train, client_test of an NPZ file.
 
-    Integer labels are classes 0, 1, ..., strings are classes in sorted order, and floats are regression targets.
-    Clients are integers or strings; without ``client_test`` test rows belong to no client. With ``pixels``, x holds
-    image bytes. ``padding`` is the label of y [n, ...] that loss and metrics ignore.
+    Integer labels are classes 0, 1, ..., of which there are ``num_classes`` or by default as many as the largest label
+    needs; strings are classes in sorted order, and floats are regression targets. Clients are integers or strings;
+    without ``client_test`` test rows belong to no client. With ``pixels``, x holds image bytes. ``padding`` is the
+    label of y [n, ...] that loss and metrics ignore.
     """
     path = Path(path)
     arrays = read_npz(path, ("x_train", "y_train", "x_test", "y_test"), ("client_train", "client_test"))
-    return _from_npz(arrays, name or path.stem, path, pixels=pixels, padding=padding)
+    return _from_npz(arrays, name or path.stem, path, pixels=pixels, padding=padding, num_classes=num_classes)
 
 
 def load_openml(dataset: str, version: int = 1, test_fraction: float = 0.2, seed: int = 0) -> Dataset:
@@ -417,6 +424,7 @@ def _from_npz(
     class_names: tuple[str, ...] = (),
     pixels: bool = False,
     padding: int | None = None,
+    num_classes: int | None = None,
 ) -> Dataset:
     labels = [decode_bytes(arrays[f"y_{part}"]) for part in ("train", "test")]
     if all(y.ndim == 1 and y.dtype.kind == "U" for y in labels):
@@ -428,8 +436,8 @@ def _from_npz(
         check_finite(samples, str(path), names=(f"x_{part}", f"y_{part}"))
     if not len(train.y):
         raise FedraxError(f"{path} holds no training samples.")
-    classes = None
-    if train.y.dtype.kind == "i":
+    classes = num_classes  # of integers: Dataset rejects floats with a number of classes
+    if train.y.dtype.kind == "i" and classes is None:
         classes = len(class_names) or count_classes([train.y, test.y], padding, str(path))
     keys = [key for key in (f"{client}_train", f"{client}_test") if key in arrays]
     if keys == [f"{client}_test"]:
