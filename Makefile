@@ -86,6 +86,7 @@ figures: .venv/.user
 	mkdir -p docs/results
 	for ending in png svg; do cp runs/figures/curves.$$ending docs/results/digits.$$ending; done
 	cp runs/figures/table.md docs/results/digits.md
+	$(BIN)/python examples/fine_tuning.py docs/results
 	$(BIN)/python examples/hospitals.py
 	rm -rf runs/hospitals
 	$(BIN)/fedrax partition examples/hospitals.toml --picture docs/results/hospitals-partition

@@ -6,9 +6,12 @@ import ctypes
 import errno
 import os
 from functools import cache
+from typing import Any
 
 import jax
 import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
 from jax._src import distributed, xla_bridge
 
 from fedrax.config.arguments import checked_arguments
@@ -170,3 +173,17 @@ def trim_memory_after_compilation() -> None:
             trim(0)
 
     jax.monitoring.register_event_duration_secs_listener(on_compiled)
+
+
+def unplaced(values: Any) -> Any:
+    """A pytree whose arrays are on no particular devices.
+
+    JAX rejects programs that combine arrays of two meshes, so that a model could not close over the parameters of an
+    earlier run on all cores.
+    """
+
+    def free(leaf: Any) -> Any:
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return leaf if is_key or not getattr(leaf, "committed", False) else jnp.asarray(np.asarray(leaf))
+
+    return jax.tree.map(free, values)

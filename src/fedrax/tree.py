@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from fedrax.errors import FedraxError
 
 Tree = Any
 """A pytree of arrays; trees in one expression have the same structure and shapes."""
@@ -388,3 +391,30 @@ def leaf_names(a: Tree) -> list[str]:
     """
     paths = jax.tree_util.tree_flatten_with_path(a)[0]
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
+
+
+def matching_names(names: Sequence[str], patterns: Sequence[str], field: str) -> set[str]:
+    """The names that match at least one pattern, as of a shell.
+
+    Args:
+        names: Names, as of `leaf_names`.
+        patterns: Patterns, such as ``head/*``.
+        field: Name of the field that holds the patterns, for the message.
+
+    Returns:
+        The names.
+
+    Raises:
+        FedraxError: A pattern matches no name.
+
+    Example:
+        >>> sorted(fedrax.tree.matching_names(["body/w", "head/b", "head/w"], ("head/*",), "trainable"))
+        ['head/b', 'head/w']
+    """
+    found: set[str] = set()
+    for pattern in patterns:
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        if not matching:
+            raise FedraxError(f"{field}: no parameter has the name {pattern!r}; the names are {', '.join(names)}")
+        found.update(matching)
+    return found

@@ -24,8 +24,8 @@ from fedrax import cli
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FIRST_READ = ("README", "getting-started")
-NOT_RUN = ("make", "pip install")
-"""Shell lines that make environments; the continuous integration runs them."""
+NOT_RUN = ("make", "pip install", "python examples/")
+"""Shell lines that make environments, which the continuous integration runs; and examples, which have a test."""
 NOT_CODE = ("text", "{")
 QUICK = {"run": {"--run.rounds": "2"}, "compare": {"--run.rounds": "2", "--seeds": "0"}, "profile": {"--rounds": "2"}}
 """Appended to a command, but for options it has: what a page shows is a real experiment, too long for a test."""

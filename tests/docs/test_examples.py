@@ -16,7 +16,7 @@ EXAMPLES = ROOT / "examples"
 mpl.use("agg")
 
 
-LONG = ("own_method", "several_processes", "step_sizes", "client_drift")
+LONG = ("own_method", "several_processes", "step_sizes", "client_drift", "fine_tuning")
 """Those that run much of what others run, or what has tests of its own: a part of ``make test-all``."""
 
 
@@ -31,8 +31,9 @@ def named(ending: str) -> list:
 def test_script_runs_and_says_something(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    if "import torch" in path.read_text(encoding="utf-8"):
-        pytest.importorskip("torch")
+    for library in ("torch", "transformers", "peft"):
+        if re.search(rf"^(import|from) {library}\b", path.read_text(encoding="utf-8"), re.MULTILINE):
+            pytest.importorskip(library)
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(path), run_name="__main__")
     assert "accuracy" in capsys.readouterr().out

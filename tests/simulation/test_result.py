@@ -15,7 +15,7 @@ import fedrax
 from fedrax import FedAvg, Federation, FedraxError, LocalSGD, Scaffold, classification, simulate
 from fedrax.contract import Variables
 from fedrax.data import Shards
-from fedrax.models import Linear
+from fedrax.models import Linear, Model
 from tests.simulation.problems import LOCAL, run
 
 rng = np.random.default_rng(0)
@@ -51,6 +51,14 @@ def test_curves_hold_the_events_numbers(result, tmp_path):
     assert [axes.get_ylabel() for axes in result.plot().axes] == ["test accuracy", "test loss"]
     with pytest.raises(FedraxError, match="did you mean 'test_accuracy'"):
         result.plot("test_acuracy")
+
+
+def test_a_model_may_close_over_the_parameters_of_a_result(result):
+    """As of a teacher, or of pretrained parameters; a run on all cores places them on all devices."""
+    start = Linear().build((4,), 3)
+    scaled = Model(lambda key: jnp.ones(3), lambda scale, x, key=None: scale * start.apply(result.params, x))
+    again = simulate(method, classification(scaled), federation, rounds=1, cohort_size=2)
+    assert again.params.shape == (3,) and np.isfinite(again.events[-1]["test_loss"])
 
 
 def test_a_saved_model_starts_another_run(result, tmp_path):

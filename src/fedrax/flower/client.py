@@ -15,6 +15,7 @@ import numpy as np
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from fedrax import xla
 from fedrax.config.arguments import checked_arguments
 from fedrax.config.hyperparameters import check
 from fedrax.contract.algorithm import Algorithm
@@ -358,10 +359,10 @@ def _compiled_phase(program: RoundProgram, p: int) -> Callable:
         inputs = words._replace(key=key, shared_key=shared)
         return run_client(program, p, algorithm, message, record, statistics, samples, inputs)
 
-    return jax.jit(run)
+    return xla.jit(run)
 
 
 @lru_cache(maxsize=8)
 def _compiled_metrics(task: Task, code: CodeFingerprint) -> Callable:
     """Compiled metrics per sample; ``code`` is part of the cache key, so that edited code is compiled again."""
-    return jax.jit(partial(sample_values, task))
+    return xla.jit(partial(sample_values, task))

@@ -11,6 +11,9 @@ from fedrax.models.convolutional import ResNet18 as ResNet18
 from fedrax.models.convolutional import ResNet20 as ResNet20
 from fedrax.models.convolutional import ResNet50 as ResNet50
 from fedrax.models.convolutional import TinyNN as TinyNN
+from fedrax.models.finetuning import FineTunedModel as FineTunedModel
+from fedrax.models.finetuning import freeze as freeze
+from fedrax.models.finetuning import lora as lora
 from fedrax.models.polynomial import Polynomial as Polynomial
 from fedrax.models.pytorch import TorchModel as TorchModel
 from fedrax.models.pytorch import from_torch as from_torch

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
@@ -104,12 +103,7 @@ class Personalized(Wrapper):
     def _personal_names(self, params: Tree) -> set[str]:
         """Names of the personal parameters."""
         names = tree.leaf_names(params)
-        matches = {pattern: [name for name in names if fnmatchcase(name, pattern)] for pattern in self.personal_params}
-        for pattern in (pattern for pattern in matches if not matches[pattern]):
-            raise FedraxError(
-                f"personal_params: no parameter has the name {pattern!r}; the names are {', '.join(names)}"
-            )
-        found = {name for matching in matches.values() for name in matching}
+        found = tree.matching_names(names, self.personal_params, "personal_params")
         if len(found) == len(names):
             raise FedraxError("personal_params matches all parameters, and none is left to train together: name fewer")
         return found

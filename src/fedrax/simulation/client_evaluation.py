@@ -15,7 +15,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedrax import tree
+from fedrax import tree, xla
 from fedrax.config.arguments import checked_arguments
 from fedrax.config.user_errors import translate_errors
 from fedrax.contract.algorithm import Algorithm
@@ -254,7 +254,7 @@ class PersonalEvaluator:
         of_samples = by_client if self._streamed else P()
         where = (P(), P(), P(), by_client, by_client, by_client, by_client, of_samples, P())
         mapped = jax.shard_map(self._on_device, mesh=mesh, in_specs=where, out_specs=by_client, check_vma=False)
-        evaluate: Callable = jax.jit(mapped)
+        evaluate: Callable = xla.jit(mapped)
         return lambda *inputs: evaluate(*inputs, train)
 
     def _on_device(

@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fedrax import xla
 from fedrax.contract.task import OfOutputs
 from fedrax.errors import FedraxError, warn
 from fedrax.host_memory import release_pages
@@ -115,7 +116,7 @@ def compiled_evaluation(task: Any, mesh: Mesh, rows: int, code: CodeFingerprint)
 
     sharded = jax.shard_map(on_device, mesh=mesh, in_specs=(P(), P(), P(CLIENT_AXIS)), out_specs=P(), check_vma=False)
     # int32 whatever jax_enable_x64 is: given int64, JAX crashes where threads that differ in that call it at once
-    return jax.jit(sharded), starts.astype(np.int32)
+    return xla.jit(sharded), starts.astype(np.int32)
 
 
 @lru_cache(maxsize=16)
@@ -125,7 +126,7 @@ def compiled_chunks(task: Any, mesh: Mesh, code: CodeFingerprint) -> Callable:
     def on_device(params: Tree, chunks: Any) -> dict[str, Array]:
         return jax.lax.map(lambda part: evaluate_samples(task, params, part), chunks)
 
-    return jax.jit(
+    return xla.jit(
         jax.shard_map(on_device, mesh=mesh, in_specs=(P(), P(CLIENT_AXIS)), out_specs=P(CLIENT_AXIS), check_vma=False),
     )
 

@@ -20,7 +20,7 @@ from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.model import with_statistics
 from fedrax.contract.task import Task
 from fedrax.data import Federation
-from fedrax.devices import use_all_cores
+from fedrax.devices import unplaced, use_all_cores
 from fedrax.errors import FedraxError, warn
 from fedrax.privacy.ledger import Ledger
 from fedrax.signals import Interrupted, StopFlag, interrupt_flag
@@ -448,7 +448,7 @@ class Run:
             "personal_metrics": self.personal_metrics,
         }
         return Result(
-            params=setup.algorithm.params(server),
+            params=unplaced(setup.algorithm.params(server)),
             server=server,
             events=self.events,
             plan=setup.info.plan,
@@ -456,7 +456,7 @@ class Run:
             directory=setup.directory,
             spent=None if self.ledger is None else self.ledger.spent,
             lower_is_better=setup.task.lower_is_better,
-            statistics=carry.statistics,
+            statistics=unplaced(carry.statistics),
             trajectory=self.trajectory,
             exchanges=self.exchanges,
             algorithm=setup.algorithm,

@@ -22,13 +22,13 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedrax import tree
+from fedrax import tree, xla
 from fedrax.config.arguments import checked_arguments
 from fedrax.config.hyperparameters import check
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.task import Task
 from fedrax.data import Federation
-from fedrax.devices import use_all_cores
+from fedrax.devices import unplaced, use_all_cores
 from fedrax.errors import FedraxError, each_warning_once
 from fedrax.simulation.evaluation import split_finite
 from fedrax.simulation.executors.compiled import Engine, RoundState, compiler_options, run_block
@@ -267,7 +267,7 @@ class _VectorizedRuns:
             out_specs=(lanes, lanes),
             check_vma=False,
         )
-        self._block = jax.jit(sharded, donate_argnums=(1,), compiler_options=compiler_options(mesh))
+        self._block = xla.jit(sharded, donate_argnums=(1,), compiler_options=compiler_options(mesh))
         where = f"{devices} device{'s' * (devices > 1)}"
         self.plan = f"vectorized: {self.count} x {len(setups)} runs in one program on {where}"
 
@@ -364,14 +364,14 @@ class _VectorizedRuns:
         kept = {"store": lane.store, "homes": setup.planner.rows(), "initial_client": initial}
         kept |= {"personal_metrics": self.personal_metrics.get((z, g))}
         return Result(
-            params=self.algorithms[g].params(lane.server),
+            params=unplaced(self.algorithms[g].params(lane.server)),
             server=lane.server,
             events=events[:-1] if diverged else events,
             plan=self.plan,
             stopped="diverged" if diverged else "rounds",
             spent=None if ledger is None else ledger.spent,
             lower_is_better=setup.task.lower_is_better,
-            statistics=lane.statistics,
+            statistics=unplaced(lane.statistics),
             algorithm=self.algorithms[g],
             task=setup.task,
             num_clients=setup.info.num_clients,

@@ -2,6 +2,7 @@ from fedrax.xla.attention import has_blockwise_attention as has_blockwise_attent
 from fedrax.xla.batch_rng import MAX_BATCHED_DRAW as MAX_BATCHED_DRAW
 from fedrax.xla.batch_rng import batch_random_draws as batch_random_draws
 from fedrax.xla.batch_rng import evaluate_with_batched_draws as evaluate_with_batched_draws
+from fedrax.xla.constants import jit as jit
 from fedrax.xla.fingerprint import CodeFingerprint as CodeFingerprint
 from fedrax.xla.fingerprint import closure_values as closure_values
 from fedrax.xla.fingerprint import is_library_code as is_library_code
@@ -35,6 +36,7 @@ from fedrax.xla.pipeline import optimize_forward as optimize_forward
 from fedrax.xla.pipeline import value_and_grad as value_and_grad
 from fedrax.xla.precision import OperandFormat as OperandFormat
 from fedrax.xla.precision import with_operand_format as with_operand_format
+from fedrax.xla.rewriting import evaluate_equation as evaluate_equation
 from fedrax.xla.rewriting import trace_inlined as trace_inlined
 from fedrax.xla.scopes import AGGREGATE as AGGREGATE
 from fedrax.xla.scopes import GATHER as GATHER

@@ -105,7 +105,7 @@ def _evaluate_forward(closed: core.ClosedJaxpr, leaves: list) -> list:
     flat, rules = inline_calls(closed), dict[str, Rule]()
     for one in found:
         flat = _transformed(one, flat)
-        rules |= {name: _noted(one.name, rule) for name, rule in (one.rules(False) if one.rules else {}).items()}
+        rules |= {name: _recording(one.name, rule) for name, rule in (one.rules(False) if one.rules else {}).items()}
     return evaluate_with_layer_scans(flat, rules, *leaves)
 
 
@@ -142,16 +142,16 @@ def _transformed(one: Pass, closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     return changed
 
 
-def _noted(name: PassName, rule: Rule) -> Rule:
+def _recording(name: PassName, rule: Rule) -> Rule:
     """``rule``, recorded where it gives an output."""
 
-    def recording(inputs: list[Array], equation: core.JaxprEqn) -> Any:
+    def recorded(inputs: list[Array], equation: core.JaxprEqn) -> Any:
         output = rule(inputs, equation)
         if output is not None:
             note_applied(name)
         return output
 
-    return recording
+    return recorded
 
 
 @lru_cache
@@ -161,7 +161,7 @@ def _lowering_rules(per_example: bool, options: Options) -> Rules:
     found: dict[str, list[Rule]] = {}
     for one in enabled_passes(stage, options):
         for primitive, rule in (one.rules(per_example) if one.rules else {}).items():
-            found.setdefault(primitive, []).append(_noted(one.name, rule))
+            found.setdefault(primitive, []).append(_recording(one.name, rule))
     rules: dict[str, Rule] = {
         name: each[0] if len(each) == 1 else partial(_first, each) for name, each in found.items()
     }

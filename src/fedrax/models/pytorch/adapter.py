@@ -26,8 +26,10 @@ from fedrax.models.pytorch.source_locations import line_of_error
 from fedrax.models.pytorch.stop_gradients import custom_derivatives, parameters_with_hooks
 from fedrax.models.pytorch.traced_module import INT64_MESSAGE, TracedModule, fixed_batch_message
 
-FAST_COMPILATION: dict[str, Any] = {"compiler_options": {"xla_backend_optimization_level": 1}}
+_FAST_COMPILATION: dict[str, Any] = {"compiler_options": {"xla_backend_optimization_level": 1}}
 """Options of jax.jit for a program that runs once: compilation takes longer than execution."""
+_MOST_SAMPLES = 4
+"""Samples of the example that are used: a forward pass of a large model on many takes longer than its trace."""
 TOLERANCE = 1e-5
 """Largest accepted difference of outputs in JAX and PyTorch, relative to the largest output or 1."""
 
@@ -175,10 +177,13 @@ def _checked_copy(torch: ModuleType, source: Any) -> Any:
     return _copy(torch, source).cpu().eval()
 
 
-def _copy(torch: ModuleType, module: Any) -> Any:
-    """A deep copy of a module, also with attributes that were computed from parameters."""
+def _copy(torch: ModuleType, module: Any, shared: dict[int, Any] | None = None) -> Any:
+    """A deep copy of a module, also with attributes that were computed from parameters.
+
+    shared: objects by ID that are not copied.
+    """
     # Such tensors (as of the old weight_norm) cannot be copied with their autograd graph: they are detached.
-    detached: dict[int, Any] = {}
+    detached: dict[int, Any] = dict(shared or {})
 
     def detach(value: Any) -> None:
         if isinstance(value, torch.Tensor) and not value.is_leaf:
@@ -190,6 +195,11 @@ def _copy(torch: ModuleType, module: Any) -> Any:
     for submodule in module.modules():
         detach(vars(submodule))
     return copy.deepcopy(module, detached)
+
+
+def _second(torch: ModuleType, module: Any) -> Any:
+    """A copy of a module with buffers and attributes of its own, which shares the parameters."""
+    return _copy(torch, module, {id(p): p for p in module.parameters()})
 
 
 def _check_batch_sizes(apply: Callable, variables: Any, batch: Any, name: str) -> None:
@@ -216,9 +226,9 @@ class _TracedFunction:
         self._check_derivatives(custom)
         self._module, self.expected = module, outputs.detach()
         self.evaluation = TracedModule(torch, module, function, batch, name)
-        self.training = TracedModule(torch, _copy(torch, module).train(), function, batch, name)
+        self.training = TracedModule(torch, _second(torch, module).train(), function, batch, name)
         with torch.random.fork_rng(devices=[]), tracing_settings(torch):
-            self._check_derivatives(custom_derivatives(torch, _copy(torch, module).train(), function, batch)[1])
+            self._check_derivatives(custom_derivatives(torch, _second(torch, module).train(), function, batch)[1])
 
     def _check_derivatives(self, custom: Sequence[str]) -> None:
         """Raise FedraxError for derivatives that the trace does not have."""
@@ -243,18 +253,20 @@ class _TracedFunction:
     def compare(self, state: _ModuleState, batch: Any) -> None:
         """Raise FedraxError if outputs differ from PyTorch's, or do not have a row for each sample."""
         values = {alias: state.initial[own] for alias, own in state.names.items()}
-        uses_random = []
-
-        def in_jax(values: dict, x: Array) -> tuple[Array, Array | None, Array, dict]:
-            evaluated, _, _ = self.evaluation.run(values, x, None, jnp.float32)
-            single = None if expected_single is None else self.evaluation.run(values, x[:1], None, jnp.float32)[0]
-            outputs, updated, random = self.training.run(values, x, jax.random.key(0), jnp.float32)
-            uses_random.append(random)
-            return evaluated, single, outputs, updated
-
         expected_single = self._outputs_of_single(batch[:1])
+        x, random = _array(batch), []
+
+        def evaluation(values: dict, x: Array) -> tuple[Array, Array | None]:
+            single = None if expected_single is None else self.evaluation.run(values, x[:1], None, jnp.float32)[0]
+            return self.evaluation.run(values, x, None, jnp.float32)[0], single
+
+        def training(values: dict, x: Array) -> tuple[Array, dict]:
+            outputs, updated, drawn = self.training.run(values, x, jax.random.key(0), jnp.float32)
+            random.append(drawn)
+            return outputs, updated
+
         with jax.default_matmul_precision("highest"):
-            evaluated, single, outputs, updated = jax.jit(in_jax, **FAST_COMPILATION)(values, _array(batch))
+            evaluated, single = jax.jit(evaluation, **_FAST_COMPILATION)(values, x)
         self._compare("evaluation", evaluated, self.expected)
         if self.expected.shape[:1] != batch.shape[:1]:
             raise FedraxError(
@@ -263,11 +275,14 @@ class _TracedFunction:
             )
         if single is not None and single.shape == expected_single.shape:  # squeeze() may remove the axis in PyTorch
             self._compare("evaluation of a single sample", single, expected_single)
-        net = _copy(self._torch, self._module).train()
+        net = _second(self._torch, self._module).train()
         with tracing_settings(self._torch):
             expected, buffers = call_with_state_check(self._torch, net, self._eager, self._name)
-        if any(uses_random):
-            return
+        with jax.default_matmul_precision("highest"):
+            traced = jax.jit(training, **_FAST_COMPILATION).trace(values, x)
+            if any(random):
+                return
+            outputs, updated = traced.lower().compile()(values, x)
         self._compare("training", outputs, expected)
         for name, value in updated.items():
             self._compare(f"training, {name}", value, buffers[name])
@@ -307,7 +322,7 @@ class _ModuleState:
         shared: dict[int, str] = {}
         self.names: dict[str, str] = {}
         """For each name of a tensor, the first of its names: modules may share tensors."""
-        self.initial: dict[str, np.ndarray] = {}
+        self.initial: dict[str, Any] = {}
         trained = []
         tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         for name, tensor in tensors:
@@ -317,7 +332,13 @@ class _ModuleState:
                 trained += [name] if tensor.requires_grad else []
         self.trained, self.running = trained, [name for name in updated if name in self.initial]
         variable = (*self.trained, *self.running)
-        self.constants = {name: a for name, a in self.initial.items() if name not in variable}
+        # JAX arrays, so that the programs of a model share them. Those of 64 bits depend on a setting of JAX.
+        self.constants = {
+            name: jnp.asarray(a) if a.dtype.itemsize < 8 else a
+            for name, a in self.initial.items()
+            if name not in variable
+        }
+        self.initial |= self.constants
         if not self.trained:
             raise FedraxError(
                 f"{type(module).__name__} has no parameters with requires_grad=True: there is nothing to train"
@@ -380,7 +401,7 @@ def _example_batch(torch: ModuleType, module: Any, example: Any, name: str) -> A
             f"the example must be a batch [B, ...] of at least one sample, not of shape {tuple(batch.shape)}"
         )
     kind = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-    batch = batch.to(kind if batch.is_floating_point() else torch.int64)
+    batch = batch[:_MOST_SAMPLES].to(kind if batch.is_floating_point() else torch.int64)
     batch = batch if len(batch) > 1 else torch.cat([batch, batch])  # PyTorch's tracer takes a size of 1 for a constant
     try:
         with tracing_settings(torch), torch.enable_grad():
@@ -410,10 +431,13 @@ def _channels_first(x: Any, channels_last: bool) -> Any:
 
 
 def _array(tensor: Any) -> np.ndarray:
-    """A tensor as a NumPy array of a type that JAX has: integers as int32, floats as float32 or float64."""
+    """A tensor as a NumPy array of a type that JAX has: integers as int32, floats as float32 or float64.
+
+    The array shares the tensor's memory where it can.
+    """
     array = tensor.detach().cpu()
     array = array.float() if array.is_floating_point() and array.element_size() < 8 else array
-    values = array.numpy().copy()
+    values = array.numpy()
     if values.dtype != np.int64:
         return values
     if values.size and (values.max() >= 1 << 31 or values.min() < -(1 << 31)):

@@ -69,6 +69,8 @@ def export(torch: ModuleType, module: Any, function: Callable, example: Any, nam
         ):
             exported = torch.export.export(wrapper, (example,), dynamic_shapes=({0: batch},), strict=False)
             mark_stopped_gradients(torch, exported, name)
+            if not _needs_decomposition(exported):
+                return exported
             decompositions = torch.export.default_decompositions()
             needed = {op: how for op, how in decompositions.items() if key_of(op) not in OPERATORS}
             return exported.run_decompositions(needed)
@@ -78,6 +80,26 @@ def export(torch: ModuleType, module: Any, function: Callable, example: Any, nam
         cause = next((text for text in str(error).splitlines() if text.strip()), type(error).__name__)
         why = "control flow depends on the values of arrays" if "data-dependent" in str(error).lower() else cause
         raise FedraxError(f"{name} cannot be traced at {line_of_error(torch, error)}: {why}") from error
+
+
+def _needs_decomposition(exported: Any) -> bool:
+    """Whether a trace has operators that fedrax does not implement, changes arrays in place or holds other graphs.
+
+    Decomposition takes longer than the trace itself.
+    """
+    for node in exported.graph.nodes:
+        if node.op == "get_attr":
+            return True
+        if node.op == "call_function":
+            mutates = getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+            if mutates or (hasattr(node.target, "_schema") and not _is_implemented(node.target)):
+                return True
+    return False
+
+
+def _is_implemented(target: Any) -> bool:
+    name = str(target)
+    return key_of(target) in OPERATORS or name.startswith(("aten.sym_", "fedrax."))
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedrax import tree
+from fedrax import tree, xla
 from fedrax.contract.algorithm import Algorithm, Info
 from fedrax.contract.checks import checked_message
 from fedrax.contract.vectors import exchanged, fetched, holds_vectors, map_vectors, on_axis, padded, settled, watched
@@ -220,7 +220,7 @@ def compiled_block(program: RoundProgram, mesh: Mesh, form: Any) -> Callable:
         )
         return sharded(algorithm, carry, *inputs)
 
-    return jax.jit(block_on_mesh, donate_argnums=(1,), compiler_options=compiler_options(mesh))
+    return xla.jit(block_on_mesh, donate_argnums=(1,), compiler_options=compiler_options(mesh))
 
 
 def share_vectors(mesh: Mesh) -> bool:

@@ -5,7 +5,7 @@ For models whose operations are slow inside compiled loops.
 
 from __future__ import annotations
 
-from functools import reduce
+from functools import cache, partial, reduce
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from fedrax import tree
+from fedrax import tree, xla
 from fedrax.contract.algorithm import Algorithm, Info
 from fedrax.simulation.executors.compiled import CLIENT_INFO, RECORDED_PHASES, Engine, RoundState, stack_records
 from fedrax.simulation.executors.phase import PhaseRunner, PhaseState
@@ -102,8 +102,8 @@ class CompiledSteps:
         def broadcast(p: int, algorithm: Algorithm, server: Any) -> Tree:
             return algorithm.phases[p].broadcast(server)
 
-        self.start = jax.jit(start, static_argnums=0)
-        self.step = jax.jit(step, static_argnums=0, donate_argnums=2)
+        self.start = cache(lambda p: xla.jit(partial(start, p)))
+        self.step = cache(lambda p: xla.jit(partial(step, p), donate_argnums=(1,)))
         self.gather = jax.jit(gather)
         self.server = jax.jit(server, static_argnums=0)
         self.broadcast = jax.jit(broadcast, static_argnums=0)
@@ -148,15 +148,15 @@ class LoopExecutor(Executor):
             )
         ]
         progress = [
-            self.compiled.start(p, self.algorithm, mine, client_records, store)._replace(store=store)
+            self.compiled.start(p)(self.algorithm, mine, client_records, store)._replace(store=store)
             for mine, client_records, store in zip(inputs, self.client_records, self.stores, strict=True)
         ]
         for i in range(int(max(share.count for share in self.shares))):
             for d, device in enumerate(self.devices):
                 if i < self.shares[d].count:
                     position = jax.device_put(np.int32(i), device)
-                    progress[d] = self.compiled.step(
-                        p, self.algorithm, progress[d], inputs[d], self.client_records[d], position
+                    progress[d] = self.compiled.step(p)(
+                        self.algorithm, progress[d], inputs[d], self.client_records[d], position
                     )
         self.stores, self.client_records = [q.store for q in progress], [q.client_records for q in progress]
         counted = [(q.client_info, int(share.count)) for q, share in zip(progress, self.shares, strict=True)]

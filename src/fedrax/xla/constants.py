@@ -1,0 +1,127 @@
+"""Large constants of a program, such as the frozen weights of a pretrained model, as inputs of the compiled program.
+
+``jax.jit`` embeds arrays of a closure in the program: compilation reads and copies them, each program has a copy, and
+constant folding may compute with them for minutes. :func:`jit` passes arrays of at least `LARGE` bytes as inputs.
+A constant of a ``jax.jit`` call inside the body of a loop stays in the program.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import Array
+from jax.extend import core
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fedrax.xla.rewriting import CALL_PRIMITIVES, CUSTOM_DERIVATIVE_PRIMITIVES, Rules, evaluate_equation
+from fedrax.xla.tracing import CACHE_SIZE, constants_in, sub_jaxprs, trace_settings
+
+LARGE = 1 << 18
+"""Bytes from which a constant becomes an input. Smaller ones stay in the program, where XLA can fold them."""
+
+
+class jit:
+    """``jax.jit(function)`` whose large constants are inputs of the compiled program.
+
+    A program without large constants is that of ``jax.jit``. Constants are placed once on the devices of the arguments,
+    and shared by all programs.
+
+    Args:
+        function: of pytrees of arrays.
+        options: options of ``jax.jit``; static arguments are not supported.
+    """
+
+    def __init__(self, function: Callable, **options: Any):
+        self._function, self._options = function, options
+        self._jitted = jax.jit(function, **options)
+        self._programs: dict[Any, tuple[Callable, list[Any]] | None] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        """The function's value."""
+        leaves, structure = jax.tree.flatten(args)
+        found = self._program(args, leaves, structure)
+        return self._jitted(*args) if found is None else found[0](_placed(found[1], leaves), *args)
+
+    def lower(self, *args: Any) -> Any:
+        """As ``jax.jit(function).lower``."""
+        leaves, structure = jax.tree.flatten(args)
+        found = self._program(args, leaves, structure)
+        if found is None:
+            return self._jitted.lower(*args)
+        return found[0].lower(_placed(found[1], leaves), *args)  # type: ignore[attr-defined]
+
+    def _program(self, args: tuple, leaves: list, structure: Any) -> tuple[Callable, list[Any]] | None:
+        """The program for arguments of these shapes, and its large constants; None without such constants."""
+        key = structure, tuple(map(jax.typeof, leaves)), trace_settings()
+        if key not in self._programs:
+            while len(self._programs) >= CACHE_SIZE:
+                del self._programs[next(iter(self._programs))]
+            self._programs[key] = self._lifted(args)
+        return self._programs[key]
+
+    def _lifted(self, args: tuple) -> tuple[Callable, list[Any]] | None:
+        traced = self._jitted.trace(*args)
+        closed, large = traced.jaxpr, large_constants(traced.jaxpr)
+        if not large:
+            return None
+        output, ids = jax.tree.structure(traced.out_info), [id(array) for array in large]
+
+        def lifted(constants: list[Array], *args: Any) -> Any:
+            known = dict(zip(ids, constants, strict=True))
+            return jax.tree.unflatten(output, _evaluate(closed, jax.tree.leaves(args), known))
+
+        donated = tuple(i + 1 for i in self._options.get("donate_argnums", ()))
+        options: Any = self._options | {"donate_argnums": donated}
+        return jax.jit(lifted, **options), large
+
+
+def large_constants(program: core.ClosedJaxpr) -> list[Any]:
+    """The constants of at least `LARGE` bytes of a program and of its sub-jaxprs, each once."""
+    found = {id(array): array for array in constants_in(program) if getattr(array, "nbytes", 0) >= LARGE}
+    return list(found.values())
+
+
+_on_devices: dict[tuple[int, Any], tuple[weakref.ref, Array]] = {}
+"""Constants on devices, by identity and sharding, as long as the original exists."""
+
+
+def _placed(constants: list[Any], arguments: list[Any]) -> list[Array]:
+    """The constants on all devices of the arguments."""
+    shardings = [leaf.sharding for leaf in arguments if isinstance(leaf, Array) and leaf.committed]
+    where = shardings[0] if shardings else None
+    where = NamedSharding(where.mesh, PartitionSpec()) if isinstance(where, NamedSharding) else where
+    return [_place(array, where) for array in constants]
+
+
+def _place(array: Any, sharding: Any, known: dict = _on_devices) -> Array:
+    if sharding is None and isinstance(array, Array):
+        return array
+    key = id(array), sharding
+    if key not in known:
+        reference = weakref.ref(array, lambda _: known.pop(key, None))
+        known[key] = reference, jax.device_put(array, sharding)
+    return known[key][1]
+
+
+def _evaluate(closed: core.ClosedJaxpr, args: list, known: dict[int, Array]) -> list:
+    """The outputs of a program, with ``known`` values, by identity, of its constants."""
+    jaxpr = closed.jaxpr
+    constants = [known.get(id(c), c) for c in closed.consts]
+    values: dict = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *args], strict=True))
+    read = lambda atom: known.get(id(atom.val), atom.val) if isinstance(atom, core.Literal) else values[atom]  # noqa: E731
+    rules: Rules = {}
+    for equation in jaxpr.eqns:
+        inputs = list(map(read, equation.invars))
+        inner = [sub for sub in sub_jaxprs(equation) if isinstance(sub, core.ClosedJaxpr)]
+        if equation.primitive.name in _CALLS and inner and any(id(c) in known for c in constants_in(inner[0])):
+            outputs = _evaluate(inner[0], inputs, known)  # a call's own constants cannot be inputs of the call
+        else:
+            outputs = evaluate_equation(equation, inputs, rules)
+        values.update(zip(equation.outvars, outputs, strict=True))
+    return list(map(read, jaxpr.outvars))
+
+
+_CALLS = (*CALL_PRIMITIVES, *CUSTOM_DERIVATIVE_PRIMITIVES)
