@@ -162,6 +162,7 @@ VARIED = {
     "participation": Poisson(),
     "stragglers": 0.5,
     "eval_every": 1,
+    "eval_first": True,
     "eval_train": True,
     "per_client": True,
     "finetune": 1,
