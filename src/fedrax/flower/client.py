@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -140,7 +139,7 @@ class _Client:
         phase = setup.phases[instructions.phase]
         received = store.received_arrays(instructions, content)
         broadcast = unpack(received, (phase.message, setup.broadcast_statistics), "the broadcast message")
-        message, statistics = jax.tree.map(jnp.asarray, broadcast)
+        message, statistics = jax.device_put(broadcast)  # jnp.asarray would be a program for each shape
         like = setup.phases[instructions.phase - 1].kept if instructions.phase else setup.initial
         record = store.load(instructions, like, partial(self._initial_record, setup, store))
         client_inputs = ClientInputs(
@@ -151,7 +150,7 @@ class _Client:
             np.asarray(instructions.shared, np.uint32),  # type: ignore[arg-type]
         )
         run = _compiled_phase(setup.program, instructions.phase)
-        arrays = jax.tree.map(jnp.asarray, samples)
+        arrays = jax.device_put(samples)
         done: ClientResult = run(self.algorithm, message, record, statistics, arrays, client_inputs)
         last = instructions.phase == len(setup.phases) - 1
         store.save(instructions, done.record, last=last)
@@ -166,7 +165,7 @@ class _Client:
             start = unpack(store.initial_parameters, like, "the record of the starting parameters")
         else:
             start = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), like)
-        params, statistics = jax.tree.map(jnp.asarray, start)
+        params, statistics = jax.device_put(start)
         return run_cached(partial(ClientRecord.at_first, self.algorithm), params, statistics)
 
     def _key_words(self, instructions: RoundInstructions, store: ClientStore, context: Context) -> np.ndarray:
@@ -207,14 +206,14 @@ class _Client:
         """The mean loss of the global model on the training samples."""
         setup = _ClientSetup.of(self.algorithm, self.task, Batch(*own.train), own, instructions)
         model = unpack(content["model"], (setup.params, setup.statistics), "the model")  # type: ignore[arg-type]
-        sums = self._sums(with_statistics(*jax.tree.map(jnp.asarray, model)), Batch(*own.train))
+        sums = self._sums(with_statistics(*jax.device_put(model)), Batch(*own.train))
         return float(sums["loss"]) / len(own.train.y)
 
     def _sums(self, model: Tree, samples: Batch) -> dict[str, np.ndarray]:
         """Sums of the metrics of a model over samples."""
         sums: dict[str, np.ndarray] = {}
         for first in range(0, len(samples.y), _EVALUATION_BATCH):
-            part = jax.tree.map(lambda a, first=first: jnp.asarray(a[first : first + _EVALUATION_BATCH]), samples)
+            part = jax.device_put(Batch(*(a[first : first + _EVALUATION_BATCH] for a in samples)))
             for name, values in _compiled_metrics(self.task, CodeFingerprint(self.task))(model, part).items():
                 sums[name] = sums.get(name, np.zeros(())) + np.asarray(values, float).sum(0)
         return sums
@@ -225,7 +224,7 @@ class _Client:
         """Sums of the metrics over the test samples; names of the personalized model's begin with "personal_"."""
         setup = _ClientSetup.of(self.algorithm, self.task, Batch(*own.train), own, instructions)
         like = (setup.params, setup.statistics)
-        params, statistics = jax.tree.map(jnp.asarray, unpack(content["model"], like, "the model"))  # type: ignore[arg-type]
+        params, statistics = jax.device_put(unpack(content["model"], like, "the model"))  # type: ignore[arg-type]
         record = store.load(instructions, setup.initial, partial(self._initial_record, setup, store))
         models = {"": with_statistics(params, statistics)}
         personal = checked_personal(self.algorithm, self.algorithm.personal(params, record.state), params)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 
 from fedrax.errors import FedraxError
@@ -120,7 +119,7 @@ class ClientStore:
         return list(found["words"])  # type: ignore[arg-type]
 
     def _read(self, name: str, like: ClientRecord) -> ClientRecord:
-        return jax.tree.map(jnp.asarray, unpack(self.state[name], like, "the stored client state"))  # type: ignore[arg-type]
+        return jax.device_put(unpack(self.state[name], like, "the stored client state"))  # type: ignore[arg-type]
 
 
 def _missing_phases(instructions: RoundInstructions) -> FedraxError:
