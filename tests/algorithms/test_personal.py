@@ -59,8 +59,10 @@ def test_personal_models_beat_the_global_one_on_contradicting_clients(restart: b
 
 def test_clients_are_evaluated_on_no_more_rows_than_they_have(monkeypatch: pytest.MonkeyPatch):
     """A federation of many clients with few samples each would spend its time on padding."""
-    rows, evaluate = set(), client_evaluation.sample_values
-    monkeypatch.setattr(client_evaluation, "sample_values", lambda t, p, s: [rows.add(len(s.y)), evaluate(t, p, s)][1])
+    rows, evaluate = set(), client_evaluation.evaluate_samples
+    monkeypatch.setattr(
+        client_evaluation, "evaluate_samples", lambda t, p, s: [rows.add(len(s.y)), evaluate(t, p, s)][1]
+    )
     run(PFedMe(local=LOCAL, lam=1.0), rounds=1)
     assert FEDERATION.test_offsets is not None
     assert rows == {int(np.diff(FEDERATION.test_offsets).max())}

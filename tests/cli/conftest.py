@@ -32,6 +32,7 @@ def fedrax(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FEDRAX_DATA", raising=False)
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("fedrax.experiments.user_code._modules", set())  # of a process that has run no command
 
     def call(*arguments: object) -> Outcome:
         capsys.readouterr()

@@ -67,7 +67,7 @@ def examples() -> dict[str, Any]:
         "samples": 2, "message": params, "exchanges": [], "num_clients": 3, "cohort_size": 2, "lr": 0.1, "found": X,
         "true": X, "labels": Y, "outputs": X[:, 0], "events": [], "metric": "test_loss", "value": 0.5,
         "data": federation, "result": object.__new__(fedrax.Result),
-        "grid": {"local.lr": [0.1]}, "module": None, "sample_input": X, "example": X, "clients": 2,
+        "grid": {"local.lr": [0.1]}, "module": None, "sample_input": X, "example": X, "clients": 2, "trainable": "*",
     }  # fmt: skip
 
 

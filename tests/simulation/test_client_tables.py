@@ -108,7 +108,7 @@ class Telling(Shifting):
 
 
 def test_a_table_cannot_be_uploaded():
-    with pytest.raises(fedrax.FedraxError, match="Telling uploads a VectorTable: send its rows"):
+    with pytest.raises(fedrax.FedraxError, match=r"Telling\.client uploads a VectorTable: send its rows"):
         run(Telling())
 
 

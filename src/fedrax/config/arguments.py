@@ -155,7 +155,10 @@ def _fits(option: FieldType, value: Any) -> bool:
 
 def _is_array_type(kind: Any) -> bool:
     """Whether a type is the arrays of NumPy or JAX, which is not imported here."""
-    return kind is np.ndarray or (getattr(kind, "__module__", ""), getattr(kind, "__name__", "")) == ("jax", "Array")
+    package = getattr(kind, "__module__", "").partition(".")[0]  # of JAX, or of jaxlib in some versions
+    return kind is np.ndarray or (
+        package in ("jax", "jaxlib") and getattr(kind, "__name__", "").rpartition(".")[2] == "Array"
+    )
 
 
 def _as_array(value: Any) -> np.ndarray | None:

@@ -18,8 +18,10 @@ from jax import Array
 from jax.extend import core
 
 from fedrax import tree
+from fedrax.config.arguments import checked_arguments
 from fedrax.contract.model import Model, Params, Variables
 from fedrax.errors import FedraxError
+from fedrax.tree import Tree
 from fedrax.xla import evaluate_equation, shape_struct, trace_inlined
 
 Trainable = str | Sequence[str] | Callable[[str], bool]
@@ -51,7 +53,8 @@ class FineTunedModel(Model):
         return params if self._merge is None else self._merge(params)
 
 
-def freeze(model: Model, params: Params, trainable: Trainable, *, frozen_dtype: Any = None) -> FineTunedModel:
+@checked_arguments
+def freeze(model: Model, params: Tree, trainable: Trainable, *, frozen_dtype: Any = None) -> FineTunedModel:
     """Train some parameters of a pretrained model and freeze the others.
 
     Args:
@@ -73,7 +76,7 @@ def freeze(model: Model, params: Params, trainable: Trainable, *, frozen_dtype: 
         >>> fedrax.tree.leaf_names(head.init(jax.random.key(1)))
         ['output/bias', 'output/weight']
     """
-    weights, statistics = _parts(params)
+    weights, statistics = _checked_params(params)
     chosen = _chosen(weights, trainable)
     leaves, structure = jax.tree.flatten(weights)
     start = jax.tree.unflatten(structure, [a if one else None for a, one in zip(leaves, chosen, strict=True)])
@@ -88,9 +91,10 @@ def freeze(model: Model, params: Params, trainable: Trainable, *, frozen_dtype: 
     )
 
 
+@checked_arguments
 def lora(
     model: Model,
-    params: Params,
+    params: Tree,
     example: Any,
     *,
     rank: int = 8,
@@ -135,7 +139,7 @@ def lora(
         >>> fedrax.tree.leaf_names(tuned.init(jax.random.key(1)))[:2]
         ['lora/dense1/weight/a', 'lora/dense1/weight/b']
     """
-    weights, statistics = _parts(params)
+    weights, statistics = _checked_params(params)
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise FedraxError(f"rank must be a positive integer, not {rank!r}")
     if not 0 <= dropout < 1:
@@ -229,14 +233,21 @@ def _whole(value: Any) -> Array:
 
 def _matrices(model: Model, weights: Params, statistics: Any, example: Any) -> dict[int, _Split]:
     """Parameters, by number, with which the model multiplies activations, and how."""
-    shapes = jax.tree.map(shape_struct, (weights, jnp.asarray(example)))
+    try:
+        shapes = jax.tree.map(shape_struct, (weights, jnp.asarray(example)))
+    except (TypeError, ValueError) as error:
+        raise FedraxError(f"example must be a batch of the model's inputs: {error}") from error
     leaves, structure = jax.tree.flatten(shapes[0])
 
     def outputs(leaves: list, x: Array) -> Any:
         params = jax.tree.unflatten(structure, leaves)
         return model.apply(Variables(params, statistics) if statistics else params, x)
 
-    closed, _ = trace_inlined(outputs, leaves, shapes[1])
+    try:
+        closed, _ = trace_inlined(outputs, leaves, shapes[1])
+    except (TypeError, ValueError, IndexError) as error:
+        cause = str(error).split("\n")[0]
+        raise FedraxError(f"the model does not take an example of shape {shapes[1].shape}: {cause}") from error
     number = {v: i for i, v in enumerate(closed.jaxpr.invars[: len(leaves)])}
     forms: dict[Any, tuple[int, tuple[int, ...]]] = {v: (i, tuple(range(v.aval.ndim))) for v, i in number.items()}
     found: dict[int, _Split] = {}
@@ -368,6 +379,16 @@ def _is_key(leaf: Any) -> bool:
 def _parts(params: Params) -> tuple[Params, Any]:
     """(parameters, running statistics or {})."""
     return (params.params, params.statistics) if isinstance(params, Variables) else (params, {})
+
+
+def _checked_params(params: Any) -> tuple[Params, Any]:
+    """As :func:`_parts`; raises FedraxError for what is no tree of arrays."""
+    weights, statistics = _parts(params)
+    wrong = [leaf for leaf in jax.tree.leaves(weights) if not (hasattr(leaf, "dtype") and hasattr(leaf, "shape"))]
+    if wrong or not jax.tree.leaves(weights):
+        found = type(wrong[0]).__name__ if wrong else "nothing"
+        raise FedraxError(f"params must be a tree of arrays, such as model.init(key), and it holds {found}")
+    return weights, statistics
 
 
 def _chosen(params: Params, trainable: Trainable) -> list[bool]:
