@@ -197,7 +197,7 @@ def test_folders_and_options_that_do_not_fit(tmp_path: Path) -> None:
             load("leaf", path=path, **options)
     write(path, samples(["abc"], ["d"]))
     for length in (0, 10**12):
-        with pytest.raises(FedraxError, match="texts of length|length must fit into 32 bits"):
+        with pytest.raises(FedraxError, match=r"texts of length|length must fit into 32 bits"):
             load("leaf", path=path, length=length, test_fraction=0.0)
 
 
