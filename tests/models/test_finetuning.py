@@ -188,7 +188,7 @@ def test_dropout_and_fixed_factors():
     ("make", "message"),
     [
         (lambda m, p: freeze(m, p, "haed/*"), r"no parameter has the name 'haed/\*'; the names are dense1/bias"),
-        (lambda m, p: freeze(m, p, lambda name: False), "no parameter is trainable; the names are"),
+        (lambda m, p: freeze(m, p, lambda name: False), "trainable chooses no parameter; the names are"),
         (lambda m, p: lora(m, p, X, rank=40), "rank 40 exceeds the dimensions of dense1/weight, 32 x 16"),
         (lambda m, p: lora(m, p, X, rank=0), "rank must be a positive integer, not 0"),
         (lambda m, p: lora(m, p, X, dropout=1.0), "dropout must be at least 0 and less than 1"),

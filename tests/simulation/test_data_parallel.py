@@ -109,6 +109,12 @@ SETTINGS: dict[str, tuple[Algorithm, dict[str, Any]]] = {
 }
 
 
+def test_rows_of_clients_that_devices_share():
+    """A median of uploads by client, of a cohort that two devices share in part."""
+    algorithm, changes = Robust(inner=FedAvg(local=LOCAL)), {"cohort_size": 5, "rounds": 2}
+    agree(run(algorithm, **changes), run(algorithm, devices=1, **changes))
+
+
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings(name: str):

@@ -182,7 +182,7 @@ def write_deployment(spec: Experiment, federation: Federation, directory: Path, 
     for client in range(federation.num_clients):
         make_node_key(directory / KEYS / f"client-{client}")
     package = directory / APP / PACKAGE
-    write_text(package / "__init__.py", f'"""Deployment of the experiment {spec.name!r}."""\n')
+    write_text(package / "__init__.py", '"""Deployment of an experiment as a Flower app."""\n')  # no text of the file
     for name, text in (("shared", _SHARED), ("server_app", _SERVER), ("client_app", _CLIENT)):
         write_text(package / f"{name}.py", text)
     write_text(package / _EXPERIMENT, tomlkit.dumps(_with_copied_code(experiment.to_table(spec), package)))

@@ -145,7 +145,9 @@ def lora(
     if not 0 <= dropout < 1:
         raise FedraxError(f"dropout must be at least 0 and less than 1, not {dropout}")
     names, (leaves, structure) = tree.leaf_names(weights), jax.tree.flatten(weights)
-    others = _chosen(weights, trainable) if trainable != () else [False] * len(names)
+    if len(set(names)) < len(names):
+        raise FedraxError("lora needs parameters with different names: rename keys that contain '/'")
+    others = _chosen(weights, trainable) if callable(trainable) or len(trainable) else [False] * len(names)
     matrices = _matrices(model, weights, statistics, example)
     adapted = _adapted(names, leaves, matrices, others, weights, target, rank)
     gain = 1.0 if alpha is None else alpha / rank
@@ -292,7 +294,7 @@ def _adapted(
     """The adapted matrices by name; raises FedraxError for targets that cannot be adapted."""
     possible = {names[i]: split for i, split in sorted(matrices.items()) if not others[i]}
     if target is not None:
-        chosen = [name for name, one in zip(names, _chosen(weights, target), strict=True) if one]
+        chosen = [name for name, one in zip(names, _chosen(weights, target, "target"), strict=True) if one]
         if wrong := [name for name in chosen if name not in possible]:
             raise FedraxError(
                 f"lora adapts matrices with which activations are multiplied, and {', '.join(wrong)}"
@@ -391,16 +393,16 @@ def _checked_params(params: Any) -> tuple[Params, Any]:
     return weights, statistics
 
 
-def _chosen(params: Params, trainable: Trainable) -> list[bool]:
-    """For each parameter whether ``trainable`` chooses it; raises FedraxError if it chooses none."""
+def _chosen(params: Params, trainable: Trainable, field: str = "trainable") -> list[bool]:
+    """For each parameter whether ``trainable`` chooses it; raises FedraxError, which names ``field``, if none."""
     names = tree.leaf_names(params)
     if callable(trainable):
         found = {name for name in names if trainable(name)}
     else:
         patterns = (trainable,) if isinstance(trainable, str) else tuple(trainable)
-        found = tree.matching_names(names, patterns, "trainable")
+        found = tree.matching_names(names, patterns, field)
     if not found:
-        raise FedraxError(f"no parameter is trainable; the names are {', '.join(names)}")
+        raise FedraxError(f"{field} chooses no parameter; the names are {', '.join(names)}")
     return [name in found for name in names]
 
 

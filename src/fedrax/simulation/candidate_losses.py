@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedrax import tree
+from fedrax import tree, xla
 from fedrax.contract.task import Batch, Task
 from fedrax.data import Federation
 from fedrax.simulation.evaluation import evaluate_samples
@@ -75,4 +75,4 @@ def _compiled_losses(task: Any, code: CodeFingerprint) -> Callable:
 
         return jax.lax.map(one, rows)
 
-    return jax.jit(losses)
+    return xla.jit(losses)

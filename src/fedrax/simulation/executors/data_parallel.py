@@ -57,7 +57,7 @@ def clients_to_share(assigned: Sequence[Sequence[int]], cost: Sequence[float], s
 class DataParallelRunner(PhaseRunner):
     """A phase on one of several devices that share the batches of some clients.
 
-    ``keys``, ``everyone`` and ``order`` are those of the positions of all devices, concatenated by device.
+    ``keys``, ``everyone`` and ``shared_order`` are those of the positions of all devices, concatenated by device.
     """
 
     def __init__(self, *inputs: Any):
@@ -70,7 +70,7 @@ class DataParallelRunner(PhaseRunner):
         shared = assignments.data_parallel & (jnp.arange(self.room) < counts[:, None])
         self.together = shared.sum(dtype=jnp.int32)
         self.alone = round_inputs.count - shared[self.me].sum(dtype=jnp.int32)
-        self.order = jnp.flatnonzero(shared, size=shared.size, fill_value=0).astype(jnp.int32)
+        self.shared_order = jnp.flatnonzero(shared, size=shared.size, fill_value=0).astype(jnp.int32)
         everyone = round_inputs._replace(assignments=jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), assignments))
         self.one = lambda client_records, k: run_client(
             program,
@@ -86,10 +86,10 @@ class DataParallelRunner(PhaseRunner):
     def step(self, i: Array, before: Tree, progress: PhaseState) -> PhaseState:
         """Run client i of this device, or after its own clients the next shared one, whose result one device stores."""
         is_shared = i >= self.alone
-        k = jnp.where(is_shared, self.order[i - self.alone], self.me * self.room + i)
+        k = jnp.where(is_shared, self.shared_order[i - self.alone], self.me * self.room + i)
         owner = k // self.room
         mine = owner == self.me
-        at = jnp.where(mine, k % self.room, 0)  # of a client of another device, what is in place 0 is put back there
+        at = jnp.where(mine, k % self.room, 0)  # another device's: position 0 keeps its value
         where_mine = lambda new, old: jax.tree.map(lambda a, b: jnp.where(mine, a.astype(b.dtype), b), new, old)  # noqa: E731
         put = lambda table, row, value: tree.set_row(table, row, where_mine(value, tree.row(table, row)))  # noqa: E731
         with scope(STATES):

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
+from fedrax import xla
 from fedrax.background_thread import run_in_background
 from fedrax.contract.algorithm import Algorithm, Info
 from fedrax.signals import StopFlag
@@ -138,10 +140,7 @@ class SearchExecutor(DebugExecutor):
         super().__init__(program, search.algorithm, search.inputs, search.key, search.start.store, samples)
         self.search, self.compiled = search, CompiledSteps(program)
 
-        def one_client(p: int, *inputs: Any) -> ClientResult:
-            return run_client(program, p, *inputs)
-
-        self.one_client = jax.jit(one_client, static_argnums=0)
+        self.one_client = cache(lambda p: xla.jit(partial(run_client, program, p)))
 
     def broadcast(self, p: int, server: Any) -> Tree:
         """As every executor, compiled."""
@@ -176,8 +175,8 @@ class _SearchRunner(CheckedRunner):
         self.search = executor.search
 
         def one(client_record: Tree, k: Array) -> ClientResult:
-            turn = client_inputs(program, round_inputs, keys, k)
-            return executor.one_client(p, algorithm, message, client_record, statistics, samples, turn)
+            inputs = client_inputs(program, round_inputs, keys, k)
+            return executor.one_client(p)(algorithm, message, client_record, statistics, samples, inputs)
 
         self.one = one
 

@@ -190,7 +190,7 @@ class Planner:
         assigned, cost = self._assign(round, cohort), self._cost(round, cohort)
         shared = self._shared_positions(round, cohort, assigned)
         load = [sum(cost[p] for p in positions if p not in shared) for positions in assigned]
-        return float((len(load) * max(load) - sum(load)) / cost.sum())
+        return float((len(load) * max(load) - sum(load)) / cost.sum()) if len(cohort) else 0.0
 
     def _full(self, device: int, chosen: list[list[int]]) -> bool:
         """Whether a device has no free position in this round, or no free row."""

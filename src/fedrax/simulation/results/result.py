@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 
+from fedrax import xla
 from fedrax.config.arguments import checked_arguments
 from fedrax.contract.model import Params, Variables, with_statistics
 from fedrax.errors import FedraxError, unknown, warn
@@ -206,7 +207,7 @@ class Result:
         if outputs is None:
             raise FedraxError("predict needs a task with outputs: give Task(..., outputs=...)")
         x = np.asarray(x)
-        model, compiled = self.model if client is None else self.client_model(client), jax.jit(outputs)
+        model, compiled = self.model if client is None else self.client_model(client), xla.jit(outputs)
         parts = [compiled(model, x[start : start + _BATCH]) for start in range(0, max(1, len(x)), _BATCH)]
         return np.concatenate([np.asarray(part) for part in parts])
 
