@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from collections.abc import Iterator
@@ -92,8 +93,9 @@ def _start(directory: Path, options: TrialOptions, changed: bool) -> int:
             )
         say(f"rehearsal: {_compared(difference)}")
         if options.trial:
-            say(f"trial: {_compared(run_trial(directory, say))}; all processes are stopped")
-            say(f"show it beside the simulation with: fedrax report {shlex.quote(str(directory / 'trial'))}")
+            difference, place = run_trial(directory, say)
+            say(f"trial: {_compared(difference)}; all processes are stopped")
+            say(f"show it beside the simulation with: fedrax report {shlex.quote(str(place))}")
         else:
             say(f"next: fedrax deploy {shlex.quote(str(directory))} --trial, or {directory / 'README.md'}")
     return 0
@@ -115,6 +117,8 @@ def _data_directory(directory: Path | None) -> Iterator[None]:
 
 def _compared(difference: float) -> str:
     """A comparison with the simulator in words."""
+    if math.isinf(difference):
+        return "its rounds or losses are not those of the simulator"
     if difference > _TOLERANCE:
         return f"its losses differ from those of the simulator by up to {difference:.2g} (relative)"
     return f"the losses are those of the simulator (largest relative difference {difference:.1g})"

@@ -239,6 +239,10 @@ def _partial_file(path: Path) -> Iterator[BinaryIO]:
         path.unlink(missing_ok=True)
 
 
+_RETRIED = (http.client.REQUEST_TIMEOUT, http.client.TOO_MANY_REQUESTS)
+"""Statuses of a server that may answer later."""
+
+
 class _ConnectionLostError(FedraxError):
     """A download that can be resumed."""
 
@@ -256,7 +260,7 @@ def _fetch(url: str, file: BinaryIO, report: Report) -> None:
             if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE and before:
                 return  # nothing is missing, or the checksum differs
             reason = f"the server answered {error.code} {error.reason}"
-            if error.code < http.client.INTERNAL_SERVER_ERROR:
+            if error.code < http.client.INTERNAL_SERVER_ERROR and error.code not in _RETRIED:
                 raise FedraxError(f"{url}: {reason}; try another server with --mirror URL.") from error
         except (OSError, http.client.HTTPException) as error:  # URLError and timeouts are OSErrors
             reason = str(getattr(error, "reason", None) or error or type(error).__name__)
@@ -327,5 +331,8 @@ def _gzip_content(file: BinaryIO) -> Iterator[bytes]:
                 left -= len(content)
                 yield content
                 block = inflate.unconsumed_tail
+            if inflate.unused_data:
+                yield inflate.unused_data  # what follows the gzip member, which the checksum does not cover
+                return
     except zlib.error:
         return

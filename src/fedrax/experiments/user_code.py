@@ -86,6 +86,11 @@ def files_imported_by(folder: Path) -> list[Path]:
     return [Path(file) for file in found if isinstance(file, str) and Path(file).is_relative_to(folder)]
 
 
+def was_executed(file: Path) -> bool:
+    """Whether a file is user code that this process has executed."""
+    return file.resolve() in {path.resolve() for path in _executed_files}
+
+
 def was_imported() -> bool:
     """Whether this process has imported user code."""
     return bool(_modules)

@@ -25,6 +25,7 @@ from fedrax.errors import FedraxError
 from fedrax.experiments import experiment, user_code
 from fedrax.experiments.comparison import safe_name
 from fedrax.experiments.experiment import Experiment
+from fedrax.experiments.task_specs import balanced_weights
 from fedrax.files import read_json, write_text
 from fedrax.flower.client import client_of_federation
 from fedrax.flower.credentials import CA, CERTIFICATE, KEY, make_certificates, make_node_key
@@ -178,6 +179,21 @@ def write_deployment(spec: Experiment, federation: Federation, directory: Path, 
         raise FedraxError(
             f"{directory} exists: choose another --out, or start it with: fedrax deploy {directory} --trial"
         )
+    if getattr(spec.task, "class_weights", None) == "balanced":  # the app knows no labels
+        weights = tuple(balanced_weights(federation).tolist())
+        spec = dataclasses.replace(spec, task=dataclasses.replace(spec.task, class_weights=weights))
+    existed = directory.exists()
+    try:
+        _write_files(spec, federation, directory, hosts)
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)  # an incomplete deployment cannot be started, nor written again
+        if existed:
+            directory.mkdir()
+        raise
+
+
+def _write_files(spec: Experiment, federation: Federation, directory: Path, hosts: Sequence[str]) -> None:
+    """The files of a deployment."""
     make_certificates(directory / CERTIFICATES, hosts)
     for client in range(federation.num_clients):
         make_node_key(directory / KEYS / f"client-{client}")
@@ -227,8 +243,8 @@ def _with_copied_code(value: Any, folder: Path) -> Any:
     if isinstance(value, dict):
         return {key: _with_copied_code(item, folder) for key, item in value.items()}
     named = _CODE.fullmatch(value) if isinstance(value, str) else None
-    if named is None or not (file := Path(named["file"])).is_file():
-        return value
+    if named is None or not user_code.was_executed(file := Path(named["file"])):
+        return value  # also a text of this form, such as a name
     for source in (file, *user_code.files_imported_by(file.parent.resolve())):
         copy = folder / source.relative_to(file.parent)
         if copy.exists() and copy.read_bytes() != source.read_bytes():

@@ -89,7 +89,7 @@ def rehearse(directory: Path) -> float:
         return largest_difference(events, _simulated(spec, None))
 
 
-def run_trial(directory: Path, say: Callable[[str], None]) -> float:
+def run_trial(directory: Path, say: Callable[[str], None]) -> tuple[float, Path]:
     """Run a deployment on this machine: a SuperLink, a SuperNode for each client and ``flwr run``, each a process.
 
     All processes, and those that they start, have ended when this function returns or raises.
@@ -99,7 +99,7 @@ def run_trial(directory: Path, say: Callable[[str], None]) -> float:
         say: receives messages about the progress.
 
     Returns:
-        The largest relative difference of the losses from those of the simulator.
+        The largest relative difference of the losses from those of the simulator, and the directory of the trial.
     """
     directory = directory.resolve()
     deployed, place = read_deployment(directory), _new_directory(directory / "trial")
@@ -114,7 +114,8 @@ def run_trial(directory: Path, say: Callable[[str], None]) -> float:
             f"SuperLink at {at}, over TLS; {deployed.clients} SuperNodes with registered keys; logs in {processes.logs}"
         )
         _run_app(processes, directory, place, deployed.experiment.run.seed, say)
-    return largest_difference(read_events(place / "run"), _simulated(deployed.experiment, place / "simulation"))
+    found = largest_difference(read_events(place / "run"), _simulated(deployed.experiment, place / "simulation"))
+    return found, place
 
 
 def start_federation(processes: ProcessSet, directory: Path, place: Path, deployed: Deployment) -> str:
