@@ -147,9 +147,9 @@ _holds: list[object] = []
 
 @contextmanager
 def exit_held() -> Iterator[None]:
-    """Context of work that ends by itself after a signal, and without which a command must not end.
+    """Context of work that must finish before a signal ends the command, such as stopping other processes.
 
-    An example is to stop other processes. Handlers of signals that it sets are its own affair.
+    The work may set signal handlers of its own.
     """
     hold = object()
     _holds.append(hold)

@@ -329,6 +329,15 @@ def test_a_wrong_checksum_leaves_nothing(server: Server, tmp_path: Path) -> None
     assert not list((tmp_path / "set").iterdir())
 
 
+def test_bytes_after_a_gzip_member_change_the_checksum_of_its_content(server: Server, tmp_path: Path) -> None:
+    file = RemoteFile("https://example.org/a.gz", FILE.checksum, ("set/a.gz",), of_content=True)
+    server.files["a.gz"] = gzip.compress(CONTENT) + b"more"
+    with pytest.raises(FedraxError, match="checksum"):
+        file.obtain(tmp_path, server.url)
+    server.files["a.gz"] = gzip.compress(CONTENT)
+    file.obtain(tmp_path, server.url)
+
+
 def test_a_lost_connection_is_resumed(server: Server, tmp_path: Path) -> None:
     """In the same call as long as something arrives, and otherwise in the next call."""
     server.files["a.bin"], server.cuts = CONTENT, [1000, 500]

@@ -135,6 +135,18 @@ def changed(context):
 """
 
 
+def test_texts_of_a_file_are_no_code_of_the_app(tmp_path: Path):
+    """Neither a name that would end a docstring nor one that has the form of user code."""
+    (tmp_path / "secret.py").write_text("KEY = 1\n")
+    hostile = f"name = '{tmp_path}/secret.py:KEY'"
+    (tmp_path / "x.toml").write_text(FILE.replace('name = "four hospitals"', hostile))
+    out = tmp_path / "d"
+    assert main(["deploy", str(tmp_path / "x.toml"), "--out", str(out), "--quiet"]) == 0
+    package = out / "app" / "deployment"
+    assert not (package / "secret.py").exists()
+    assert all("secret" not in path.read_text() for path in package.glob("*.py"))
+
+
 def test_own_code_is_part_of_the_app(tmp_path: Path):
     (tmp_path / "widths.py").write_text("HIDDEN = 3\n")
     model = """

@@ -150,7 +150,7 @@ class Auto(_ClassificationOptions):
             return Classification(self.metrics, self.positive, self.class_weights)
         for key in ("positive", "class_weights"):
             if getattr(self, key) is not None:
-                raise FedraxError(f"{key} is of classes, and the labels of {federation.name!r} are numbers")
+                raise FedraxError(f"{key} applies to class labels only, and the labels of {federation.name!r} are numbers")
         return Regression(self.metrics)
 
 
