@@ -88,7 +88,7 @@ for name, tuned in models.items():
     rows.append(f"| {name} | {trained:,} | {spread} | {megabytes[-1]:.2f} | {seconds:.2f} |")
     print(f"{name}: test accuracy {spread} %, {megabytes[-1]:.2f} MB, {seconds:.2f} s")
 axes.legend(frameon=False)
-head = "| trained | trainable parameters | test accuracy in % | MB sent | seconds of 40 rounds |\n| --- | --- | --- | --- | --- |"
+head = "| trained | trainable parameters | test accuracy in % | MB sent | seconds of 40 rounds |\n" + "| --- " * 5 + "|"
 machine = f"Seconds without compilation, on {os.cpu_count()} cores ({platform.machine()}), {date.today()}."
 (directory / "fine-tuning.md").write_text("\n".join([head, *rows, "", machine]) + "\n")
 figure.savefig(directory / "fine-tuning.png", dpi=150)

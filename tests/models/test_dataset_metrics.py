@@ -166,7 +166,7 @@ def test_the_class_that_f1_is_of() -> None:
     numbers = fedrax.Federation.from_arrays(LOGITS, score, LABELS)
     for options, says in (
         ({"metrics": ["f1"]}, "f1 is not a metric of numbers"),
-        ({"metrics": ["r2"], "positive": "case"}, "positive is of classes"),
+        ({"metrics": ["r2"], "positive": "case"}, "positive applies to class labels"),
     ):
         with pytest.raises(fedrax.FedraxError, match=says):
             experiment.make_task(experiment.from_table({"task": {"name": "auto", **options}}, "made"), numbers)

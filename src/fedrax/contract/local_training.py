@@ -547,7 +547,7 @@ class LocalSGD:
 
         Args:
             data: the client's data in this round.
-            params: pytree of the global parameters.
+            params: pytree of parameters.
 
         Returns:
             The loss and the gradient.

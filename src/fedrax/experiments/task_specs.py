@@ -150,7 +150,8 @@ class Auto(_ClassificationOptions):
             return Classification(self.metrics, self.positive, self.class_weights)
         for key in ("positive", "class_weights"):
             if getattr(self, key) is not None:
-                raise FedraxError(f"{key} applies to class labels only, and the labels of {federation.name!r} are numbers")
+                found = f"and the labels of {federation.name!r} are numbers"
+                raise FedraxError(f"{key} applies to class labels only, {found}")
         return Regression(self.metrics)
 
 
