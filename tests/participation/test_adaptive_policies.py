@@ -9,6 +9,7 @@ import pytest
 
 import fedrax
 from fedrax import FedAvg, FedraxError, Scaffold, Settings
+from fedrax.algorithms import FedExP
 from fedrax.participation import ImportanceSampling, Oort, ParticipationPolicy, Population, PowerOfChoice
 from fedrax.participation.importance_sampling import inclusion_probabilities, systematic_sample
 from fedrax.privacy import ClientDP
@@ -170,6 +171,7 @@ def test_inverse_probabilities_are_refused_where_weights_must_sum_to_one():
     policy = ImportanceSampling()
     for method, task, words in (
         (Scaffold(local=LOCAL), TASK, "Scaffold is defined for uniform aggregation weights only"),
+        (FedExP(local=LOCAL), TASK, "FedExP needs weights that sum to one"),
         (FedAvg(local=LOCAL), NORM, "running statistics need a mean"),
     ):
         with pytest.raises(FedraxError, match=words):

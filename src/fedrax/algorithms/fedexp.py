@@ -12,6 +12,7 @@ from fedrax.config.hyperparameters import Positive, hyperparameters
 from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
 from fedrax.contract.local_training import LocalSGD
+from fedrax.contract.traits import Traits
 from fedrax.tree import Tree
 
 
@@ -45,6 +46,11 @@ class FedExP(Algorithm):
     """Local training of each client: learning rate, number of steps, mini-batch size."""
     epsilon: Positive = 1e-3
     """Bounds the step where the updates cancel."""
+
+    @property
+    def traits(self) -> Traits:
+        """Weights that sum to one: the extrapolation compares a mean with a squared mean."""
+        return Traits(normalized_weights=True)
 
     def init(self, params: Tree, num_clients: int) -> Server:
         """Server state before the first round."""

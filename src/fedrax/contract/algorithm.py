@@ -74,8 +74,9 @@ class Cohort(NamedTuple):
     """
 
     mean: Tree
-    """sum_i p_i receive(upload_i), with weights p_i that sum to one over the cohort; float32 at least. In a round
-    without clients, which `Poisson` sampling allows, it is zero."""
+    """sum_i p_i receive(upload_i), with weights p_i; float32 at least. They sum to one over the cohort, except under a
+    participation policy with inverse probabilities (`ImportanceSampling`), where only their expectation does. It is
+    zero in a round without clients, which `Poisson` sampling allows."""
     each: Tree
     """The ``each`` of the clients, one row for each on a leading axis: the first S rows are the cohort's in ascending
     order of client numbers, under every plan and on any number of devices. Where rounds differ in size, further rows

@@ -28,6 +28,8 @@ class Traits:
 
     uniform_weights: bool = False
     """The method is defined for uniform aggregation weights only."""
+    normalized_weights: bool = False
+    """The method needs aggregation weights that sum to one in each round, which inverse probabilities do not."""
     fixed_cohort: bool = False
     """The method converges to a wrong point when the cohort size varies between rounds."""
     largest_cohort: int | None = None

@@ -255,9 +255,11 @@ class Run:
         begun = start_run(self.setup, self.storage, self.ledger, True)
         self.events, self.has_clients = begun.events, begun.has_clients
         last = last_round(self.ledger, self.setup.settings, self.setup.planner.sampler)
-        stopped = "target" if self._reached(self.events) else "checkpoint"
+        stopped = "checkpoint"
         if rounds_done(self.events) == last:
             stopped = "rounds" if last == self.setup.settings.rounds else "budget"
+        if self._reached(self.events):  # as the run itself says, also after its last round
+            stopped = "target"
         return self._result(begun.carry, stopped)
 
     def _begin(self, resume: bool) -> RunStart:

@@ -234,6 +234,11 @@ def _check_inverse_probabilities(algorithm: Algorithm, policy: str, statistics: 
             f"{policy} weights uploads by inverse probabilities, and {name} is defined for uniform aggregation weights"
             " only: choose another participation"
         )
+    if traits.normalized_weights:
+        raise FedraxError(
+            f"{policy} weights uploads by inverse probabilities, whose sum varies, and {name} needs weights that sum to"
+            " one: choose another participation"
+        )
     if jax.tree.leaves(statistics) and not traits.personal_statistics:
         raise FedraxError(
             f"{policy} weights uploads by inverse probabilities, whose sum varies, and running statistics need a mean:"
