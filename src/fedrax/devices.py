@@ -183,7 +183,8 @@ def unplaced(values: Any) -> Any:
     """
 
     def free(leaf: Any) -> Any:
-        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        return leaf if is_key or not getattr(leaf, "committed", False) else jnp.asarray(np.asarray(leaf))
+        committed = isinstance(leaf, jax.Array) and getattr(leaf, "committed", False)  # False for tracers
+        is_key = committed and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return jnp.asarray(np.asarray(leaf)) if committed and not is_key else leaf
 
     return jax.tree.map(free, values)

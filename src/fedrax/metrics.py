@@ -287,8 +287,8 @@ def _count(name: str, outputs: np.ndarray, y: np.ndarray) -> _Counts:
     scores, y = _scores(outputs, y, name)
     two = scores.ndim == 1
     predicted = (scores > 0).astype(int) if two else scores.argmax(1)
-    classes, places = np.unique(np.concatenate([y, predicted]), return_inverse=True)
-    actual, given = places[: len(y)], places[len(y) :]
+    classes, positions = np.unique(np.concatenate([y, predicted]), return_inverse=True)
+    actual, given = positions[: len(y)], positions[len(y) :]
     parts = (np.bincount(part, minlength=len(classes)) for part in (actual[actual == given], given, actual))
     return _Counts(classes, *parts, outputs=2 if two else scores.shape[1])
 

@@ -101,7 +101,7 @@ def test_comparisons_on_other_data_have_other_directories(tmp_path: Path, monkey
 
 
 def text(methods: str, top: str = "seeds = [0]") -> str:
-    """A comparison of FedAvg, FedProx, whose table goes on with ``methods``, and further ones."""
+    """A comparison of FedAvg, FedProx, whose table ends with ``methods``, and further ones."""
     return f"{top}\n" + SHARED.removeprefix("seeds = [0]\n") + METHODS + methods
 
 

@@ -184,7 +184,7 @@ def test_in_python(quick: Path, tmp_path: Path) -> None:
 
 
 def test_a_grid_of_one_point_is_not_searched(quick: Path, tmp_path: Path) -> None:
-    """Its methods are run with the point, and a search of the others goes on from there."""
+    """Its methods are run with the point, and a search of the others continues from there."""
     grid = {"algorithm.local.lr": [0.3], "algorithm.local.weight_decay": [0.5]}
     alone = compare(quick, grid=grid, seeds=[0], directory=tmp_path / "c")
     assert not alone.search_results and not (tmp_path / "c/search").exists()

@@ -65,7 +65,7 @@ def counted(number: Any) -> FedAvg:
 
 
 def check(self: Any) -> None:
-    """As somebody writes it who does not know of FedraxError."""
+    """User code that raises errors of Python."""
     raise ValueError("too small")
 
 
@@ -175,7 +175,7 @@ CASES = {
 
 
 def helper() -> float:
-    """Of somebody's own method."""
+    """A helper of a user's method."""
     return 1 / 0
 
 

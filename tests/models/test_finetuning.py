@@ -184,6 +184,17 @@ def test_dropout_and_fixed_factors():
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
+def test_blocks_of_one_key_draw_different_dropout():
+    blocks = tuple(lambda w, x, key=None, i=i: x @ w[f"w{i}"] for i in range(2))
+    model = Model(lambda key: None, lambda w, x, key=None: blocks[1](w, blocks[0](w, x)), blocks=blocks)
+    w, x = jnp.ones((8, 8)), jnp.ones((3, 8))
+    tuned = lora(model, {"w0": w, "w1": w}, x, rank=2, dropout=0.5)
+    same = {name: {"a": jnp.ones((8, 2)), "b": jnp.ones((2, 8))} for name in ("w0", "w1")}
+    assert tuned.blocks is not None
+    first, second = (block({"lora": same}, x, jax.random.key(0)) for block in tuned.blocks)
+    assert not np.array_equal(first, second)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -193,7 +204,10 @@ def test_dropout_and_fixed_factors():
         (lambda m, p: lora(m, p, X, rank=0), "rank must be a positive integer, not 0"),
         (lambda m, p: lora(m, p, X, dropout=1.0), "dropout must be at least 0 and less than 1"),
         (lambda m, p: lora(m, p, X, target="dense1/bias"), "dense1/bias is none: choose target among dense1/weight"),
-        (lambda m, p: lora(m, p, X, target="*", trainable="*"), "choose target among none"),
+        (
+            lambda m, p: lora(m, p, X, target="*", trainable="*"),
+            "output/weight: adapted by target and trained by trainable",
+        ),
     ],
 )
 def test_mistakes_are_explained(make: Callable, message: str):

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -13,6 +14,7 @@ from fedrax.algorithms import FedExP
 from fedrax.participation import ImportanceSampling, Oort, ParticipationPolicy, Population, PowerOfChoice
 from fedrax.participation.importance_sampling import inclusion_probabilities, systematic_sample
 from fedrax.privacy import ClientDP
+from fedrax.simulation import candidate_losses
 from tests.contract.test_settings import NORM
 from tests.participation import test_policies
 from tests.reported import problems
@@ -52,7 +54,19 @@ def test_power_of_choice_asks_its_candidates(samples: Any):
         assert event["asked"] == 2
 
 
-def test_power_of_choice_with_reported_losses_asks_nobody():
+def test_losses_of_streamed_samples_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(candidate_losses, "STREAMED_BYTES", 1)  # one chunk of rows at a time
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(900, 2)), rng.integers(0, 3, 900)
+    many = fedrax.Federation.from_arrays(x, y, offsets=[0, 310, 600, 601, 900], shuffle=False)
+    asked = candidate_losses.CandidateLosses(problems.TASK, many, None, problems.START, ())
+    with jax.enable_x64(True):
+        found = asked(problems.START, np.array([3, 0, 2]))
+    losses = problems.loss(problems.START, x, y)
+    np.testing.assert_allclose(found, [losses[600 + 1 :].mean(), losses[:310].mean(), losses[600]], rtol=1e-10)
+
+
+def test_power_of_choice_with_reported_losses_asks_no_client():
     own = run(cohort_size=3, rounds=5, participation=test_policies.PowerOfChoice(candidates=5))
     assert_identical(run(cohort_size=3, rounds=5, participation=PowerOfChoice(candidates=5, ask=False)), own)
     assert own.events[-1]["bytes_down"] == 5 * 3 * MODEL_BYTES
@@ -118,7 +132,7 @@ def test_the_utility_of_oort_against_its_formula(tmp_path: Path):
     with pytest.raises(FedraxError, match="set trace"):
         Oort(deadline=5.0).init(POPULATION)
     first = policy.sample(state, 0, POPULATION, np.random.default_rng(0))
-    assert len(set(first.tolist())) == 3  # nobody is known: all are explored
+    assert len(set(first.tolist())) == 3  # no client has reported: all are explored
     losses = np.array([0.5, 2.0, 1.0, 0.1, 3.0, 0.7, 1.5, 0.2])
     state = policy.observe(state, 3, np.arange(8), {"loss": losses})
     state = policy.observe(state, 6, np.array([2, 5]), {"loss": losses[[2, 5]]})

@@ -248,7 +248,7 @@ class _ConnectionLostError(FedraxError):
 
 
 def _fetch(url: str, file: BinaryIO, report: Report) -> None:
-    """Append the rest of the file at a URL; a lost connection is resumed as long as each attempt receives something."""
+    """Append the rest of the file at a URL; a lost connection is resumed while each attempt receives data."""
     if not re.match(r"https?://[^/]", url):
         raise FedraxError(f"{url!r} is not an http or https URL.")
     while True:

@@ -31,7 +31,7 @@ _CURVE = ec.SECP384R1()
 def make_certificates(directory: Path, hosts: Sequence[str]) -> None:
     """Make a certificate for a SuperLink, and the certificate of the authority that signed it.
 
-    The authority's key is not stored, so that nobody can sign further certificates in its name.
+    The authority's key is not stored, so that no further certificate can be signed with it.
 
     Args:
         directory: where to write ``ca.crt``, ``server.crt`` and ``server.key``, which only this user can read.

@@ -327,7 +327,7 @@ Register the key of every client (`{KEYS}/client-0.pub`, ...), once for each sta
 
     flwr supernode register {KEYS}/client-0.pub federation
 
-A client needs `{CERTIFICATES}/{CA}` and its own private key, `{KEYS}/client-0`, which nobody else may read. It can
+A client needs `{CERTIFICATES}/{CA}` and its own private key, `{KEYS}/client-0`, which only its owner may read. It can
 also make a key itself, `ssh-keygen -t ecdsa -b 384 -N "" -f client-0`, and send you the file `client-0.pub` only:
 
     {" ".join(node)}

@@ -38,6 +38,8 @@ class ProcessSet:
     def __init__(self, logs: Path, environment: Mapping[str, str]):
         self.logs, self._environment = logs, dict(environment)
         self._started: list[tuple[str, subprocess.Popen]] = []
+        self._finite: set[subprocess.Popen] = set()
+        """Those that end by themselves."""
         self._groups: set[int] = set()
         self._files, self._held = ExitStack(), ExitStack()
         self._handlers: dict[int, Any] = {}
@@ -109,6 +111,7 @@ class ProcessSet:
             FedraxError: if it or another process fails, and after the time.
         """
         process = self.start(name, command)
+        self._finite.add(process)
         self.wait(lambda: process.poll() is not None, seconds, name)
         self._check()
 
@@ -132,9 +135,10 @@ class ProcessSet:
             time.sleep(_POLL_SECONDS)
 
     def _check(self) -> None:
-        """Raise FedraxError for a process that has failed."""
+        """Raise FedraxError for a process that has failed, or has ended although it should run until `stop`."""
         for name, process in self._started:
-            if process.poll():
+            status = process.poll()
+            if status or (status == 0 and process not in self._finite):
                 raise FedraxError(f"{name} ended with status {process.returncode}: see {self.logs / name}.log")
 
     def stop(self) -> None:

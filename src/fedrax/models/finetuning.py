@@ -6,7 +6,7 @@ they are on each device once, and neither differentiated nor sent, averaged, per
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -82,13 +82,11 @@ def freeze(model: Model, params: Tree, trainable: Trainable, *, frozen_dtype: An
     start = jax.tree.unflatten(structure, [a if one else None for a, one in zip(leaves, chosen, strict=True)])
     frozen = [None if one else _Frozen.of(a, frozen_dtype) for a, one in zip(leaves, chosen, strict=True)]
 
-    def merge(params: Params) -> Params:
-        given = iter(jax.tree.leaves(params))
-        return jax.tree.unflatten(structure, [next(given) if a is None else a.array for a in frozen])
+    def values(params: Params) -> list[Any]:
+        trained = iter(jax.tree.leaves(params))
+        return [next(trained) if a is None else a.array for a in frozen]
 
-    return _fine_tuned(
-        model, lambda key: start, statistics, lambda f: lambda params, *rest: f(merge(params), *rest), merge
-    )
+    return _fine_tuned(model, lambda key: start, statistics, structure, values)
 
 
 @checked_arguments
@@ -139,66 +137,46 @@ def lora(
         >>> fedrax.tree.leaf_names(tuned.init(jax.random.key(1)))[:2]
         ['lora/dense1/weight/a', 'lora/dense1/weight/b']
     """
-    weights, statistics = _checked_params(params)
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+    if rank < 1:
         raise FedraxError(f"rank must be a positive integer, not {rank!r}")
     if not 0 <= dropout < 1:
         raise FedraxError(f"dropout must be at least 0 and less than 1, not {dropout}")
+    weights, statistics = _checked_params(params)
     names, (leaves, structure) = tree.leaf_names(weights), jax.tree.flatten(weights)
     if len(set(names)) < len(names):
         raise FedraxError("lora needs parameters with different names: rename keys that contain '/'")
-    others = _chosen(weights, trainable) if callable(trainable) or len(trainable) else [False] * len(names)
-    matrices = _matrices(model, weights, statistics, example)
-    adapted = _adapted(names, leaves, matrices, others, weights, target, rank)
-    gain = 1.0 if alpha is None else alpha / rank
-    frozen = {
-        name: _Frozen.of(a, frozen_dtype) for name, a, other in zip(names, leaves, others, strict=True) if not other
-    }
-    start = {name: a for name, a, other in zip(names, leaves, others, strict=True) if other}
+    none = not callable(trainable) and not len(trainable)
+    chosen = [False] * len(names) if none else _chosen(weights, trainable)
+    matrices = {names[i]: split for i, split in sorted(_matrices(model, weights, statistics, example).items())}
+    start = {name: a for name, a, one in zip(names, leaves, chosen, strict=True) if one}
+    adapted = _adapted(matrices, start, weights, target, rank)
+    frozen = {name: _Frozen.of(a, frozen_dtype) for name, a in zip(names, leaves, strict=True) if name not in start}
+    dtype = jnp.result_type(np.float32, *start.values()) if start else jnp.float32
 
-    def factors(key: Array) -> dict[str, dict[str, Array]]:
-        found = {}
-        for i, (name, split) in enumerate(adapted.items()):
-            dtype = jnp.result_type(np.float32, *start.values()) if start else jnp.float32
-            a = jax.random.normal(jax.random.fold_in(key, i), (split.rows, rank), dtype) / np.sqrt(split.rows)
-            found[name] = {"a": a, "b": jnp.zeros((rank, split.columns), dtype)}
-        return found
+    def factor_a(key: Array) -> dict[str, Array]:
+        return {
+            name: jax.random.normal(jax.random.fold_in(key, i), (split.rows, rank), dtype) / np.sqrt(split.rows)
+            for i, (name, split) in enumerate(adapted.items())
+        }
 
-    fixed = None if train_a else {name: pair["a"] for name, pair in factors(jax.random.key(0)).items()}
+    fixed = None if train_a else factor_a(jax.random.key(0))
 
     def init(key: Array) -> Params:
-        found = factors(key)
-        if fixed is not None:
-            found = {name: {"b": pair["b"]} for name, pair in found.items()}
-        return {"lora": found, **({"trainable": start} if start else {})}
+        factors = {name: {"b": jnp.zeros((rank, split.columns), dtype)} for name, split in adapted.items()}
+        if fixed is None:
+            factors = {name: {"a": a} | factors[name] for name, a in factor_a(key).items()}
+        return {"lora": factors} | ({"trainable": start} if start else {})
 
-    def parts(params: Params) -> list[Any]:
-        """The parameters of the pretrained model, adapted matrices as `_LowRank`."""
-        values: list[Any] = []
-        for name in names:
-            if name in adapted:
-                pair = params["lora"][name]
-                a = pair["a"] if fixed is None else fixed[name]
-                values.append(_LowRank(frozen[name].array, a, pair["b"], gain, adapted[name]))
-            else:
-                values.append(params["trainable"][name] if name in start else frozen[name].array)
-        return values
+    def values(params: Params) -> list[Any]:
+        found: dict[str, Any] = {name: a.array for name, a in frozen.items()} | params.get("trainable", {})
+        for number, (name, split) in enumerate(adapted.items()):
+            factors = params["lora"][name]
+            a = factors["a"] if fixed is None else fixed[name]
+            found[name] = _LowRank(found[name], a, factors["b"], gain, split, number)
+        return [found[name] for name in names]
 
-    def merge(params: Params) -> Params:
-        return jax.tree.unflatten(structure, [_whole(value) for value in parts(params)])
-
-    def adapting(function: Callable) -> Callable:
-        def adapted_function(params: Params, *rest: Any) -> Any:
-            return _evaluate_adapted(
-                lambda leaves, rest: function(jax.tree.unflatten(structure, leaves), *rest),
-                parts(params),
-                rest,
-                dropout,
-            )
-
-        return adapted_function
-
-    return _fine_tuned(model, init, statistics, adapting, merge)
+    gain = 1.0 if alpha is None else alpha / rank
+    return _fine_tuned(model, init, statistics, structure, values, dropout)
 
 
 class _Split(NamedTuple):
@@ -222,6 +200,8 @@ class _LowRank(NamedTuple):
     b: Array
     gain: float
     split: _Split
+    number: int
+    """The number of the adapter, by which it draws its dropout."""
 
 
 def _whole(value: Any) -> Array:
@@ -283,19 +263,16 @@ def _split_of(shape: tuple[int, ...], contracted: list[int]) -> _Split | None:
 
 
 def _adapted(
-    names: list[str],
-    leaves: list[Any],
-    matrices: Mapping[int, _Split],
-    others: list[bool],
-    weights: Params,
-    target: Trainable | None,
-    rank: int,
+    matrices: Mapping[str, _Split], trained: Container[str], weights: Params, target: Trainable | None, rank: int
 ) -> dict[str, _Split]:
     """The adapted matrices by name; raises FedraxError for targets that cannot be adapted."""
-    possible = {names[i]: split for i, split in sorted(matrices.items()) if not others[i]}
+    possible = {name: split for name, split in matrices.items() if name not in trained}
     if target is not None:
-        chosen = [name for name, one in zip(names, _chosen(weights, target, "target"), strict=True) if one]
-        if wrong := [name for name in chosen if name not in possible]:
+        selected = _chosen(weights, target, "target")
+        chosen = [name for name, one in zip(tree.leaf_names(weights), selected, strict=True) if one]
+        if both := [name for name in chosen if name in trained]:
+            raise FedraxError(f"{', '.join(both)}: adapted by target and trained by trainable; leave it out of one")
+        if wrong := [name for name in chosen if name not in matrices]:
             raise FedraxError(
                 f"lora adapts matrices with which activations are multiplied, and {', '.join(wrong)}"
                 f" {'is none' if len(wrong) == 1 else 'are none'}: choose target among {', '.join(possible) or 'none'}"
@@ -314,27 +291,25 @@ def _adapted(
     return possible
 
 
-def _evaluate_adapted(function: Callable, parts: list[Any], rest: tuple, dropout: float) -> Any:
-    """``function(parts, rest)``, where products with a `_LowRank` are computed by its factors."""
-    plain = [value.weight if isinstance(value, _LowRank) else value for value in parts]
-    closed, structure = trace_inlined(function, plain, rest)
-    arguments = [*parts, *jax.tree.leaves(rest)]
-    jaxpr = closed.jaxpr
-    values: dict = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *arguments], strict=True))
-    key = next((leaf for leaf in jax.tree.leaves(rest) if _is_key(leaf)), None)
-    drop = partial(_dropped, key, dropout) if dropout and key is not None else lambda x, number: x
+def _evaluate_adapted(function: Callable, values: list[Any], rest: tuple, key: Array | None, dropout: float) -> Any:
+    """``function(values, *rest)``, where products with a `_LowRank` are computed by its factors."""
+    plain = [value.weight if isinstance(value, _LowRank) else value for value in values]
+    closed, structure = trace_inlined(function, plain, *rest)
+    jaxpr, inputs = closed.jaxpr, [*values, *jax.tree.leaves(rest)]
+    known: dict = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *inputs], strict=True))
     for number, equation in enumerate(jaxpr.eqns):
-        inputs = [v.val if isinstance(v, core.Literal) else values[v] for v in equation.invars]
+        inputs = [v.val if isinstance(v, core.Literal) else known[v] for v in equation.invars]
         if any(isinstance(value, _LowRank) for value in inputs):
-            outputs = _with_factors(equation, inputs, partial(drop, number=number))
+            drop = partial(_dropped, key, number, dropout) if dropout and key is not None else lambda x, adapter: x
+            outputs = _with_factors(equation, inputs, drop)
         else:
             outputs = evaluate_equation(equation, inputs, {})
-        values.update(zip(equation.outvars, outputs, strict=True))
-    outputs = [v.val if isinstance(v, core.Literal) else _whole(values[v]) for v in jaxpr.outvars]
+        known.update(zip(equation.outvars, outputs, strict=True))
+    outputs = [v.val if isinstance(v, core.Literal) else _whole(known[v]) for v in jaxpr.outvars]
     return jax.tree.unflatten(structure, outputs)
 
 
-def _with_factors(equation: core.JaxprEqn, inputs: list[Any], drop: Callable[[Array], Array]) -> list[Any]:
+def _with_factors(equation: core.JaxprEqn, inputs: list[Any], drop: Callable[[Array, int], Array]) -> list[Any]:
     """The outputs of an equation with a `_LowRank` among its inputs."""
     name, value = equation.primitive.name, inputs[0]
     if name == "transpose" and value.weight.ndim == 2:
@@ -355,7 +330,7 @@ def _with_factors(equation: core.JaxprEqn, inputs: list[Any], drop: Callable[[Ar
             (y,) = evaluate_equation(equation, pair, {})
             order = sorted(range(count), key=lambda i: axes[i])
             free = [i for i in range(x.ndim) if i not in of_x]
-            rows = drop(x).transpose([*free, *(of_x[i] for i in order)])
+            rows = drop(x, adapter.number).transpose([*free, *(of_x[i] for i in order)])
             rows = rows.reshape([x.shape[i] for i in free] + [adapter.split.rows]).astype(adapter.a.dtype)
             update = (adapter.gain * (rows @ adapter.a)) @ adapter.b
             outer = adapter.weight.shape[count:] if adapter.split.first else adapter.weight.shape[: ndim - count]
@@ -368,14 +343,18 @@ def _with_factors(equation: core.JaxprEqn, inputs: list[Any], drop: Callable[[Ar
     return evaluate_equation(equation, whole, {})
 
 
-def _dropped(key: Array, rate: float, x: Array, number: int) -> Array:
-    """``x`` with entries dropped and the others scaled by 1 / (1 - rate)."""
-    kept = jax.random.bernoulli(jax.random.fold_in(key, number), 1 - rate, x.shape)
-    return jnp.where(kept, x / (1 - rate), 0)
+_DROPOUT = 0x10A4
+"""Parts the keys of the adapters' dropout from those that the model derives."""
 
 
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+def _dropped(key: Array, equation: int, rate: float, x: Array, adapter: int) -> Array:
+    """``x`` with entries dropped and the others scaled by 1 / (1 - rate).
+
+    The mask depends on the adapter and on the equation: blocks of a model share a key, and a matrix may be used twice.
+    """
+    for number in (_DROPOUT, adapter, equation):
+        key = jax.random.fold_in(key, number)
+    return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0)
 
 
 def _parts(params: Params) -> tuple[Params, Any]:
@@ -428,34 +407,47 @@ class _Frozen(NamedTuple):
 
 
 def _fine_tuned(
-    model: Model, init: Callable, statistics: Any, adapt: Callable[[Callable], Callable], merge: Callable
+    model: Model,
+    init: Callable[[Array], Params],
+    statistics: Any,
+    structure: Any,
+    values: Callable[[Params], list[Any]],
+    dropout: float = 0.0,
 ) -> FineTunedModel:
-    """A model whose functions are those of ``model``, made functions of the trainable parameters by ``adapt``."""
+    """A model with other parameters.
 
-    def of_params(function: Callable | None) -> Any:
+    init: key -> the trainable parameters. structure: of the pretrained parameters. values: trainable parameters -> the
+    leaves of the pretrained ones, adapted matrices as `_LowRank`.
+    """
+
+    def of_trainable(function: Callable | None) -> Any:
         """A function (parameters or Variables, x, key=None)."""
         if function is None:
             return None
 
+        def of_leaves(leaves: list[Any], moving: Any, *rest: Any) -> Any:
+            params = jax.tree.unflatten(structure, leaves)
+            return function(Variables(params, moving) if statistics else params, *rest)
+
         def called(variables: Any, x: Any, key: Array | None = None) -> Any:
             params, moving = _parts(variables)
-
-            def original(params: Params, moving: Any, x: Any, *key: Any) -> Any:
-                return function(Variables(params, moving) if statistics else params, x, *key)
-
-            return adapt(original)(params, moving, x, *(() if key is None else (key,)))
+            leaves, rest = values(params), (moving, x) if key is None else (moving, x, key)
+            if any(isinstance(value, _LowRank) for value in leaves):
+                return _evaluate_adapted(of_leaves, leaves, rest, key, dropout)
+            return of_leaves(leaves, *rest)
 
         return called
 
-    first = [of_params(block) for block in model.blocks] if model.blocks else None
-    shared = {name: getattr(model, name) for name in ("name", "loss", "reads_amounts", "words")}
+    def merge(params: Params) -> Params:
+        return jax.tree.unflatten(structure, [_whole(value) for value in values(params)])
+
     return FineTunedModel(
         init=(lambda key: Variables(init(key), statistics)) if statistics else init,
-        apply=of_params(model.apply),
-        features=of_params(model.features),
-        blocks=None if first is None else tuple(first),
-        train=of_params(model.train),
+        apply=of_trainable(model.apply),
+        features=of_trainable(model.features),
+        blocks=tuple(map(of_trainable, model.blocks)) if model.blocks else None,
+        train=of_trainable(model.train),
         measures=None if model.measures is None else lambda params, truth: model.measures(merge(params), truth),  # type: ignore[misc]
         _merge=merge,
-        **shared,
+        **{name: getattr(model, name) for name in ("name", "loss", "reads_amounts", "words")},
     )

@@ -14,7 +14,7 @@ from jax import Array
 from fedrax import tree, xla
 from fedrax.contract.task import Batch, Task
 from fedrax.data import Federation
-from fedrax.simulation.evaluation import evaluate_samples
+from fedrax.simulation.evaluation import STREAMED_BYTES, evaluate_samples
 from fedrax.simulation.results.events import Event
 from fedrax.tree import Tree
 from fedrax.xla import CodeFingerprint
@@ -41,6 +41,8 @@ class CandidateLosses:
         self.model_bytes = tree.num_bytes((params, statistics))
         self._rows = 0
         """Room for samples, which grows only, to avoid recompilation."""
+        row_bytes = sum(a[:1].nbytes for a in jax.tree.leaves(Batch(*federation.train)))
+        self._streamed_rows = max(1, STREAMED_BYTES // (row_bytes * _ROWS)) * _ROWS
         self._run = _compiled_losses(task, CodeFingerprint(task))
 
     def __call__(self, model: Tree, clients: np.ndarray) -> np.ndarray:
@@ -51,13 +53,26 @@ class CandidateLosses:
         rows = np.concatenate([np.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)])
         largest = np.sort(self.federation.sizes)[-len(clients) :].sum()
         self._rows = max(self._rows, -(-int(largest) // _ROWS) * _ROWS)
-        padded = np.resize(rows, self._rows).astype(np.int32)
-        samples = self.resident
-        if samples is None:
-            samples = jax.tree.map(lambda a: a[padded], Batch(*self.federation.train))
-            padded = np.arange(self._rows, dtype=np.int32)
-        losses = np.asarray(self._run(model, samples, padded.reshape(-1, _ROWS)), float).ravel()[: len(rows)]
+        if self.resident is not None:
+            found = [self._run(model, self.resident, self._padded(rows, self._rows))]
+        else:
+            count = min(self._rows, self._streamed_rows)
+            found = [
+                self._of_streamed(model, rows[first : first + count], count) for first in range(0, len(rows), count)
+            ]
+        losses = np.concatenate([np.asarray(part, float).ravel() for part in found])[: len(rows)]
         return np.add.reduceat(losses, np.cumsum(sizes) - sizes) / sizes
+
+    def _of_streamed(self, model: Tree, rows: np.ndarray, count: int) -> Array:
+        """The losses of samples on the host, padded to ``count``."""
+        padded = np.resize(rows, count)
+        samples = jax.tree.map(lambda a: a[padded], Batch(*self.federation.train))
+        return self._run(model, samples, self._padded(np.arange(count), count))
+
+    @staticmethod
+    def _padded(rows: np.ndarray, count: int) -> np.ndarray:
+        """``rows``, repeated to ``count``, by chunk."""
+        return np.resize(rows, count).astype(np.int32).reshape(-1, _ROWS)
 
     def traffic(self, event: Event, asked: int) -> Event:
         """The entries of an event with the bytes of asking ``asked`` clients: the model to each, and its answer."""

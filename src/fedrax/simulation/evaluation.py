@@ -26,7 +26,7 @@ Metrics = dict[str, float | None]
 """Metrics by name, None where one is not defined for the samples."""
 _ROWS_ON_CPU, _ROWS = 16, 100
 """Samples of a chunk. Activations of 16 images mostly fit a core's cache; accelerators need larger chunks."""
-_STREAMED_BYTES = 16 << 20
+STREAMED_BYTES = 16 << 20
 """Bytes of streamed samples that are sent to the devices at a time."""
 _ERRORS = {"loss", "error", "mae", "mse", "rmse", "mape", "nll", "perplexity"}
 """Words in the names of metrics of which smaller values usually are better."""
@@ -233,7 +233,7 @@ class UndefinedMetrics:
     """Warns of metrics that are not defined for the samples, once for each."""
 
     def __init__(self, task: Any):
-        self._task, self._told = task, set[str]()
+        self._task, self._warned = task, set[str]()
 
     def warn_of(self, metrics: Metrics) -> None:
         """Warn of each metric that is None."""
@@ -245,13 +245,13 @@ class UndefinedMetrics:
         having = int((sizes > 0).sum())
         for name, values in each.items():
             missing = having - sum(value is not None for value in values)
-            everywhere = missing == having and any(key.endswith(f"_{name}") for key in self._told)
+            everywhere = missing == having and any(key.endswith(f"_{name}") for key in self._warned)
             if missing and not everywhere:  # of all samples together it is undefined, too
                 self._tell(f"{name} of clients", f"{name} is undefined (null) for {missing} of {having} clients", name)
 
     def _tell(self, key: str, what: str, name: str) -> None:
-        if key not in self._told:
-            self._told.add(key)
+        if key not in self._warned:
+            self._warned.add(key)
             warn(f"{what}: {self._reason(name)}")
 
     def _reason(self, name: str) -> str:
@@ -326,7 +326,7 @@ class StreamedEvaluator(Evaluator):
         mesh: Mesh,
         samples: Any,
         offsets: np.ndarray | None = None,
-        piece_bytes: int = _STREAMED_BYTES,
+        piece_bytes: int = STREAMED_BYTES,
     ):
         self.task, self.offsets, self._undefined = task, offsets, UndefinedMetrics(task)
         self.rows, self.samples = len(jax.tree.leaves(samples)[0]), samples

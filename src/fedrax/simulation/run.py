@@ -158,8 +158,8 @@ def restore(algorithm: Algorithm, task: Task, federation: Federation, settings: 
     with numeric_context(settings.dtype):
         setup = prepare(algorithm, task, federation, settings, directory=directory)
         ledger = ledger_of(algorithm, settings, setup.planner.sampler)
-        with lock_directory(directory, resume=True) as place:
-            return Run(setup, make_block_loader(setup), (), True, place, ledger=ledger).at_checkpoint()
+        with lock_directory(directory, resume=True) as run_directory:
+            return Run(setup, make_block_loader(setup), (), True, run_directory, ledger=ledger).at_checkpoint()
 
 
 def check_possible(
@@ -217,7 +217,7 @@ class Run:
     log: EventFile | None = None
     personal_metrics: PersonalMetrics | None = None
     """Of the last evaluation, as of `Result`."""
-    _told: bool = False
+    _warned: bool = False
     """Whether the user knows that the model cannot be written."""
     interrupted: StopFlag = field(default_factory=StopFlag)
 
@@ -252,15 +252,15 @@ class Run:
 
     def at_checkpoint(self) -> Result:
         """The result at the directory's checkpoint; no round is run."""
-        begun = start_run(self.setup, self.storage, self.ledger, True)
-        self.events, self.has_clients = begun.events, begun.has_clients
+        start = start_run(self.setup, self.storage, self.ledger, True)
+        self.events, self.has_clients = start.events, start.has_clients
         last = last_round(self.ledger, self.setup.settings, self.setup.planner.sampler)
         stopped = "checkpoint"
         if rounds_done(self.events) == last:
             stopped = "rounds" if last == self.setup.settings.rounds else "budget"
         if self._reached(self.events):  # as the run itself says, also after its last round
             stopped = "target"
-        return self._result(begun.carry, stopped)
+        return self._result(start.carry, stopped)
 
     def _begin(self, resume: bool) -> RunStart:
         """The initial state of the run, or that of the directory's checkpoint."""
@@ -423,8 +423,8 @@ class Run:
             params = self.setup.algorithm.params(self.setup.engine.whole_server(carry))
             if not (problem := problem_of(params, carry.statistics)):
                 save_model(self.setup.directory / MODEL, params, carry.statistics)
-            elif not self._told:
-                self._told = True
+            elif not self._warned:
+                self._warned = True
                 warn(f"no {MODEL} is written: {problem}")
 
     def _reached(self, events: list[Event]) -> bool:

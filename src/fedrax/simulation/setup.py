@@ -6,13 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import Array
-from jax.core import Tracer
 from jax.sharding import Mesh
 
 from fedrax import tree
@@ -23,6 +19,7 @@ from fedrax.contract.table import holds_tables
 from fedrax.contract.task import Batch, Task
 from fedrax.data import Federation
 from fedrax.data.federation import check_memory_mapped
+from fedrax.devices import unplaced
 from fedrax.prng.keys import RUN, purpose_key
 from fedrax.simulation.candidate_losses import CandidateLosses
 from fedrax.simulation.client_evaluation import EvaluationMetrics, PersonalEvaluator
@@ -126,7 +123,7 @@ def prepare(
     directory: Path | None = None,
 ) -> Setup:
     """Validate a run, choose its plan, and place its data and states. The arguments are those of ``simulate``."""
-    algorithm, samples = jax.tree.map(_anywhere, algorithm), Batch(*federation.train)
+    algorithm, samples = unplaced(algorithm), Batch(*federation.train)
     run = validate(algorithm, task, settings, federation.sizes, samples, federation, params, script)
     check_target(settings, task, federation)
     sampler, start, statistics = run.sampler, run.params, run.statistics
@@ -208,12 +205,6 @@ def _side_by_side(
     chunk = clients_per_vmap(settings, planner.devices, planner.sampler.largest, budget, traced.peak_bytes)
     planner.set_chunk(chunk)
     return program._replace(chunk=chunk)
-
-
-def _anywhere(leaf: Any) -> Any:
-    """An array without its placement, if it is on the devices of an earlier run."""
-    committed = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.committed
-    return np.asarray(leaf) if committed and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
 def _room(

@@ -2,7 +2,8 @@
 
 ``jax.jit`` embeds arrays of a closure in the program: compilation reads and copies them, each program has a copy, and
 constant folding may compute with them for minutes. :func:`jit` passes arrays of at least `LARGE` bytes as inputs.
-A constant of a ``jax.jit`` call inside the body of a loop stays in the program.
+A constant of a ``jax.jit`` call inside the body of a loop stays in the program. JAX 0.10 can do the same
+(``jax_use_simplified_jaxpr_constants``), but not by default.
 """
 
 from __future__ import annotations
@@ -35,8 +36,7 @@ class jit:
     """
 
     def __init__(self, function: Callable, **options: Any):
-        self._function, self._options = function, options
-        self._jitted = jax.jit(function, **options)
+        self._options, self._jitted = options, jax.jit(function, **options)
         self._programs: dict[Any, tuple[Callable, list[Any]] | None] = {}
 
     def __call__(self, *args: Any) -> Any:

@@ -47,7 +47,7 @@ def create_module(create: Any, name: str, value: Any) -> Any:
 
     Raises FedraxError unless it is a function or class that takes the argument and makes something to call, or a pair.
     """
-    wanted = f"a model is made of a module, or of a function of {name} that returns one"
+    wanted = f"give a module, or a function of {name} that returns one"
     if not callable(create):
         raise FedraxError(f"{wanted}, not of {describe_value(create)}")
     made = _created(create, name, value)

@@ -197,7 +197,7 @@ def _copy(torch: ModuleType, module: Any, shared: dict[int, Any] | None = None) 
     return copy.deepcopy(module, detached)
 
 
-def _second(torch: ModuleType, module: Any) -> Any:
+def _copy_sharing_parameters(torch: ModuleType, module: Any) -> Any:
     """A copy of a module with buffers and attributes of its own, which shares the parameters."""
     return _copy(torch, module, {id(p): p for p in module.parameters()})
 
@@ -226,9 +226,10 @@ class _TracedFunction:
         self._check_derivatives(custom)
         self._module, self.expected = module, outputs.detach()
         self.evaluation = TracedModule(torch, module, function, batch, name)
-        self.training = TracedModule(torch, _second(torch, module).train(), function, batch, name)
+        self.training = TracedModule(torch, _copy_sharing_parameters(torch, module).train(), function, batch, name)
         with torch.random.fork_rng(devices=[]), tracing_settings(torch):
-            self._check_derivatives(custom_derivatives(torch, _second(torch, module).train(), function, batch)[1])
+            copied = _copy_sharing_parameters(torch, module).train()
+            self._check_derivatives(custom_derivatives(torch, copied, function, batch)[1])
 
     def _check_derivatives(self, custom: Sequence[str]) -> None:
         """Raise FedraxError for derivatives that the trace does not have."""
@@ -275,7 +276,7 @@ class _TracedFunction:
             )
         if single is not None and single.shape == expected_single.shape:  # squeeze() may remove the axis in PyTorch
             self._compare("evaluation of a single sample", single, expected_single)
-        net = _second(self._torch, self._module).train()
+        net = _copy_sharing_parameters(self._torch, self._module).train()
         with tracing_settings(self._torch):
             expected, buffers = call_with_state_check(self._torch, net, self._eager, self._name)
         with jax.default_matmul_precision("highest"):

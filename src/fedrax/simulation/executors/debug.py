@@ -155,9 +155,10 @@ def require_finite(values: Tree, where: str) -> None:
 
 
 def describe_nonfinite_samples(federation: Federation) -> str:
-    """A clause on training samples that are not finite, of which nothing finite can be made; empty without any.
+    """Describe training samples that are not finite, for an error message; empty if all are finite.
 
-    A federation is made of finite samples, but its arrays may have changed, and memory-mapped ones are not read.
+    Samples are checked when a federation is created. Arrays may have been changed since, and memory-mapped ones are not
+    checked.
     """
     x, y = map(nonfinite_rows, federation.train)
     bad = np.union1d(x, y)

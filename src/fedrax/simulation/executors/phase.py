@@ -64,7 +64,7 @@ class PhaseRunner:
         self.row_of = jnp.argsort(self.order)
         """The row in ``PhaseState.rows`` of the client in each position."""
         self.first, self.last = p == 0, p == len(algorithm.phases) - 1
-        # A state that goes back to the store before the next client's turn can leave its tables there.
+        # A state that goes back to the store before the next client trains can leave its tables there.
         in_place = self.first and self.last and not program.chunk
         self.get_state, self.put_state = (state_in, set_state) if in_place else (tree.row, tree.set_row)
         self.one: Callable[[Tree, Array], ClientResult] = lambda client_records, k: run_client(
@@ -86,13 +86,13 @@ class PhaseRunner:
         shape = jax.eval_shape(
             self.one, begins, self.round_inputs.count
         )  # of the type of run's index: one trace for both
-        by_place = lambda t: jax.tree.map(lambda a: jnp.zeros((n, *a.shape), a.dtype), t)  # noqa: E731
+        by_position = lambda t: jax.tree.map(lambda a: jnp.zeros((n, *a.shape), a.dtype), t)  # noqa: E731
         initial = jax.eval_shape(self.get_state, store, jnp.int32(0))
         sums = zero_sums(self.program, self.algorithm, self.p, initial, shape)
         notes = empty_upload_buffer(self.round_inputs.recorded, recorded_upload(shape, self.last))
-        info = by_place(jax.eval_shape(report, shape)) if self.program.client_info else ()
-        rows = ClientRows(by_place(shape.per_client), assignments.client[self.order], assignments.weight[self.order])
-        return PhaseState(sums, rows, () if self.last else by_place(shape.record), store, notes, info)
+        info = by_position(jax.eval_shape(report, shape)) if self.program.client_info else ()
+        rows = ClientRows(by_position(shape.per_client), assignments.client[self.order], assignments.weight[self.order])
+        return PhaseState(sums, rows, () if self.last else by_position(shape.record), store, notes, info)
 
     def step(self, i: Array, before: Tree, progress: PhaseState) -> PhaseState:
         """Client i (or chunk i of clients) of this device; a chunk beyond the last client repeats that one.
