@@ -35,7 +35,7 @@ COLUMNS = {
     "first": "first round, s",
     "round": "further rounds, s",
     "peak": "peak memory, GB",
-    "imported": "of it before the rounds or the conversion, GB",
+    "imported": "of it imports and the network, GB",
 }
 
 

@@ -39,14 +39,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7, help="processes, of which the median is shown")
     parser.add_argument("--label", default="this version", help="name of the line in the table")
-    parser.add_argument("--note", default="", help="sentence below the table")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--message", type=Path, help=argparse.SUPPRESS)  # the child's
     arguments = parser.parse_args()
     if arguments.message:
         print(json.dumps(measure(arguments.message)))
         return
-    session = Session.start(RAW, label=arguments.label, note=arguments.note)
+    session = Session.start(RAW, label=arguments.label)
     with tempfile.TemporaryDirectory() as folder:
         message = Path(folder) / "message"
         message.write_bytes(first_training_message())
@@ -120,12 +119,11 @@ def measure(path: Path) -> dict[str, float]:
 
 def sections() -> list[str]:
     """The page."""
-    rows, notes = [], {}
+    rows = []
     for line in RAW.read_text().splitlines():
         record: dict[str, Any] = json.loads(line)
         if record["kind"] == "session":
             rows.append((record["label"], record["date"], record["id"], []))
-            notes[record["note"]] = None
         else:
             next(row for row in rows if row[2] == record["session"])[3].append(record)
     body = []
@@ -139,7 +137,6 @@ def sections() -> list[str]:
         " as a SuperNode starts it, with a warm compilation cache: medians. The times at which Flower looks for"
         " messages and tasks come in addition.",
         markdown_table(["", "date", *PARTS.values(), "sum"], body),
-        *filter(None, notes),
         Session.latest(RAW).machine_text(),
     ]
 
