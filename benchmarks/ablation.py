@@ -1,11 +1,11 @@
 """Ablation of the compiler passes: the speedup of each pass on workloads and networks.
 
-``python -m benchmarks.ablation`` runs fedrax on the workloads W1 to W10 and on the networks of `benchmarks.networks`,
-with all passes and without each pass that changes the program of the case (`fedrax.xla.applied_passes`), switched off
-by ``FEDRAX_DISABLED_PASSES``. The clocks are
-those of `benchmarks.peers` and `benchmarks.networks`: a fresh process for each run, on a quiet machine, with nothing
-compiled before. It appends the runs to ``results/ablation.jsonl`` and writes the table ``results/ablation.md``. An
-interrupted command is resumed with ``--resume``. ``--quick`` measures one small workload and one network.
+``python -m benchmarks.ablation`` runs fedrax on the workloads W1 to W10, on the networks of `benchmarks.networks`, and
+on the methods of `benchmarks.ablation_cases`, with all passes and without each pass that changes the program of the
+case (`fedrax.xla.applied_passes`), switched off by ``FEDRAX_DISABLED_PASSES``. The clocks are those of
+`benchmarks.peers` and `benchmarks.networks`: a fresh process for each run, on a quiet machine, with nothing compiled
+before. It appends the runs to ``results/ablation.jsonl`` and writes the table ``results/ablation.md``. An interrupted
+command is resumed with ``--resume``. ``--quick`` measures one small workload and one network.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ablation_cases import CASES as METHODS
 from benchmarks.environments import cache_directory
 from benchmarks.make_arrays import ensure_arrays
 from benchmarks.network_cases import CASES
@@ -48,6 +49,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--workloads", nargs="*", choices=ON_A_CPU, default=list(ON_A_CPU), help="default: W1 to W10")
     add("--networks", nargs="*", choices=list(CASES), default=list(CASES), metavar="NAME", help="default: all")
+    add("--methods", nargs="*", choices=list(METHODS), default=list(METHODS), metavar="NAME", help="default: all")
     add("--passes", nargs="+", choices=names(), default=names(), metavar="PASS", help="default: all")
     add("--quick", action="store_true", help="one small workload and one network, one run each")
     add("--repeats", type=int, default=3, help="runs of everything, in turn (default 3)")
@@ -59,7 +61,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--timeout", type=float, default=900, help="seconds a run may take (default 900)")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.workloads, arguments.networks, arguments.repeats = [QUICK], [next(iter(CASES))], 1
+        arguments.workloads, arguments.networks, arguments.methods = [QUICK], [next(iter(CASES))], []
+        arguments.repeats = 1
     return arguments
 
 
@@ -82,9 +85,8 @@ def measure(session: Session, arguments: argparse.Namespace) -> None:
         if case in arrays:
             result = run_workload(case, arrays[case], variables, arguments)
         else:
-            result = measure_point(
-                "benchmarks.networks", {"name": case}, arguments.max_wait, arguments.timeout, **variables
-            )
+            module = "benchmarks.networks" if case in CASES else "benchmarks.ablation_cases"
+            result = measure_point(module, {"name": case}, arguments.max_wait, arguments.timeout, **variables)
         session.add({"case": case, "disabled": disabled, "repeat": repeat} | result)
         if disabled == ALL and "applied" in result:
             applied[case] = set(result["applied"])
@@ -94,7 +96,7 @@ def measure(session: Session, arguments: argparse.Namespace) -> None:
 def schedule(arguments: argparse.Namespace) -> Iterator[tuple[int, str, str]]:
     """(repeat, case, disabled pass): all passes of a case in turn, so that they run under the same conditions."""
     for repeat in range(1, arguments.repeats + 1):
-        for case in [*arguments.workloads, *arguments.networks]:
+        for case in [*arguments.workloads, *arguments.networks, *arguments.methods]:
             for disabled in [ALL, *arguments.passes]:
                 yield repeat, case, disabled
 
