@@ -41,7 +41,7 @@ def main() -> None:
     session = Session.latest(RAW) if arguments.resume or arguments.report else Session.start(RAW)
     if not arguments.report:
         measure(session, arguments)
-    print(write_page(arguments.out / "ablation.md", sections(session)).read_text())
+    print(write_page(arguments.out / "ablation.md", sections(Session.all(RAW))).read_text())
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -124,36 +124,47 @@ def seconds(run: dict[str, Any]) -> float:
     return run["round_median"] if "round_median" in run else run["round"]
 
 
-def gains(session: Session) -> dict[str, dict[str, float]]:
-    """Speedup by pass and case: median time of a round without the pass over the median time with all passes."""
-    times: dict[tuple[str, str], list[float]] = {}
-    for run in session.runs:
-        if "failed" not in run:
-            times.setdefault((run["case"], run["disabled"]), []).append(seconds(run))
+def gains(sessions: Sequence[Session]) -> dict[str, dict[str, float]]:
+    """Speedup by pass and case: median time of a round without the pass over the median time with all passes.
+
+    Times are compared within a session; of several sessions the ratio is the median.
+    """
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for session in sessions:
+        times: dict[tuple[str, str], list[float]] = {}
+        for run in session.runs:
+            if "failed" not in run:
+                times.setdefault((run["disabled"], run["case"]), []).append(seconds(run))
+        for (disabled, case), measured in times.items():
+            if disabled != ALL and (ALL, case) in times:
+                ratio = statistics.median(measured) / statistics.median(times[ALL, case])
+                ratios.setdefault((disabled, case), []).append(ratio)
     found: dict[str, dict[str, float]] = {}
-    for (case, disabled), measured in times.items():
-        if disabled != ALL and (case, ALL) in times:
-            ratio = statistics.median(measured) / statistics.median(times[case, ALL])
-            found.setdefault(disabled, {})[case] = ratio
+    for (disabled, case), of_sessions in ratios.items():
+        found.setdefault(disabled, {})[case] = statistics.median(of_sessions)
     return found
 
 
-def sections(session: Session) -> list[str]:
+def sections(sessions: Sequence[Session]) -> list[str]:
     """Sections of the page."""
     from fedrax.xla import PASSES
 
-    found = gains(session)
+    found = gains(sessions)
     rows = [(one.name, one.matches, one.becomes, *describe(found.get(one.name, {}))) for one in PASSES]
     failed = [
-        f"- {run['case']} without {run['disabled']} failed: {run['failed']}" for run in session.runs if "failed" in run
+        f"- {run['case']} without {run['disabled']} failed: {run['failed']}"
+        for session in sessions
+        for run in session.runs
+        if "failed" in run
     ]
-    header = session.header
+    started = ", ".join(f"{session.header['date']} (`{session.header['id']}`)" for session in sessions)
     text = (
-        f"Written by `python -m benchmarks.ablation` on {header['date']} from session `{header['id']}` of "
-        "`ablation.jsonl`. The gain of a pass is the time of a round without it, divided by the time with all passes; "
-        "medians over repeats. A pass is measured in the cases whose program it changes. A pass below "
-        f"{WORTH:.2f} everywhere does not pay for its code, unless it serves correctness or memory.\n\n"
-        f"{session.machine_text()} No accelerator is used."
+        f"Written by `python -m benchmarks.ablation` from the sessions of `ablation.jsonl`: {started}. The gain of a "
+        "pass is the time of a round without it, divided by the time with all passes; medians over repeats, then over "
+        "sessions. A pass is measured in the cases whose program it changes, and has no gain here where no session "
+        f"measured it. A pass below {WORTH:.2f} everywhere does not pay for its code, unless it serves correctness or "
+        f"memory. Single runs of the same program differ by some percent.\n\n{sessions[-1].machine_text()} No "
+        "accelerator is used."
     )
     head = ("pass", "what it matches", "what it becomes", "largest gain", f"cases above {WORTH:.2f}", "smallest gain")
     return ["# Ablation of the compiler passes", text, markdown_table(head, rows), *failed]

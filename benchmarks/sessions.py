@@ -41,15 +41,22 @@ class Session:
         return session
 
     @classmethod
+    def all(cls, path: Path) -> list[Session]:
+        """The sessions of a results file, in the order of their start."""
+        records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        found = {record["id"]: cls(path, record) for record in records if record["kind"] == "session"}
+        for record in records:
+            if record["kind"] == "run" and record["session"] in found:
+                found[record["session"]].runs.append(record)
+        return list(found.values())
+
+    @classmethod
     def latest(cls, path: Path) -> Session:
         """The last session of a results file; exits if there is none."""
-        records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        headers = [record for record in records if record["kind"] == "session"]
-        if not headers:
+        found = cls.all(path)
+        if not found:
             sys.exit(f"error: {path} holds no session yet")
-        last = headers[-1]
-        runs = [record for record in records if record["kind"] == "run" and record["session"] == last["id"]]
-        return cls(path, last, runs)
+        return found[-1]
 
     def add(self, run: dict[str, Any]) -> None:
         """Append a run's record and flush it to disk."""
