@@ -1,4 +1,7 @@
-"""``python -m papers.gradma table1``: Table 1's MNIST (or CIFAR-10) columns, printed beside the paper's numbers.
+"""``python -m papers.gradma table1|table2|betas|memory``: GradMA's tables and figures beside the paper's numbers.
+
+table1: top accuracies in MNIST's (or CIFAR-10's) columns; table2: rounds to an accuracy and all curves, from the runs
+of table1; betas: Figures 5 and 21; memory: Figures 6, 7 and 22.
 
 Every run is kept as a line of ``table1-mnist.jsonl`` beside the table and not run again: break the command off when you
 like, and type it again to go on, on another machine too. The table is written after each run of a method, from what
@@ -15,10 +18,12 @@ import math
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from fedrax import FedraxError, files
 from papers.arguments import Different, count, folders, seed
 from papers.ending import in_a_sentence
+from papers.gradma import figures
 from papers.gradma.search import AXES, METHODS, Cell, Point, Runs, best_point, work
 from papers.losac.running import spread
 
@@ -27,10 +32,14 @@ SEARCHES = {
     "none": "every method at one point: the file's, the middle of each grid, or that with --local-step",
     "axes": "one axis of the grid after another, keeping the best value",
     "grid": "the whole grid",
+    "best": "the best points kept, for the seeds that they lack",
 }
 
 SMALLER = {"cifar10": {"run": {"rounds": 100, "eval_every": 10}, "algorithm": {"local": {"batch_size": 16}}}}
 """What --small changes of an experiment file, so that a run takes minutes on a few cores."""
+
+STUDIED = 10
+"""The cohort size of the studies of beta1, beta2 and m."""
 
 Printed = dict[tuple[Cell, str], tuple[float, float]]
 """The paper's mean and deviation, by column and method."""
@@ -40,7 +49,7 @@ Printed = dict[tuple[Cell, str], tuple[float, float]]
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m papers.gradma", description=__doc__)
-    parser.add_argument("what", choices=["table1"])
+    parser.add_argument("what", choices=list(COMMANDS))
     parser.add_argument("--data", choices=["mnist", "cifar10"], default="mnist", help="which columns of the table")
     parser.add_argument("--small", action="store_true", help="cifar10: fewer rounds and smaller batches, on few cores")
     parser.add_argument(
@@ -51,6 +60,9 @@ def main() -> int:
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), metavar="METHOD")
     parser.add_argument("--cells", nargs="+", metavar="S,OMEGA", help="columns, such as 10,0.01 (default: all)")
     parser.add_argument("--local-step", type=float, choices=AXES["local step"][1], help="where the search starts")
+    parser.add_argument("--server-step", type=float, choices=AXES["server step"][1], help="likewise")
+    again = "run again what was kept without its curve, which Table 2 and the figures need"
+    parser.add_argument("--curves", action="store_true", help=again)
     parser.add_argument("--data-dir", help="where data files lie; by default $FEDRAX_DATA")
     where = "where the table and its runs go; by default beside this command, or below runs/gradma with --rounds"
     parser.add_argument("--results", type=Path, help=where)
@@ -58,26 +70,17 @@ def main() -> int:
     parser.add_argument("--only-write", action="store_true", help="run nothing, write the table of what there is")
     arguments = parser.parse_args()
     folders(arguments, "gradma", tried=bool(arguments.rounds))
-    table1(arguments)
+    COMMANDS[arguments.what](arguments)
     return 0
 
 
 def table1(arguments: argparse.Namespace) -> None:
     """Run what is missing, and write the table after each step."""
-    if arguments.small and arguments.data not in SMALLER:
-        raise FedraxError(f"--small: {arguments.data} has no smaller budget; {', '.join(SMALLER)} has.")
+    runs, cells, wanted = prepare(arguments)
     printed = read_printed(arguments.data)
-    cells = list(dict.fromkeys(cell for cell, _ in printed))
-    wanted = [cell for cell in cells if arguments.cells is None or f"{cell.cohort},{cell.omega:g}" in arguments.cells]
-    if arguments.cells is not None and len(wanted) != len(set(arguments.cells)):
-        every = ", ".join(f"{cell.cohort},{cell.omega:g}" for cell in cells)
-        raise FedraxError(f"--cells: the table's columns are {every}, not {' '.join(arguments.cells)}.")
-    changes = SMALLER[arguments.data] if arguments.small else None
-    file, kept = HERE / f"{arguments.data}.toml", arguments.results / f"{name_of(arguments)}.jsonl"
-    runs = Runs(file, kept, arguments.rounds, arguments.data_dir, arguments.local_step, changes)
     if not arguments.only_write:
         for cell, method, points, seed in work(runs, wanted, arguments.methods, arguments.seeds, arguments.search):
-            if all(runs.stored(cell, method, point, seed) for point in points):
+            if not runs.missing(cell, method, points, seed):
                 continue
             began = time.monotonic()
             runs.run(cell, method, points, seed)
@@ -86,6 +89,49 @@ def table1(arguments: argparse.Namespace) -> None:
             print(f"{cell}, {method}, seed {seed}, {took:.0f} s: {shown}", flush=True)
             write(arguments, runs, cells, printed)
     print(write(arguments, runs, cells, printed))
+
+
+def prepare(arguments: argparse.Namespace) -> tuple[Runs, list[Cell], list[Cell]]:
+    """The kept runs of Table 1, its columns, and those of --cells."""
+    if arguments.small and arguments.data not in SMALLER:
+        raise FedraxError(f"--small: {arguments.data} has no smaller budget; {', '.join(SMALLER)} has.")
+    cells = list(dict.fromkeys(cell for cell, _ in read_printed(arguments.data)))
+    wanted = [cell for cell in cells if arguments.cells is None or f"{cell.cohort},{cell.omega:g}" in arguments.cells]
+    if arguments.cells is not None and len(wanted) != len(set(arguments.cells)):
+        every = ", ".join(f"{cell.cohort},{cell.omega:g}" for cell in cells)
+        raise FedraxError(f"--cells: the table's columns are {every}, not {' '.join(arguments.cells)}.")
+    first = {"local step": arguments.local_step, "server step": arguments.server_step}
+    chosen = {axis: value for axis, value in first.items() if value is not None}
+    return kept(arguments, name_of(arguments), chosen, curves=arguments.curves), cells, wanted
+
+
+def kept(arguments: argparse.Namespace, name: str, first: dict[str, float] | None = None, **options: Any) -> Runs:
+    """The runs in results/NAME.jsonl."""
+    changes = SMALLER[arguments.data] if arguments.small else None
+    file, lines = HERE / f"{arguments.data}.toml", arguments.results / f"{name}.jsonl"
+    return Runs(file, lines, arguments.rounds, arguments.data_dir, first, changes, **options)
+
+
+def table2(arguments: argparse.Namespace) -> None:
+    """Table 2, and the curves of Figures 1 to 4 and 9 to 19, from the runs that ``table1 --curves`` keeps."""
+    figures.table2(arguments, prepare(arguments)[0], HERE / "table2_printed.csv")
+
+
+def betas(arguments: argparse.Namespace) -> None:
+    """Figures 5 and 21."""
+    runs, _, wanted = prepare(arguments)
+    wanted = [cell for cell in wanted if cell.cohort == STUDIED]
+    figures.betas(arguments, runs, kept(arguments, f"betas-{arguments.data}"), wanted)
+
+
+def memory(arguments: argparse.Namespace) -> None:
+    """Figures 6, 7 and 22."""
+    runs, _, wanted = prepare(arguments)
+    wanted = [cell for cell in wanted if cell.cohort == STUDIED]
+    figures.memory(arguments, runs, kept(arguments, f"memory-{arguments.data}", axes=figures.MEMORY_AXES), wanted)
+
+
+COMMANDS = {"table1": table1, "table2": table2, "betas": betas, "memory": memory}
 
 
 def name_of(arguments: argparse.Namespace) -> str:
@@ -107,17 +153,19 @@ def write(arguments: argparse.Namespace, runs: Runs, cells: list[Cell], printed:
     command = f"python -m papers.gradma table1 --data {arguments.data} --search {arguments.search}"
     command += (" --small" if arguments.small else "") + (f" --rounds {arguments.rounds}" if arguments.rounds else "")
     command += f" --local-step {arguments.local_step:g}" if arguments.local_step else ""
+    command += f" --server-step {arguments.server_step:g}" if arguments.server_step else ""
     budget = "On a smaller budget than the paper's 1,000 rounds of batches of 64: " if arguments.small else ""
     note = (
         "Top test accuracy in % over all evaluations of a run, mean ± standard deviation over the seeds run; paper: "
         "its Table 1, page 6; gap: ours - paper; second half: the mean over the evaluations of the second half of the "
-        "same runs. The best point is that of the first seed with the highest top "
-        f"accuracy among the points tried. {budget}{runs.rounds} rounds"
+        "same runs. The best point is the one with the highest mean top accuracy among those run with all seeds (if "
+        "there is none, the first seed's); nearest: the point tried that comes nearest to the paper's number, which is "
+        f"no measure of the method but of what the authors may have run. {budget}{runs.rounds} rounds"
         f" of {runs.table['algorithm']['local']['steps']} steps on batches of"
         f" {runs.table['algorithm']['local']['batch_size']}. Written by "
         f"`{command}` (runs on {' and '.join(runs.machines())}; {datetime.date.today().isoformat()})."
     )
-    columns = "|(S, omega)|paper|ours|gap|second half|seeds|points tried|best point|run on"
+    columns = "|(S, omega)|paper|ours|gap|second half|seeds|points tried|best point|run on|nearest|nearest point tried"
     every = list(itertools.product(METHODS, cells))
     known = [pair for pair in every if runs.known(pair[1], pair[0], arguments.seeds[0])]
     rows = [row_of(runs, cell, method, arguments.seeds, *printed[cell, method]) for method, cell in known]
@@ -144,7 +192,8 @@ def write(arguments: argparse.Namespace, runs: Runs, cells: list[Cell], printed:
 
 def row_of(runs: Runs, cell: Cell, method: str, seeds: list[int], mean: float, deviation: float) -> list[str]:
     """A method's row for a column of the paper's table."""
-    known, best = runs.known(cell, method, seeds[0]), best_point(runs, cell, method, seeds[0])
+    known, best = runs.known(cell, method, seeds[0]), best_point(runs, cell, method, seeds)
+    near, close = nearest(runs, cell, method, seeds, mean)
     seeds = [seed for seed in seeds if runs.stored(cell, method, best, seed)]
     tops = [runs.top(cell, method, best, seed) or 0.0 for seed in seeds]
     usual = sum(runs.usual(cell, method, best, seed) for seed in seeds) / len(seeds)
@@ -154,7 +203,17 @@ def row_of(runs: Runs, cell: Cell, method: str, seeds: list[int], mean: float, d
     dates = [runs.date(cell, method, best, seed) for seed in seeds]
     on = " to ".join(sorted({min(dates), max(dates)}))
     row = [method, column(cell), f"{mean:.2f} ± {deviation:.2f}", ours, gap, f"{usual:.2f}"]
-    return [*row, str(len(tops)), tried, in_words(method, best), on]
+    return [*row, str(len(tops)), tried, in_words(method, best), on, close, in_words(method, near)]
+
+
+def nearest(runs: Runs, cell: Cell, method: str, seeds: list[int], printed: float) -> tuple[Point, str]:
+    """The point whose mean top accuracy over the seeds run is nearest to the printed one, and that accuracy."""
+    tops: dict[Point, list[float]] = {}
+    for each in seeds:
+        for point, top in runs.known(cell, method, each).items():
+            tops.setdefault(point, []).append(top)
+    near = min(tops, key=lambda point: abs(sum(tops[point]) / len(tops[point]) - printed))
+    return near, spread(tops[near], ".2f") + (f" ({len(tops[near])} seed)" if len(tops[near]) == 1 else "")
 
 
 def tried_of(runs: Runs, cell: Cell, method: str, seeds: list[int], mean: float, deviation: float) -> list[list[str]]:

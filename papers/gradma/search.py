@@ -7,7 +7,7 @@ import datetime
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,9 @@ AXES: dict[str, tuple[tuple[str, ...], tuple[float, ...]]] = {
     "beta1 (GradMA)": (("beta1",), (0.1, 0.5, 0.9)),
     "beta2": (("beta2",), (0.1, 0.5, 0.9)),
     "beta": (("beta",), (0.1, 0.5, 0.9)),
+    "memory": (("memory",), (0, 10, 20, 40, 60, 80, 100)),
 }
-"""The grids of the paper's appendix .2.1: which key of a method's table, and its values."""
+"""The grids of the paper's appendix .2.1, and the sizes of memory of its Figure 6: key of a method's table, values."""
 METHODS: dict[str, tuple[str, ...]] = {
     "FedAvg": ("local step", "server step"),
     "FedProx": ("local step", "server step", "mu"),
@@ -74,8 +75,9 @@ Key = tuple[Cell, str, Point, int]
 class Runs:
     """Runs of one experiment file's methods: a line of JSON each, which later sessions and machines add to.
 
-    kept: the file of these lines. rounds: instead of the file's. local_step: where a search starts. changes: of the
-    file's table.
+    kept: the file of these lines. rounds: instead of the file's. first: values of axes at which a search starts.
+    changes: of the file's table. curves: a run that was kept without its curve counts as missing. axes: of each
+    method's points.
     """
 
     def __init__(
@@ -84,23 +86,24 @@ class Runs:
         kept: Path,
         rounds: int | None,
         data_dir: str | None,
-        local_step: float | None = None,
+        first: Mapping[str, float] | None = None,
         changes: Mapping[str, Any] | None = None,
+        curves: bool = False,
+        axes: Mapping[str, tuple[str, ...]] | None = None,
     ):
         self.table = merge_tables(files.read_toml(file), changes or {})
         self.file, self.kept, self.data_dir = file, kept, data_dir
-        self.local_step = local_step
+        self.first, self.curves, self.axes = dict(first or {}), curves, METHODS if axes is None else axes
         self.rounds = rounds or self.table["run"]["rounds"]
         self.base = {entry["label"]: entry for entry in self.table["compare"]}
         self._built: tuple[tuple[Cell, int] | None, Any, Any] = (None, None, None)
         self._read: tuple[int, dict[Key, dict[str, Any]]] = (0, {})
 
     def start(self, method: str) -> Point:
-        """The point of the file, or that with ``local_step``."""
+        """The point of the file, with the values of ``first``."""
         entry = merge_tables(self.table["algorithm"], self.base[method])
-        if self.local_step is not None:
-            entry = merge_tables(entry, {"local": {"lr": self.local_step}})
-        return tuple(_value(entry, *AXES[axis]) for axis in METHODS[method])
+        chosen = {axis: self.first.get(axis.removesuffix(" (GradMA)")) for axis in self.axes[method]}
+        return tuple(_value(entry, *AXES[axis]) if value is None else value for axis, value in chosen.items())
 
     def stored(self, cell: Cell, method: str, point: Point, seed: int) -> dict[str, Any] | None:
         """The record of a run, None where there is none; FedraxError if it is of another experiment."""
@@ -109,6 +112,11 @@ class Runs:
             which = f"{cell}, {method}, seed {seed}"
             raise FedraxError(f"{self.kept} holds a run of another experiment, {which}: choose another --results.")
         return record
+
+    def missing(self, cell: Cell, method: str, points: Iterable[Point], seed: int) -> list[Point]:
+        """The points that are still to be run."""
+        stored = {point: self.stored(cell, method, point, seed) for point in points}
+        return [point for point, record in stored.items() if record is None or (self.curves and "curve" not in record)]
 
     def _records(self) -> dict[Key, dict[str, Any]]:
         """All that are kept, read anew where another process has added to them."""
@@ -132,7 +140,7 @@ class Runs:
 
     def run(self, cell: Cell, method: str, points: list[Point], seed: int) -> None:
         """Run what is not stored, and store it as it is done: the points of one method together where that pays."""
-        points = [point for point in points if self.stored(cell, method, point, seed) is None]
+        points = self.missing(cell, method, points, seed)
         if not points:
             return
         made = [self._experiment(cell, method, point, seed) for point in points]
@@ -156,6 +164,8 @@ class Runs:
                 "top": round(max(accuracy, default=0.0), 4),
                 "second_half": round(sum(half) / max(1, len(half)), 4),
                 "diverged": result.stopped == "diverged",
+                "every": self.table["run"]["eval_every"],
+                "curve": [round(one, 2) for one in accuracy],
                 "experiment": self._digest(cell, method, point, seed),
                 "processor": processor(),
                 "date": datetime.date.today().isoformat(),
@@ -180,6 +190,12 @@ class Runs:
         record = self.stored(cell, method, point, seed)
         return 0.0 if record is None else record["second_half"]
 
+    def curve(self, cell: Cell, method: str, point: Point, seed: int) -> list[tuple[int, float]]:
+        """(round, test accuracy in percent) of a stored run's evaluations; empty where no curve was kept."""
+        record = self.stored(cell, method, point, seed) or {}
+        every = record.get("every", 1)
+        return [(every * (i + 1), accuracy) for i, accuracy in enumerate(record.get("curve", ()))]
+
     def date(self, cell: Cell, method: str, point: Point, seed: int) -> str:
         """When a stored run was made; empty where there is none."""
         record = self.stored(cell, method, point, seed)
@@ -187,14 +203,14 @@ class Runs:
 
     def known(self, cell: Cell, method: str, seed: int) -> dict[Point, float]:
         """Every point of the grid that has been run, with its top accuracy."""
-        every = itertools.product(*(AXES[axis][1] for axis in METHODS[method]))
+        every = itertools.product(*(AXES[axis][1] for axis in self.axes[method]))
         found = {point: self.top(cell, method, point, seed) for point in every}
         return {point: top for point, top in found.items() if top is not None}
 
     def _table(self, cell: Cell, method: str, point: Point, seed: int) -> dict[str, Any]:
         """The run as an experiment file of one method."""
         over: dict[str, Any] = {}
-        for axis, value in zip(METHODS[method], point, strict=True):
+        for axis, value in zip(self.axes[method], point, strict=True):
             over = merge_tables(over, _nested(AXES[axis][0], value))
         table = {key: value for key, value in self.table.items() if key not in ("seeds", "compare")}
         table["partition"] = table["partition"] | {"omega": cell.omega, "seed": seed}
@@ -231,23 +247,32 @@ def candidates(runs: Runs, cell: Cell, method: str, seed: int, stage: int, mode:
     return [(*best[: stage - 1], value, *best[stage:]) for value in axes[stage - 1]]
 
 
-def best_point(runs: Runs, cell: Cell, method: str, seed: int) -> Point:
-    """Of the points run with ``seed`` that with the highest top accuracy, as "top accuracy" asks for."""
-    known = runs.known(cell, method, seed)
-    return max(known, key=lambda point: known[point]) if known else runs.start(method)
+def best_point(runs: Runs, cell: Cell, method: str, seeds: Sequence[int]) -> Point:
+    """The point with the highest mean top accuracy of those run with all seeds; if none was, with the first seed."""
+    tried = [runs.known(cell, method, seed) for seed in seeds]
+    complete = [point for point in tried[0] if all(point in known for known in tried)]
+    if complete:
+        return max(complete, key=lambda point: sum(known[point] for known in tried))
+    return max(tried[0], key=lambda point: tried[0][point]) if tried[0] else runs.start(method)
 
 
 def work(runs: Runs, cells: list[Cell], methods: list[str], seeds: list[int], mode: str) -> Iterator[tuple]:
     """(cell, method, points, seed) in the order in which they are run: a stage of the search in all cells before the
-    next stage, and the search, with the first seed, before the other seeds.
+    next stage, and the search, with the first seed, before the other seeds: those at the best point, or without a
+    search (mode "none") at the same point. Mode "best": the best points kept, and nothing else.
     """
+    if mode == "best":
+        for seed, cell, method in itertools.product(seeds, cells, methods):
+            yield cell, method, [best_point(runs, cell, method, seeds)], seed
+        return
     for stage in range(1 + max(len(METHODS[method]) for method in methods)):
         for cell, method in itertools.product(cells, methods):
             points = candidates(runs, cell, method, seeds[0], stage, mode)
             if points:
                 yield cell, method, points, seeds[0]
     for seed, cell, method in itertools.product(seeds[1:], cells, methods):
-        yield cell, method, [best_point(runs, cell, method, seeds[0])], seed
+        point = runs.start(method) if mode == "none" else best_point(runs, cell, method, seeds[:1])
+        yield cell, method, [point], seed
 
 
 def _value(table: Mapping[str, Any], path: tuple[str, ...], values: tuple[float, ...]) -> float:

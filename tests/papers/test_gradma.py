@@ -75,16 +75,16 @@ def test_the_search_walks_one_axis_after_another(tmp_path: Path) -> None:
     ran(start, 50.0)
     assert candidates(runs, cell, "FedProx", 0, 1, "axes") == [(lr, 1.0, 0.01) for lr in (0.001, 0.01, 0.1)]
     ran((0.1, 1.0, 0.01), 70.0)
-    assert best_point(runs, cell, "FedProx", 0) == (0.1, 1.0, 0.01)
+    assert best_point(runs, cell, "FedProx", [0]) == (0.1, 1.0, 0.01)
     assert candidates(runs, cell, "FedProx", 0, 2, "axes") == [(0.1, lr, 0.01) for lr in (0.1, 1.0, 10.0)]
     ran((0.1, 10.0, 0.1), 90.0)  # off the way: the search goes the same way again
     assert candidates(runs, cell, "FedProx", 0, 1, "axes") == [(lr, 1.0, 0.01) for lr in (0.001, 0.01, 0.1)]
-    assert best_point(runs, cell, "FedProx", 0) == (0.1, 10.0, 0.1)
+    assert best_point(runs, cell, "FedProx", [0]) == (0.1, 10.0, 0.1)
     assert len(candidates(runs, cell, "FedProx", 0, 1, "grid")) == 27
     assert candidates(runs, cell, "FedProx", 0, 1, "none") == []
     assert runs.top(cell, "FedProx", (0.1, 1.0, 0.01), 0) == 70
     assert runs.usual(cell, "FedProx", (0.1, 1.0, 0.01), 0) == 40
-    elsewhere = Runs(HERE / "mnist.toml", runs.kept, None, None, local_step=0.1)
+    elsewhere = Runs(HERE / "mnist.toml", runs.kept, None, None, {"local step": 0.1})
     assert elsewhere.start("FedProx") == (0.1, 1.0, 0.01)
     with runs.kept.open("a") as file:
         file.write('{"cohort": 10, "om')  # the process was killed

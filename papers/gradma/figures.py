@@ -1,0 +1,202 @@
+"""Table 2 and the figures, from the curves of kept runs; and the runs of Figures 5 to 7, 21 and 22."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from fedrax.report.curves import DASHES, PALETTE, save_curves
+from papers.gradma.search import AXES, METHODS, Cell, Point, Runs, best_point
+from papers.losac.running import spread, write_table
+
+GROUPS = {
+    "GradMA-W (Figures 1, 9, 11)": ("FedAvg", "FedProx", "FedMLB", "MOON", "Scaffold", "GradMA-W"),
+    "GradMA-S (Figures 2, 12, 14)": ("FedAvgM", "MIFA", "MIFAM", "GradMA-S"),
+    "GradMA (Figures 3, 15, 17)": ("FedProxM", "FedMLBM", "MOONM", "FedDyn", "MimeLite", "GradMA"),
+    "ablation (Figures 4, 18, 19)": ("GradMA-W", "GradMA-S", "GradMA"),
+}
+"""The paper's groups of methods, a figure each."""
+BETAS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)
+"""Values of beta1 and beta2 in Figures 5 and 21."""
+MEMORIES = AXES["memory"][1]
+TWICE = ("Scaffold", "MimeLite")
+"""Methods of which a round sends twice as much, which the paper counts twice in Table 2."""
+
+
+def rounds_to(curve: Sequence[tuple[int, float]], accuracy: float) -> int | None:
+    """The first evaluated round with at least this accuracy in percent."""
+    return next((round for round, reached in curve if reached >= accuracy), None)
+
+
+def table2(arguments: argparse.Namespace, runs: Runs, file: Path) -> None:
+    """Rounds to an accuracy at each method's best point, and the curves of all groups."""
+    with file.open() as rows:
+        printed = [row for row in csv.DictReader(rows) if row["data"] == arguments.data]
+    cells = list(dict.fromkeys(Cell(int(row["S"]), float(row["omega"])) for row in printed))
+    table = []
+    for row in printed:
+        cell, method, goal = Cell(int(row["S"]), float(row["omega"])), row["method"], float(row["accuracy"])
+        point = best_point(runs, cell, method, arguments.seeds)
+        curves = [c for seed in arguments.seeds if (c := runs.curve(cell, method, point, seed))]
+        reached = [rounds for curve in curves if (rounds := rounds_to(curve, goal)) is not None]
+        factor = 2 if method in TWICE else 1
+        ours = spread([factor * rounds for rounds in reached], ".0f") if curves else "not run"
+        mean = factor * sum(reached) / len(reached) if reached else None
+        gap = f"{mean - float(row['rounds']):+.0f}" if mean is not None and row["rounds"] else "-"
+        reach = f"{len(reached)} of {len(curves)}"
+        table.append([method, f"({cell.cohort}, {cell.omega:g})", f"{goal:g}", row["rounds"] or "-", ours, gap, reach])
+    note = (
+        "Rounds to a test accuracy at the best points of Table 1; paper: its Table 2, page 7 ('-': not reached; the "
+        f"row of GradMA is lost in the text at hand). We evaluate every {runs.table['run']['eval_every']} rounds, the "
+        f"paper every round. {' and '.join(TWICE)} count twice, because a round of theirs sends twice as much. "
+        "Reached: how many of the runs with a curve; the mean is over these."
+    )
+    columns = ["", "(S, omega)", "accuracy %", "paper", "ours", "gap", "reached"]
+    title = f"GradMA, Table 2 ({arguments.data.upper() if arguments.data == 'mnist' else 'CIFAR-10'})"
+    write_table(arguments, f"table2-{arguments.data}", title, note, columns, table, "papers.gradma")
+    save_curves(draw_groups(runs, cells, arguments.seeds), arguments.results / f"curves-{arguments.data}")
+
+
+def draw_groups(runs: Runs, cells: Sequence[Cell], seeds: Sequence[int]) -> Figure:
+    """A row for each group and a column for each cell: mean accuracy over the seeds that have a curve."""
+    figure = Figure(figsize=(2.9 * len(cells), 2.5 * len(GROUPS)), layout="constrained")
+    grid = figure.subplots(len(GROUPS), len(cells), squeeze=False, sharex=True, sharey="col")
+    for line, (group, methods) in zip(grid, GROUPS.items(), strict=True):
+        for axes, cell in zip(line, cells, strict=True):
+            for i, method in enumerate(methods):
+                point = best_point(runs, cell, method, seeds)
+                draw_curve(axes, [runs.curve(cell, method, point, seed) for seed in seeds], method, i)
+            axes.set_title(f"S = {cell.cohort}, omega = {cell.omega:g}", fontsize="small")
+            style(axes)
+        line[0].set_ylabel(f"{group}\ntest accuracy %", fontsize="small")
+        line[-1].legend(fontsize="x-small", frameon=False)
+    for axes in grid[-1]:
+        axes.set_xlabel("communication rounds")
+    return figure
+
+
+def draw_curve(axes, curves: Sequence[Sequence[tuple[int, float]]], label: str, i: int) -> None:
+    """The mean of several curves; nothing if there is none."""
+    kept = [np.array(curve) for curve in curves if curve]
+    if kept:
+        mean = np.mean([curve[:, 1] for curve in kept], 0)
+        dash = DASHES[i // len(PALETTE)]
+        axes.plot(kept[0][:, 0], mean, dash, color=PALETTE[i % len(PALETTE)], linewidth=1.1, label=label)
+
+
+def style(axes) -> None:
+    """Grid and frame as in the other figures."""
+    axes.grid(color="0.92", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def steps_of(runs: Runs, cell: Cell, seeds: Sequence[int]) -> Point:
+    """Local step and server step of GradMA-S at its best point of Table 1."""
+    return best_point(runs, cell, "GradMA-S", seeds)[:2]
+
+
+def betas(arguments: argparse.Namespace, table1: Runs, runs: Runs, cells: Sequence[Cell]) -> None:
+    """Figures 5 and 21: top accuracy of GradMA-S for 36 pairs (beta1, beta2), with Table 1's MIFA and MIFAM beside."""
+    rows, pictures = [], {}
+    for cell, seed in itertools.product(cells, arguments.seeds):
+        steps = steps_of(table1, cell, arguments.seeds)
+        points = [(*steps, *pair) for pair in itertools.product(BETAS, BETAS)]
+        if not arguments.only_write:
+            runs.run(cell, "GradMA-S", points, seed)
+    for cell in cells:
+        steps = steps_of(table1, cell, arguments.seeds)
+        mean = np.full((len(BETAS), len(BETAS)), np.nan)
+        for (i, beta1), (j, beta2) in itertools.product(enumerate(BETAS), enumerate(BETAS)):
+            tops = [runs.top(cell, "GradMA-S", (*steps, beta1, beta2), seed) for seed in arguments.seeds]
+            tops = [top for top in tops if top is not None]
+            mean[i, j] = sum(tops) / len(tops) if tops else np.nan
+        pictures[f"S = {cell.cohort}, omega = {cell.omega:g}"] = mean
+        if np.isnan(mean).all():
+            continue
+        for i, beta1 in enumerate(BETAS):
+            best = BETAS[int(np.nanargmax(mean[i]))]
+            shown = [f"{one:.2f}" for one in mean[i]]
+            rows.append([f"({cell.cohort}, {cell.omega:g})", f"{beta1:g}", *shown, f"{best:g}"])
+        for method in ("MIFA", "MIFAM"):
+            point = best_point(table1, cell, method, arguments.seeds)
+            tops = [table1.top(cell, method, point, seed) for seed in arguments.seeds]
+            ours = spread([top for top in tops if top is not None], ".2f")
+            rows.append([f"({cell.cohort}, {cell.omega:g})", method, ours, *["-"] * len(BETAS)])
+    seeds = max(
+        len(seeds_with(runs, cell, (*steps_of(table1, cell, arguments.seeds), 0.0, 0.0), arguments.seeds))
+        for cell in cells
+    )
+    note = (
+        "Top test accuracy in % of GradMA-S for each beta1 (rows) and beta2 (columns), mean over "
+        f"{seeds} seed{'s' if seeds != 1 else ''}; m = 100, local and server steps of the best point of Table 1. The "
+        "paper draws the same as a picture without numbers and says that beta2 > 0 is mostly better than 0, and that "
+        "GradMA-S with beta2 = 0 is ahead of MIFA and MIFAM for every beta1. Their rows: best points of Table 1."
+    )
+    columns = ["(S, omega)", "beta1", *(f"beta2 = {beta:g}" for beta in BETAS), "best beta2"]
+    name = f"betas-{arguments.data}"
+    write_table(arguments, name, "GradMA, Figures 5 and 21 (beta1, beta2)", note, columns, rows, "papers.gradma")
+    save_curves(draw_betas(pictures), arguments.results / name)
+
+
+def seeds_with(runs: Runs, cell: Cell, point: Point, seeds: Sequence[int]) -> list[int]:
+    """The seeds with which GradMA-S has been run at a point."""
+    return [seed for seed in seeds if runs.stored(cell, "GradMA-S", point, seed) is not None]
+
+
+def draw_betas(pictures: dict[str, np.ndarray]) -> Figure:
+    """A map of accuracies for each cell."""
+    figure = Figure(figsize=(3.4 * len(pictures), 3.2), layout="constrained")
+    for axes, (title, mean) in zip(figure.subplots(1, len(pictures), squeeze=False)[0], pictures.items(), strict=True):
+        image = axes.imshow(mean, origin="lower", cmap="viridis")
+        figure.colorbar(image, ax=axes, shrink=0.8)
+        axes.set_xticks(range(len(BETAS)), [f"{beta:g}" for beta in BETAS])
+        axes.set_yticks(range(len(BETAS)), [f"{beta:g}" for beta in BETAS])
+        axes.set_xlabel("beta2")
+        axes.set_ylabel("beta1")
+        axes.set_title(title, fontsize="medium")
+    return figure
+
+
+def memory(arguments: argparse.Namespace, table1: Runs, runs: Runs, cells: Sequence[Cell]) -> None:
+    """Figures 6, 7 and 22: GradMA-S with m clients in its memory; m = 0 is FedAvgM."""
+    points = {cell: best_point(table1, cell, "GradMA-S", arguments.seeds) for cell in cells}
+    if not arguments.only_write:
+        for seed, cell, m in itertools.product(arguments.seeds, cells, MEMORIES):
+            runs.run(cell, "GradMA-S", [(*points[cell], m)], seed)
+    figure = Figure(figsize=(3.6 * len(cells), 3.2), layout="constrained")
+    rows = []
+    for axes, cell in zip(figure.subplots(1, len(cells), squeeze=False)[0], cells, strict=True):
+        for i, m in enumerate(MEMORIES):
+            point = (*points[cell], m)
+            seeds = seeds_with(runs, cell, point, arguments.seeds)
+            tops = [runs.top(cell, "GradMA-S", point, seed) or 0.0 for seed in seeds]
+            usual = [runs.usual(cell, "GradMA-S", point, seed) for seed in seeds]
+            shown = [spread(values, ".2f") for values in (tops, usual)]
+            rows.append([f"({cell.cohort}, {cell.omega:g})", f"{m}", *shown, f"{len(seeds)}"])
+            draw_curve(axes, [runs.curve(cell, "GradMA-S", point, seed) for seed in seeds], f"m = {m}", i)
+        axes.set_title(f"S = {cell.cohort}, omega = {cell.omega:g}", fontsize="medium")
+        axes.set_xlabel("communication rounds")
+        axes.set_ylabel("test accuracy %")
+        axes.legend(fontsize="x-small", frameon=False)
+        style(axes)
+    note = (
+        "Top test accuracy in % of GradMA-S and its mean over the second half of the run, mean ± standard deviation "
+        "over the seeds run, for memories of m clients; m = 0 is FedAvgM. Steps and betas of the best point of Table "
+        "1. The paper draws curves and bars without numbers: at omega = 0.01 m = 0 is far behind, at omega = 0.1 level "
+        "on MNIST, and accuracy does not rise steadily with m."
+    )
+    columns = ["(S, omega)", "m", "top", "second half", "seeds"]
+    name = f"memory-{arguments.data}"
+    write_table(arguments, name, "GradMA, Figures 6, 7 and 22 (memory)", note, columns, rows, "papers.gradma")
+    save_curves(figure, arguments.results / name)
+
+
+MEMORY_AXES = {"GradMA-S": (*METHODS["GradMA-S"], "memory")}
+"""The axes of the runs of `memory`."""
