@@ -6,7 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import fedrax
-from docs import benchmark_pages, method_table, reference_pages
+from docs import benchmark_pages, method_table, paper_pages, reference_pages
 
 project = "fedrax"
 author = "fedrax developers"
@@ -15,6 +15,7 @@ version = release = fedrax.__version__
 extensions = [
     "docs.mathml",
     "docs.navigation",
+    "docs.paper_pages",
     "docs.reference_pages",
     "myst_parser",
     "sphinx.ext.autodoc",
@@ -47,4 +48,5 @@ python_maximum_signature_line_length = 88
 GENERATED = Path(__file__).parent / "_generated"
 method_table.write(GENERATED / "methods.md")
 benchmark_pages.collect(GENERATED)
+paper_pages.write_pages(GENERATED)
 reference_pages.write_pages()
