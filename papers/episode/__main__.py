@@ -1,7 +1,9 @@
-"""``python -m papers.episode fig3|snli|cifar10``: EPISODE beside CELGC and others, as tables and pictures.
+"""``python -m papers.episode WHAT``: EPISODE beside CELGC and others, as tables and pictures.
 
-fig3 is Figure 3's quartic pair. snli and cifar10 are at similarity 30 and 10 %, made for a GPU, or --small; their runs
-are kept below --out, and an interrupted command goes on where it was.
+fig3 is Figure 3's quartic pair, points its nine tuning points; proposition1 and speedup check the theory. snli and
+cifar10 are at similarity 30 and 10 %, made for a GPU, or --small; their runs are kept below --out, and an interrupted
+command goes on where it was. tuning, table3 (with Table 2 and Figures 1, 6 and 7) and sent140 keep theirs beside the
+tables.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from fedrax.report.curves import PALETTE, draw_curves, save_curves
 from fedrax.report.runs import last_values
 from papers.arguments import count, folders
 from papers.ending import in_a_sentence
+from papers.episode import synthetic, text
 from papers.losac import running as losac
 from papers.losac.running import few_seeds, processor, spread
 
@@ -49,10 +52,11 @@ Paths = dict[str, np.ndarray]
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m papers.episode", description=__doc__)
-    commands = {"fig3": fig3, "snli": similarity, "cifar10": similarity}
+    commands = {"fig3": fig3, "snli": similarity, "cifar10": similarity, **LISTED}
     parser.add_argument("what", choices=list(commands))
+    many = "how many; by default 200 for fig3, the file's for snli and cifar10, and 3 for the others"
     parser.add_argument("--small", action="store_true", help="snli and cifar10: in a size for a few cores")
-    parser.add_argument("--seeds", type=count, help="how many; by default 200 for fig3, and the file's for the others")
+    parser.add_argument("--seeds", type=count, help=many)
     kept = "where runs of snli and cifar10 are kept; by default runs/episode"
     parser.add_argument("--out", type=Path, help=kept)
     parser.add_argument("--data-dir", help="where data files lie; by default $FEDRAX_DATA")
@@ -60,11 +64,25 @@ def main() -> int:
     where = "where table and picture go; by default beside this command, or with the runs where --rounds is given, or"
     where += " --seeds to fig3"
     parser.add_argument("--results", type=Path, help=where)
+    parser.add_argument("--methods", nargs="+", metavar="METHOD", help="table3 and sent140: rows of these methods only")
+    parser.add_argument("--only-write", action="store_true", help="run nothing, write the tables of kept runs")
     arguments = parser.parse_args()
-    fewer = arguments.what == "fig3" and arguments.seeds not in (None, SEEDS)  # the others' pages are of three
+    fewer = arguments.what == "fig3" and arguments.seeds not in (None, SEEDS)  # the others say how many they have
     folders(arguments, "episode", tried=bool(arguments.rounds or fewer))
+    if arguments.what in LISTED:
+        arguments.seeds = list(range(arguments.seeds or losac.SEEDS))
     commands[arguments.what](arguments)
     return 0
+
+
+LISTED = {
+    "proposition1": synthetic.proposition1,
+    "points": synthetic.points,
+    "speedup": synthetic.speedup,
+    "tuning": text.tuning,
+    "table3": text.table3,
+}
+"""Further commands, which take a list of seeds."""
 
 
 def fig3(arguments: argparse.Namespace) -> None:

@@ -1,7 +1,7 @@
-"""``python -m papers.gradma table1|table2|betas|memory``: GradMA's tables and figures beside the paper's numbers.
+"""``python -m papers.gradma WHAT``: GradMA's tables and figures beside the paper's numbers.
 
 table1: top accuracies in MNIST's (or CIFAR-10's) columns; table2: rounds to an accuracy and all curves, from the runs
-of table1; betas: Figures 5 and 21; memory: Figures 6, 7 and 22.
+of table1; betas: Figures 5 and 21; memory: Figures 6, 7 and 22; speedup: Corollary 1 on a quadratic problem.
 
 Every run is kept as a line of ``table1-mnist.jsonl`` beside the table and not run again: break the command off when you
 like, and type it again to go on, on another machine too. The table is written after each run of a method, from what
@@ -23,7 +23,7 @@ from typing import Any
 from fedrax import FedraxError, files
 from papers.arguments import Different, count, folders, seed
 from papers.ending import in_a_sentence
-from papers.gradma import figures
+from papers.gradma import figures, speedup
 from papers.gradma.search import AXES, METHODS, Cell, Point, Runs, best_point, work
 from papers.losac.running import spread
 
@@ -131,7 +131,7 @@ def memory(arguments: argparse.Namespace) -> None:
     figures.memory(arguments, runs, kept(arguments, f"memory-{arguments.data}", axes=figures.MEMORY_AXES), wanted)
 
 
-COMMANDS = {"table1": table1, "table2": table2, "betas": betas, "memory": memory}
+COMMANDS = {"table1": table1, "table2": table2, "betas": betas, "memory": memory, "speedup": speedup.speedup}
 
 
 def name_of(arguments: argparse.Namespace) -> str:
