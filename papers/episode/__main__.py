@@ -1,7 +1,7 @@
 """``python -m papers.episode WHAT``: EPISODE beside CELGC and others, as tables and pictures.
 
 fig3 is Figure 3's quartic pair, points its nine tuning points; proposition1 and speedup check the theory. snli and
-cifar10 are at similarity 30 and 10 %, made for a GPU, or --small; their runs are kept below --out, and an interrupted
+cifar10 run a file at two similarities, made for a GPU, or --small; their runs are kept below --out, and an interrupted
 command goes on where it was. tuning, table3 (with Table 2 and Figures 1, 6 and 7) and sent140 keep theirs beside the
 tables.
 """
@@ -26,14 +26,21 @@ from fedrax.report.curves import PALETTE, draw_curves, save_curves
 from fedrax.report.runs import last_values
 from papers.arguments import count, folders
 from papers.ending import in_a_sentence
-from papers.episode import synthetic, text
+from papers.episode import synthetic, text, tweets
 from papers.losac import running as losac
 from papers.losac.running import few_seeds, processor, spread
 
 HERE = Path(__file__).parent
 HETEROGENEITY = (1, 2, 4, 8)
 SEEDS = 200
-SIMILARITY = (30, 10)
+SIMILARITY = {
+    "snli": (30, 10),
+    "snli_small": (30, 10),
+    "cifar10": (50, 70),
+    "cifar10_resnet20": (50, 70),
+    "cifar10_small": (30, 10),
+}
+"""Percent, by experiment file; on CIFAR-10 the paper has 50 and 70."""
 PRINTED = {
     "snli": (
         Path(__file__).with_name("snli_printed.csv"),
@@ -54,6 +61,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m papers.episode", description=__doc__)
     commands = {"fig3": fig3, "snli": similarity, "cifar10": similarity, **LISTED}
     parser.add_argument("what", choices=list(commands))
+    parser.add_argument("--resnet20", action="store_true", help="cifar10: with a network for one GPU and an hour")
     many = "how many; by default 200 for fig3, the file's for snli and cifar10, and 3 for the others"
     parser.add_argument("--small", action="store_true", help="snli and cifar10: in a size for a few cores")
     parser.add_argument("--seeds", type=count, help=many)
@@ -81,6 +89,8 @@ LISTED = {
     "speedup": synthetic.speedup,
     "tuning": text.tuning,
     "table3": text.table3,
+    "sent140-tuning": tweets.tuning,
+    "sent140": tweets.sent140,
 }
 """Further commands, which take a list of seeds."""
 
@@ -147,14 +157,14 @@ def write(
 
 def similarity(arguments: argparse.Namespace) -> None:
     """Every method of a file at similarity 30 and 10 %."""
-    name = arguments.what + ("_small" if arguments.small else "")
+    name = arguments.what + ("_small" if arguments.small else "_resnet20" if arguments.resnet20 else "")
     chosen = argparse.Namespace(
         **vars(arguments) | {"seeds": list(range(arguments.seeds)) if arguments.seeds else None}
     )
     rows, few = [], ""
     file, remark = PRINTED[arguments.what]
     printed = {(r["similarity"], r["method"]): r["accuracy"] for r in csv.DictReader(file.open())} if file else {}
-    for percent in SIMILARITY:
+    for percent in SIMILARITY[name]:
         out = arguments.out / name / f"s={percent}"
         methods = losac.run(HERE / f"{name}.toml", out, chosen, "--partition.percent", str(percent))
         few = few_seeds(methods)
@@ -169,6 +179,7 @@ def similarity(arguments: argparse.Namespace) -> None:
             draw_curves(methods, title=f"{name}, similarity {percent} %"), arguments.results / f"{name}-s{percent}"
         )
     command = f"python -m papers.episode {arguments.what}" + (" --small" if arguments.small else "")
+    command += " --resnet20" if arguments.resnet20 else ""
     command += f" --seeds {arguments.seeds}" if arguments.seeds else ""
     command += f" --rounds {arguments.rounds}" if arguments.rounds else ""
     kind = "on the smaller budget of" if arguments.small else "with the settings of"

@@ -106,10 +106,10 @@ class Kept:
     def _table(self, changes: Mapping[str, Any], method: str, seed: int) -> dict[str, Any]:
         """The run as an experiment file of one method; its ``vectors`` are still relative to the data directory."""
         table = merge_tables(self.table, changes)
-        chosen = [entry for entry in table["compare"] if entry["label"] == method]
-        run = table["run"] | {"seed": seed} | ({"rounds": self.rounds} if self.rounds else {})
+        fewer = {"run": {"rounds": self.rounds}} if self.rounds else {}
+        chosen = [merge_tables(entry, fewer) for entry in table["compare"] if entry["label"] == method]
         rest = {key: value for key, value in table.items() if key not in ("seeds", "compare")}
-        return rest | {"compare": chosen, "run": run}
+        return rest | {"compare": chosen, "run": table["run"] | {"seed": seed}}
 
     def _experiment(self, changes: Mapping[str, Any], method: str, seed: int) -> experiment.Experiment:
         table = self._table(changes, method, seed)

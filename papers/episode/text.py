@@ -1,4 +1,4 @@
-"""Table 3 on sentence pairs, and from its runs Figures 1, 6 and 7 and Table 2; Figures 8 and 9 on tweets."""
+"""Table 3 on sentence pairs, and from its runs Figures 1, 6 and 7 and Table 2."""
 
 from __future__ import annotations
 
@@ -28,10 +28,6 @@ BANDWIDTH, LATENCY = 1e9, 1e-3
 """Bits a second between a client and the server, and seconds of an exchange, in the simulated times."""
 EXCHANGES = {"EPISODE": 2, "EPISODE (unclipped)": 2}
 """Exchanges of a round, where it is not one; EPISODE also computes one gradient more."""
-SILO_SHARES = (20, 10, 0)
-"""Similarities of the silos of users."""
-TWEET_GRID = (0.01, 0.03, 0.1, 0.3, 1.0)
-"""The paper's values of eta and of gamma on tweets."""
 
 
 def row_changes(steps: int, percent: float) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """``python -m papers.gradma WHAT``: GradMA's tables and figures beside the paper's numbers.
 
-table1: top accuracies in MNIST's (or CIFAR-10's) columns; table2: rounds to an accuracy and all curves, from the runs
+table1: top accuracies in a data set's columns; table2: rounds to an accuracy and all curves, from the runs
 of table1; betas: Figures 5 and 21; memory: Figures 6, 7 and 22; speedup: Corollary 1 on a quadratic problem.
 
 Every run is kept as a line of ``table1-mnist.jsonl`` beside the table and not run again: break the command off when you
@@ -50,7 +50,7 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m papers.gradma", description=__doc__)
     parser.add_argument("what", choices=list(COMMANDS))
-    parser.add_argument("--data", choices=["mnist", "cifar10"], default="mnist", help="which columns of the table")
+    parser.add_argument("--data", choices=list(figures.NAMES), default="mnist", help="which columns of the table")
     parser.add_argument("--small", action="store_true", help="cifar10: fewer rounds and smaller batches, on few cores")
     parser.add_argument(
         "--search", choices=list(SEARCHES), default="grid", help="; ".join(map(": ".join, SEARCHES.items()))
@@ -149,7 +149,7 @@ def read_printed(data: str) -> Printed:
 
 def write(arguments: argparse.Namespace, runs: Runs, cells: list[Cell], printed: Printed) -> str:
     """The table of the runs that there are, in results/."""
-    title = f"# GradMA, Table 1 ({'MNIST' if arguments.data == 'mnist' else 'CIFAR-10'})"
+    title = f"# GradMA, Table 1 ({figures.NAMES[arguments.data]})"
     command = f"python -m papers.gradma table1 --data {arguments.data} --search {arguments.search}"
     command += (" --small" if arguments.small else "") + (f" --rounds {arguments.rounds}" if arguments.rounds else "")
     command += f" --local-step {arguments.local_step:g}" if arguments.local_step else ""

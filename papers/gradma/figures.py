@@ -15,6 +15,8 @@ from fedrax.report.curves import DASHES, PALETTE, save_curves
 from papers.gradma.search import AXES, METHODS, Cell, Point, Runs, best_point
 from papers.losac.running import spread, write_table
 
+NAMES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "tiny_imagenet": "Tiny-ImageNet"}
+"""The data sets of the tables."""
 GROUPS = {
     "GradMA-W (Figures 1, 9, 11)": ("FedAvg", "FedProx", "FedMLB", "MOON", "Scaffold", "GradMA-W"),
     "GradMA-S (Figures 2, 12, 14)": ("FedAvgM", "MIFA", "MIFAM", "GradMA-S"),
@@ -58,7 +60,7 @@ def table2(arguments: argparse.Namespace, runs: Runs, file: Path) -> None:
         "Reached: how many of the runs with a curve; the mean is over these."
     )
     columns = ["", "(S, omega)", "accuracy %", "paper", "ours", "gap", "reached"]
-    title = f"GradMA, Table 2 ({arguments.data.upper() if arguments.data == 'mnist' else 'CIFAR-10'})"
+    title = f"GradMA, Table 2 ({NAMES[arguments.data]})"
     write_table(arguments, f"table2-{arguments.data}", title, note, columns, table, "papers.gradma")
     save_curves(draw_groups(runs, cells, arguments.seeds), arguments.results / f"curves-{arguments.data}")
 

@@ -1,5 +1,7 @@
 """Figure 3 of the EPISODE paper: the task against NumPy, and the command on fewer seeds."""
 
+import itertools
+import json
 import sys
 from pathlib import Path
 
@@ -12,10 +14,12 @@ import tomlkit
 from fedrax import FedraxError, files
 from fedrax.contract import Batch
 from fedrax.contract.task import objective
-from fedrax.data import load
+from fedrax.data import Dataset, as_samples, load
 from fedrax.experiments import comparison
 from fedrax.models import Polynomial
 from papers.episode import __main__ as episode
+from papers.episode import synthetic, text, tweets
+from papers.episode.silos import UserSilos
 
 HERE = Path(episode.__file__).parent
 
@@ -78,7 +82,7 @@ def test_similarity_runs_a_file_at_each_similarity(tmp_path: Path, monkeypatch: 
     table["model"] |= {"hidden": 2, "classifier": 2, "embedding": 2}
     (tmp_path / "snli_small.toml").write_text(tomlkit.dumps(table))
     monkeypatch.setattr(episode, "HERE", tmp_path)
-    monkeypatch.setattr(episode, "SIMILARITY", (10,))
+    monkeypatch.setattr(episode, "SIMILARITY", {"snli_small": (10,)})
     command = ["episode", "snli", "--small", "--rounds", "1", "--data-dir", str(tmp_path)]
     command += ["--out", str(tmp_path / "runs"), "--results", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", command)
@@ -90,7 +94,7 @@ def test_similarity_runs_a_file_at_each_similarity(tmp_path: Path, monkeypatch: 
     assert (tmp_path / "snli_small-s10.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("name", ["fig3", "snli", "snli_small", "cifar10", "cifar10_small"])
+@pytest.mark.parametrize("name", ["fig3", "snli", "snli_small", "cifar10", "cifar10_small", "cifar10_resnet20"])
 def test_the_experiment_files_are_sound(name: str) -> None:
     spec = comparison.read([HERE / f"{name}.toml"])
     spec.check()
@@ -99,4 +103,106 @@ def test_the_experiment_files_are_sound(name: str) -> None:
         assert local.steps == (4 if "snli" in name else 8)
         clip = getattr(method.algorithm, "gamma", None) or local.clip
         if clip is not None:
-            assert clip / local.lr == pytest.approx({"fig3": 5, "cifar10": 0.5, "cifar10_small": 0.5}.get(name, 1))
+            assert clip / local.lr == pytest.approx({"fig": 5, "cif": 0.5}.get(name[:3], 1))
+
+
+def test_silos_hold_whole_users_sorted_by_their_share_of_positives() -> None:
+    rng = np.random.default_rng(0)
+    users = np.repeat(np.arange(40), rng.integers(1, 6, 40))
+    y = (rng.random(len(users)) < (users % 10) / 10).astype(np.int32)
+    samples = as_samples(np.zeros((len(users), 3), np.int32), y)
+    dataset = Dataset("made", samples, samples, 2, train_clients=users)
+    for percent in (0.0, 50.0, 100.0):
+        indices, offsets = UserSilos(8, percent).assign(dataset, 1)
+        silos = [users[part] for part in np.split(indices, offsets[1:-1])]
+        assert sorted(indices) == list(range(len(users)))
+        assert [len(np.unique(silo)) for silo in silos] == [5] * 8
+        assert sum(len(np.unique(silo)) for silo in silos) == 40  # no user in two
+    indices, offsets = UserSilos(8, 0.0).assign(dataset, 1)
+    share = np.bincount(users, y) / np.bincount(users)
+    means = [share[np.unique(users[part])] for part in np.split(indices, offsets[1:-1])]
+    assert all(before.max() <= after.min() for before, after in itertools.pairwise(means))
+    with pytest.raises(FedraxError, match="no users"):
+        UserSilos().assign(Dataset("made", samples, samples, 2), 0)
+
+
+def write_text_files(folder: Path) -> None:
+    """A few sentence pairs, tweets and word vectors."""
+    for name in ("snli", "sent140", "glove"):
+        (folder / name).mkdir()
+    for part in ("dev", "test"):
+        columns = {"sentence1": ["a b", "c", "b"] * 32, "sentence2": ["b", "a", "c c"] * 32}
+        labels = {"label": ["entailment", "neutral", "contradiction"] * 32}
+        pl.DataFrame(columns | labels).write_parquet(folder / "snli" / f"{part}.parquet")
+    tweets = {"user": [f"u{i // 4}" for i in range(96)], "text": ["a b", "b"] * 48, "label": [0, 1] * 48}
+    pl.DataFrame(tweets).write_parquet(folder / "sent140" / "leaf_k30_by_user.parquet")
+    (folder / "glove" / "glove.6B.50d.subset.txt").write_text("a 1 0\nb 0 1\nc 1 1\n")
+
+
+def test_table3_keeps_its_runs_and_simulates_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_text_files(tmp_path)
+    table = files.read_toml(HERE / "table3.toml")
+    table["data"]["length"] = 3
+    table["model"] |= {"hidden": 2, "classifier": 2}
+    printed = (HERE / "table3_printed.csv").read_text().splitlines()
+    (tmp_path / "table3.toml").write_text(tomlkit.dumps(table))
+    (tmp_path / "table3_printed.csv").write_text("\n".join([*printed[:4], printed[8]]))
+    (tmp_path / "table2_printed.csv").write_text((HERE / "table2_printed.csv").read_text())
+    monkeypatch.setattr(text, "HERE", tmp_path)
+    command = ["episode", "table3", "--rounds", "2", "--seeds", "1", "--results", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*command, "--data-dir", str(tmp_path)])
+    assert episode.main() == 0
+    lines = [json.loads(line) for line in (tmp_path / "table3.jsonl").read_text().splitlines()]
+    assert [(line["setting"], line["method"]) for line in lines] == [
+        ("I = 1, s = 100 %", "NaiveParallelClip"),
+        ("I = 2, s = 30 %", "CELGC"),
+        ("I = 2, s = 30 %", "EPISODE"),
+        ("I = 4, s = 30 %", "CELGC"),
+    ]
+    assert lines[2]["megabytes"] == pytest.approx(2 * lines[1]["megabytes"], rel=0.01)
+    shown = (tmp_path / "table3.md").read_text()
+    assert "| 2 | 30 | EPISODE | 0.361 | " in shown and " | 82.3 | " in shown
+    assert "| 1 | 100 | NaiveParallelClip | 37.30 | " in (tmp_path / "table2.md").read_text()
+    record = {"rounds": [10, 20], "megabytes": 16.0}
+    seconds = text.seconds_of({"method": "EPISODE", "I": "4"}, record, 0.5)
+    np.testing.assert_allclose(seconds, np.array([10, 20]) * (5 * 0.5 + 8 * 1e5 / 1e9 + 2e-3))
+    before = (tmp_path / "table3.jsonl").read_text()
+    assert episode.main() == 0
+    assert (tmp_path / "table3.jsonl").read_text() == before  # kept, not run again
+    monkeypatch.setattr(sys, "argv", [*command, "--data-dir", str(tmp_path), "--rounds", "3"])
+    assert episode.main() == 1
+
+
+@pytest.mark.slow
+def test_tweets_run_at_each_similarity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_text_files(tmp_path)
+    table = files.read_toml(HERE / "sent140.toml")
+    table["data"] |= {"length": 3, "min_count": 1}
+    table["model"] |= {"hidden": 2}
+    (tmp_path / "sent140.toml").write_text(tomlkit.dumps(table))
+    (tmp_path / "silos.py").write_text((HERE / "silos.py").read_text())
+    monkeypatch.setattr(tweets, "HERE", tmp_path)
+    command = ["episode", "sent140", "--rounds", "2", "--seeds", "1", "--results", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*command, "--data-dir", str(tmp_path)])
+    assert episode.main() == 0
+    shown = (tmp_path / "sent140.md").read_text()
+    assert "| 20 | NaiveParallelClip | " in shown and "| 0 | EPISODE | " in shown
+
+
+@pytest.mark.parametrize("what", ["points", "speedup", "proposition1"])
+def test_polynomials(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(synthetic, "HETEROGENEITY", (8,))
+    monkeypatch.setattr(synthetic, "CLIENTS", (2, 4))
+    monkeypatch.setattr(synthetic, "NOISES", (1.0,))
+    monkeypatch.setattr(synthetic, "RATES", (0.01,))
+    command = ["episode", what, "--rounds", "60", "--seeds", "2", "--results", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
+    assert episode.main() == 0
+    rows = [line.split(" | ") for line in (tmp_path / f"{what}.md").read_text().splitlines() if line.startswith("| ")]
+    if what == "points":
+        apart = {row[1]: float(row[5]) for row in rows[1:]}  # eta = 0.01, gamma / eta = 5, as in Figure 3
+        assert apart["EPISODE"] < 0.05 < 1.5 < apart["CELGC"]
+    if what == "speedup":
+        assert [row[1] for row in rows[1:]] == ["2", "4"]
+    if what == "proposition1":
+        assert [row[-1] for row in rows[1:]] == ["yes |"] * 6

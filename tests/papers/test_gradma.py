@@ -15,7 +15,7 @@ from fedrax import FedraxError, sweep
 from fedrax.data import Dataset, as_samples
 from fedrax.experiments import comparison
 from papers.gradma import __main__ as gradma
-from papers.gradma import search
+from papers.gradma import figures, search
 from papers.gradma.partition import DirichletWorkers
 from papers.gradma.search import METHODS, Cell, Runs, best_point, candidates
 
@@ -120,7 +120,8 @@ def test_table1_prints_paper_ours_and_what_was_run(
     row = next(line for line in text.splitlines() if line.startswith("| FedAvg |"))
     assert row.startswith("| FedAvg | (5, 0.01) | 49.65 ± 3.88 | ")
     today = datetime.date.today().isoformat()
-    assert row.endswith(f"| 1 | 1 of 9 | local step 0.01, server step 1 | {today} |")
+    assert f"| 1 | 1 of 9 | local step 0.01, server step 1 | {today} | " in row
+    assert row.endswith(" (1 seed) | local step 0.01, server step 1 |")
     assert "| MOON | (5, 0.01) |" not in text and "Not run at (5, 0.01): " in text
     assert "seed 0" in capsys.readouterr().out
     assert gradma.main() == 0
@@ -150,18 +151,21 @@ def test_the_smaller_budget_changes_rounds_and_batches_alone(tmp_path: Path) -> 
     assert (after.data, after.partition, after.model) == (before.data, before.partition, before.model)
 
 
-@pytest.mark.parametrize("data", ["mnist", "cifar10"])
-def test_the_experiment_files_are_the_papers(data: str) -> None:
+@pytest.mark.parametrize(
+    ("data", "rounds", "cells"),
+    [("mnist", 500, 80), ("cifar10", 1000, 48), ("cifar100", 2000, 48), ("tiny_imagenet", 2000, 48)],
+)
+def test_the_experiment_files_are_the_papers(data: str, rounds: int, cells: int) -> None:
     spec = comparison.read([HERE / f"{data}.toml"])
     spec.check()
     assert [method.name for method in spec.methods] == list(METHODS)
-    assert {(m.run.rounds, m.partition.clients) for m in spec.methods} == {(500 if data == "mnist" else 1000, 100)}
+    assert {(m.run.rounds, m.partition.clients) for m in spec.methods} == {(rounds, 100)}
     uniform = {method.name for method in spec.methods if method.run.weights == "uniform"}
     assert uniform == {"Scaffold", "MIFA", "MIFAM", "FedDyn"}  # which are not defined for others
     for method in spec.methods:
         local = method.algorithm.local  # type: ignore[attr-defined]
         assert (local.steps, local.batch_size) == (5, 64)
-    assert len(gradma.read_printed(data)) == (80 if data == "mnist" else 48)
+    assert len(gradma.read_printed(data)) == cells
 
 
 def test_a_search_that_is_broken_off_keeps_what_it_has_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,3 +181,90 @@ def test_a_search_that_is_broken_off_keeps_what_it_has_run(tmp_path: Path, monke
     with pytest.raises(KeyboardInterrupt):
         runs.run(Cell(10, 1.0), "FedAvg", points, 0)
     assert list(runs.known(Cell(10, 1.0), "FedAvg", 0)) == points[:1]
+
+
+def kept(runs: Runs, cell: Cell, method: str, point: tuple, seed: int, curve: list[float]) -> None:
+    """Write the line of a run with this curve."""
+    half = curve[len(curve) // 2 :]
+    record = {"cohort": cell.cohort, "omega": cell.omega, "method": method, "point": point, "seed": seed}
+    record |= {
+        "top": max(curve),
+        "second_half": sum(half) / len(half),
+        "every": 5,
+        "curve": curve,
+        "date": "2026-01-01",
+    }
+    record |= {"experiment": runs._digest(cell, method, point, seed), "processor": "this one", "diverged": False}
+    with runs.kept.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def test_the_best_point_is_that_of_all_seeds_and_the_nearest_is_shown(tmp_path: Path) -> None:
+    runs, cell = Runs(HERE / "mnist.toml", tmp_path / "kept.jsonl", None, None), Cell(10, 0.01)
+    for point, tops in {(0.1, 1.0): (80.0, 40.0), (0.01, 1.0): (70.0, 72.0), (0.001, 1.0): (90.0,)}.items():
+        for seed, top in enumerate(tops):
+            kept(runs, cell, "FedAvg", point, seed, [top - 10, top])
+    assert best_point(runs, cell, "FedAvg", [0, 1]) == (0.01, 1.0)
+    assert best_point(runs, cell, "FedAvg", [0]) == (0.001, 1.0)
+    assert best_point(runs, cell, "FedAvg", [0, 2]) == (0.001, 1.0)
+    row = gradma.row_of(runs, cell, "FedAvg", [0, 1], 61.0, 1.0)
+    assert row[3:5] == ["71.00 ± 1.41", "+10.00"]
+    assert row[-2:] == ["60.00 ± 28.28", "local step 0.1, server step 1"]
+    near = gradma.nearest(runs, cell, "FedAvg", [0, 1], 88.0)
+    assert near == ((0.001, 1.0), "90.00 (1 seed)")
+
+
+def test_runs_without_a_curve_are_missing_where_curves_are_wanted(tmp_path: Path) -> None:
+    runs, cell = Runs(HERE / "mnist.toml", tmp_path / "kept.jsonl", None, None, curves=True), Cell(10, 0.01)
+    kept(runs, cell, "FedAvg", (0.1, 1.0), 0, [30.0, 60.0, 50.0])
+    assert runs.missing(cell, "FedAvg", [(0.1, 1.0), (0.01, 1.0)], 0) == [(0.01, 1.0)]
+    assert runs.curve(cell, "FedAvg", (0.1, 1.0), 0) == [(5, 30.0), (10, 60.0), (15, 50.0)]
+    assert figures.rounds_to(runs.curve(cell, "FedAvg", (0.1, 1.0), 0), 45) == 10
+    assert figures.rounds_to(runs.curve(cell, "FedAvg", (0.1, 1.0), 0), 61) is None
+    runs.kept.write_text(runs.kept.read_text().replace(', "every": 5, "curve": [30.0, 60.0, 50.0]', ""))
+    assert runs.missing(cell, "FedAvg", [(0.1, 1.0)], 0) == [(0.1, 1.0)]
+
+
+def test_memory_and_betas_are_studied_at_the_best_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_mnist(tmp_path / "mnist")
+    monkeypatch.setattr(figures, "MEMORIES", (0, 10))
+    monkeypatch.setattr(figures, "BETAS", (0.0, 0.9))
+    common = [
+        "--rounds",
+        "1",
+        "--seeds",
+        "0",
+        "--cells",
+        "10,1",
+        "--results",
+        str(tmp_path),
+        "--data-dir",
+        str(tmp_path),
+    ]
+    for what in ("memory", "betas"):
+        monkeypatch.setattr(sys, "argv", ["gradma", what, *common])
+        assert gradma.main() == 0
+    lines = [json.loads(line) for line in (tmp_path / "memory-mnist.jsonl").read_text().splitlines()]
+    assert [line["point"] for line in lines] == [[0.01, 1.0, 0.5, 0.5, 0], [0.01, 1.0, 0.5, 0.5, 10]]
+    assert all(len(line["curve"]) == 1 for line in lines)
+    text = (tmp_path / "memory-mnist.md").read_text()
+    assert "| (10, 1) | 0 | " in text and "| (10, 1) | 10 | " in text
+    text = (tmp_path / "betas-mnist.md").read_text()
+    assert "|  | beta1 | beta2 = 0 | beta2 = 0.9 |".removeprefix("|  ") in text
+    assert len((tmp_path / "betas-mnist.jsonl").read_text().splitlines()) == 4
+
+
+def test_table2_counts_rounds_and_twice_where_a_round_sends_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, cell = Runs(HERE / "mnist.toml", tmp_path / "table1-mnist.jsonl", None, None), Cell(10, 0.01)
+    for method in ("FedAvg", "Scaffold"):
+        for seed, curve in enumerate(([40.0, 46.0], [45.0, 40.0], [10.0, 20.0])):
+            kept(runs, cell, method, (0.1, 1.0), seed, curve)
+    monkeypatch.setattr(sys, "argv", ["gradma", "table2", "--results", str(tmp_path)])
+    assert gradma.main() == 0
+    text = (tmp_path / "table2-mnist.md").read_text()
+    assert "| FedAvg | (10, 0.01) | 45 | 493 | 8 ± 4 | -486 | 2 of 3 |" in text
+    assert "| Scaffold | (10, 0.01) | 45 | 60 | 15 ± 7 | -45 | 2 of 3 |" in text
+    assert "| MOON | (10, 0.01) | 45 | 493 | not run | - | 0 of 0 |" in text
+    assert (tmp_path / "curves-mnist.png").stat().st_size > 10_000
