@@ -33,10 +33,16 @@ class UserSilos:
         share = np.bincount(of, dataset.train.y) / np.bincount(of)
         order = np.random.default_rng(seed).permutation(len(names))
         mixed = round(len(names) * self.percent / 100)
-        rest = order[mixed:]
+        drawn, rest = order[:mixed], order[mixed:]
+        silos, of_drawn = np.arange(self.clients), even(mixed, self.clients)
         silo = np.empty(len(names), np.int64)
-        silo[order[:mixed]] = np.arange(mixed) * self.clients // max(mixed, 1)
-        silo[rest[np.argsort(share[rest], kind="stable")]] = np.arange(len(rest)) * self.clients // max(len(rest), 1)
+        silo[drawn] = np.repeat(silos, of_drawn)
+        silo[rest[np.argsort(share[rest], kind="stable")]] = np.repeat(silos, even(len(names), self.clients) - of_drawn)
         owner = silo[of]
         offsets = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=self.clients))])
         return Partition(np.argsort(owner, kind="stable"), offsets.astype(np.int64))
+
+
+def even(total: int, parts: int) -> np.ndarray:
+    """Sizes that add up to ``total`` and differ by at most one."""
+    return total // parts + (np.arange(parts) < total % parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+from collections.abc import Iterable
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -15,6 +16,7 @@ from fedrax.data import Natural, as_samples, load
 from fedrax.data.dataset import Dataset
 from fedrax.models import Polynomial
 from fedrax.report.curves import PALETTE, save_curves
+from fedrax.simulation.results.result import Result
 from papers.episode.runs import write
 from papers.losac.running import spread
 
@@ -76,11 +78,12 @@ def points(arguments: argparse.Namespace) -> None:
         for name in ("EPISODE", "CELGC"):
             made = [method(name, eta, ratio) for eta, ratio in pairs]
             found = sweep(made, task, federation, arguments.seeds, settings, mode="vectorized", progress=False)
-            apart = [[abs(result.metric("x")[-1][1] - minimum) for result in results] for results in found]
-            means = [float(np.nan_to_num(np.mean(one), nan=np.inf)) for one in apart]
+            apart = [[abs(path(result, [settings.rounds])[0] - minimum) for result in results] for results in found]
+            means = [float(np.mean(one)) for one in apart]
             best = int(np.argmin(means))
             chosen = f"{pairs[best][0]:g}, {pairs[best][1]:g}"
-            rows.append([f"{h}", name, *(f"{mean:.4f}" for mean in means), chosen, spread(apart[best], ".4f")])
+            shown = [f"{mean:.4f}" if np.isfinite(mean) else "diverged" for mean in means]
+            rows.append([f"{h}", name, *shown, chosen, spread(apart[best], ".4f")])
     note = (
         f"Distance |x - x*| after {settings.rounds} rounds of I = {INTERVAL}, mean over {len(arguments.seeds)} seeds, "
         "at the nine points (eta, gamma / eta) of E.2, from x = 1. The paper does not print which point it shows: "
@@ -88,6 +91,14 @@ def points(arguments: argparse.Namespace) -> None:
     )
     columns = ["H", "method", *(f"{eta:g}, {ratio:g}" for eta, ratio in pairs), "best point", "distance there"]
     write(arguments, "points", "EPISODE, the tuning points of E.2", note, columns, rows)
+
+
+def path(result: Result, rounds: Iterable[int]) -> list[float]:
+    """x after these rounds; infinite where the run had diverged."""
+    if result.stopped == "diverged":
+        return [np.inf for _ in rounds]
+    measured = dict(result.metric("x"))
+    return [measured[round] for round in rounds]
 
 
 def method(name: str, eta: float, ratio: float) -> Episode | FedAvg:
@@ -119,7 +130,7 @@ def speedup(arguments: argparse.Namespace) -> None:
             settings = Settings(rounds=rounds, cohort_size=clients, eval_every=1)
             made = [method("EPISODE", eta, 5.0) for eta in RATES]
             found = sweep(made, task, federation, arguments.seeds, settings, mode="vectorized", progress=False)
-            x = np.array([[[1.0, *(value for _, value in one.metric("x"))] for one in results] for results in found])
+            x = np.array([[[1.0, *path(one, range(1, rounds + 1))] for one in results] for results in found])
             square = (4 * x**3 - 9 * x**2 - x + 1) ** 2  # of f' at H = 1
             average = (np.cumsum(square, -1) / np.arange(1, x.shape[-1] + 1)).mean(1)  # [rates, rounds]
             times = np.where((average <= GOAL).any(-1), (average <= GOAL).argmax(-1), rounds + 1)
@@ -152,6 +163,7 @@ def draw(lines: dict[float, list[int | None]]) -> Figure:
             axes.loglog([n for n, _ in kept], ideal, ":", color=PALETTE[i])
     axes.set_xlabel("clients N")
     axes.set_ylabel("rounds to the goal (dotted: linear)")
-    axes.legend(frameon=False)
+    if axes.get_lines():
+        axes.legend(frameon=False)
     axes.grid(color="0.92", linewidth=0.7)
     return figure

@@ -77,7 +77,9 @@ def draw_groups(runs: Runs, cells: Sequence[Cell], seeds: Sequence[int]) -> Figu
             axes.set_title(f"S = {cell.cohort}, omega = {cell.omega:g}", fontsize="small")
             style(axes)
         line[0].set_ylabel(f"{group}\ntest accuracy %", fontsize="small")
-        line[-1].legend(fontsize="x-small", frameon=False)
+        shown = [axes for axes in line if axes.get_lines()]
+        if shown:
+            shown[-1].legend(fontsize="x-small", frameon=False)
     for axes in grid[-1]:
         axes.set_xlabel("communication rounds")
     return figure

@@ -116,8 +116,8 @@ def test_silos_hold_whole_users_sorted_by_their_share_of_positives() -> None:
         indices, offsets = UserSilos(8, percent).assign(dataset, 1)
         silos = [users[part] for part in np.split(indices, offsets[1:-1])]
         assert sorted(indices) == list(range(len(users)))
-        assert [len(np.unique(silo)) for silo in silos] == [5] * 8
         assert sum(len(np.unique(silo)) for silo in silos) == 40  # no user in two
+        assert [len(np.unique(silo)) for silo in silos] == [5] * 8
     indices, offsets = UserSilos(8, 0.0).assign(dataset, 1)
     share = np.bincount(users, y) / np.bincount(users)
     means = [share[np.unique(users[part])] for part in np.split(indices, offsets[1:-1])]
@@ -159,7 +159,7 @@ def test_table3_keeps_its_runs_and_simulates_times(tmp_path: Path, monkeypatch: 
         ("I = 2, s = 30 %", "EPISODE"),
         ("I = 4, s = 30 %", "CELGC"),
     ]
-    assert lines[2]["megabytes"] == pytest.approx(2 * lines[1]["megabytes"], rel=0.01)
+    assert lines[2]["megabytes"] == pytest.approx(2 * lines[1]["megabytes"], rel=0.05)
     shown = (tmp_path / "table3.md").read_text()
     assert "| 2 | 30 | EPISODE | 0.361 | " in shown and " | 82.3 | " in shown
     assert "| 1 | 100 | NaiveParallelClip | 37.30 | " in (tmp_path / "table2.md").read_text()
