@@ -1,7 +1,7 @@
-"""How the programs of tests are compiled: most run for milliseconds, so quickly rather than well.
+"""Faster compilation for tests, whose programs run for milliseconds.
 
-The options are XLA's own, given with every compilation of this process; JAX has no setting for them. What the whole
-compiler makes of every method is compared with NumPy in ``tests/algorithms``, see ``full_compilation``.
+The options are those of XLA, passed with every compilation of this process; JAX has no setting for them. Programs with
+XLA's default optimizations are tested in ``tests/algorithms`` against NumPy, see the fixture ``full_compilation``.
 """
 
 import threading
@@ -11,39 +11,41 @@ import jax
 from jax._src import compiler
 from jax._src.interpreters import mlir
 
-QUICK = {
+FAST_OPTIONS = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
     "xla_cpu_parallel_codegen_split_count": 1,
 }
 if jax.__version_info__ < (0, 11):
-    QUICK["xla_cpu_use_fusion_emitters"] = False  # later ones know no such option
-_options_of = compiler.get_compile_options
+    FAST_OPTIONS["xla_cpu_use_fusion_emitters"] = False  # XLA has no such option from jaxlib 0.11 on
+
+_get_compile_options = compiler.get_compile_options
+_make_ir_context = mlir.make_ir_context
+_thread = threading.local()
+
+PROGRAMS_PER_CONTEXT = 200
+"""Programs that are lowered in one MLIR context, which keeps their modules in memory. To create and destroy a context
+takes 10 ms.
+"""
 
 
-def _quick_options(*args: Any, env_options_overrides: dict | None = None, **more: Any) -> Any:
-    return _options_of(*args, env_options_overrides=QUICK | (env_options_overrides or {}), **more)
+def set_fast_compilation(fast: bool = True) -> None:
+    """Compile all later programs with ``FAST_OPTIONS``, or with XLA's defaults."""
+    compiler.get_compile_options = _fast_compile_options if fast else _get_compile_options
 
 
-def compile_quickly(quickly: bool = True) -> None:
-    """From now on, or as users do."""
-    compiler.get_compile_options = _quick_options if quickly else _options_of
+def share_mlir_contexts() -> None:
+    """Lower the programs of a thread in shared MLIR contexts, where JAX creates one for each program."""
+    mlir.make_ir_context = _shared_ir_context
 
 
-_make_context = mlir.make_ir_context
-_here = threading.local()
-TOGETHER = 200
-"""Programs whose text is kept until the last of them is written. To make room for one and to clear it takes 10 ms."""
+def _fast_compile_options(*args: Any, env_options_overrides: dict | None = None, **more: Any) -> Any:
+    return _get_compile_options(*args, env_options_overrides=FAST_OPTIONS | (env_options_overrides or {}), **more)
 
 
-def _context() -> Any:
-    used, context = getattr(_here, "context", (TOGETHER, None))
-    if used == TOGETHER:
-        used, context = 0, _make_context()
-    _here.context = used + 1, context
+def _shared_ir_context() -> Any:
+    programs, context = getattr(_thread, "context", (PROGRAMS_PER_CONTEXT, None))
+    if programs == PROGRAMS_PER_CONTEXT:
+        programs, context = 0, _make_ir_context()
+    _thread.context = programs + 1, context
     return context
-
-
-def write_quickly() -> None:
-    """From now on, programs on their way to the compiler share what JAX makes anew for each."""
-    mlir.make_ir_context = _context

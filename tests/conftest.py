@@ -1,4 +1,4 @@
-"""Two CPU devices for every test, set before anything touches JAX, and room for what they compile quickly."""
+"""Settings of all tests: two CPU devices, fast compilation, and a bounded number of compiled programs."""
 
 import gc
 import signal
@@ -9,71 +9,73 @@ from typing import Any
 import jax
 import pytest
 
-from tests.compiler import compile_quickly, write_quickly
-from tests.slow import keep_some
+from tests.compiler import set_fast_compilation, share_mlir_contexts
+from tests.slow import unmark_kept_cases
 
 jax.config.update("jax_num_cpu_devices", 2)
-jax.config.update("jax_traceback_in_locations_limit", 0)  # nobody looks where in Python an operation came from
-compile_quickly()
-write_quickly()
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin by ignoring it
-gc.set_threshold(50_000, 20, 50)  # or it looks through all that JAX keeps, over and over
+jax.config.update("jax_traceback_in_locations_limit", 0)  # Python locations in programs cost time and are never read
+set_fast_compilation()
+share_mlir_contexts()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with SIGINT ignored
+gc.set_threshold(50_000, 20, 50)  # with Python's defaults, full collections traverse JAX's caches again and again
 
-MAPS = Path("/proc/self/maps")
-MANY = 20_000
-"""Pieces of memory. A compiled program has dozens, and without another (Linux allows 65,530) a process crashes."""
+MEMORY_MAPS = Path("/proc/self/maps")
+MAX_MEMORY_MAPS = 20_000
+"""Memory maps of the process above which compiled programs are dropped. Each program needs dozens of maps, and a
+process that exceeds Linux's default limit (vm.max_map_count, 65,530) crashes.
+"""
 
-TASKS: dict[Any, Any] = {}
+_TASKS: dict[Any, Any] = {}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Before marks decide what is run."""
-    keep_some(items)
+    """Apply ``slow(keep=...)`` before pytest deselects by marks."""
+    unmark_kept_cases(items)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def room_for_programs() -> Iterator[None]:
-    """Forget compiled programs before there are too many."""
+def bounded_program_cache() -> Iterator[None]:
+    """Clear JAX's caches after a module if the process has many memory maps."""
     yield
-    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MANY:
+    if MEMORY_MAPS.exists() and MEMORY_MAPS.read_bytes().count(b"\n") > MAX_MEMORY_MAPS:
         jax.clear_caches()
 
 
 @pytest.fixture(scope="module")
-def tasks_once() -> Iterator[None]:
-    """Commands in this process are about the same task where they say the same of it: programs belong to a task.
+def shared_tasks() -> Iterator[None]:
+    """Let the commands that a module runs share equal tasks, because compiled programs are cached by task.
 
-    Of a user each command has a process. Tasks of own models, or of data that say more than their shapes, stay apart.
+    Each command of a user runs in its own process. Tasks with user-defined models, or with data that contain more than
+    arrays (a vocabulary, the true parameters), are not shared.
     """
     from fedrax.contract import task as tasks
     from fedrax.experiments import experiment
 
-    made, makers = (
-        experiment.make_task,
-        (tasks.classification, tasks.regression, tasks.binary_classification, tasks.margin),
-    )
+    make_task = experiment.make_task
+    makers = (tasks.classification, tasks.regression, tasks.binary_classification, tasks.margin)
 
-    def once(spec: Any, federation: Any) -> Any:
+    def make_task_once(spec: Any, federation: Any) -> Any:
         (x, y), kind = federation.train, type(spec.model)
         if kind.__module__ != "fedrax.models.zoo" or federation.truth is not None or federation.vocabulary:
-            return made(spec, federation)
-        now = tuple(getattr(tasks, maker.__name__) for maker in makers)
-        says = (federation.num_classes, federation.padding, federation.pixels, federation.mean, federation.std)
-        about = (spec.model, spec.task, spec.normalize, now, *says, x.shape[1:], x.dtype.str, y.shape[1:], y.dtype.str)
-        if about not in TASKS:
-            TASKS[about] = made(spec, federation)
-        return TASKS[about]
+            return make_task(spec, federation)
+        current_makers = tuple(getattr(tasks, maker.__name__) for maker in makers)  # a test may replace them
+        data = (federation.num_classes, federation.padding, federation.pixels, federation.mean, federation.std)
+        shapes = (x.shape[1:], x.dtype.str, y.shape[1:], y.dtype.str)
+        key = (spec.model, spec.task, spec.normalize, current_makers, *data, *shapes)
+        if key not in _TASKS:
+            _TASKS[key] = make_task(spec, federation)
+        return _TASKS[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experiment, "make_task", once)
+        patch.setattr(experiment, "make_task", make_task_once)
         yield
 
 
 @pytest.fixture(scope="module")
 def full_compilation() -> Iterator[None]:
-    """Programs as users run them, for the rest of a module that asks for it."""
+    """Compile the programs of a module with all optimizations, as users do."""
     jax.clear_caches()
-    compile_quickly(False)
+    set_fast_compilation(False)
     yield
-    compile_quickly()  # what is compiled wholly may stay
+    set_fast_compilation()  # later modules may reuse the optimized programs

@@ -1,9 +1,7 @@
-"""Problems, local work and server rules once more, in NumPy float64 and plain loops; methods are in
-``reference_methods`` and ``reference_gradma``.
+"""Problems, local steps and server optimizers in plain NumPy float64; methods are in ``reference_*.py``.
 
-Nothing here comes from fedrax: gradients are written by hand, and everything follows the papers' equations one
-line after another, with no thought for speed. Parameters are one flat vector; a client walks its data in the
-order in which it is stored.
+Nothing is imported from fedrax. Gradients are written by hand, and the code follows the equations of the papers line by
+line without optimization. Parameters are one flat vector; clients visit their samples in stored order.
 """
 
 from __future__ import annotations
@@ -67,7 +65,7 @@ Problem = Quadratic | Softmax
 
 
 def split(problem: Problem, x: Vector) -> dict[str, np.ndarray]:
-    """The flat vector as named arrays."""
+    """A flat vector as named arrays."""
     result, start = {}, 0
     for name, shape in problem.shapes.items():
         size = math.prod(shape)
@@ -77,7 +75,7 @@ def split(problem: Problem, x: Vector) -> dict[str, np.ndarray]:
 
 
 def join(problem: Problem, arrays: dict[str, Any], leading: tuple[int, ...] = ()) -> np.ndarray:
-    """Named arrays as a flat vector, or vectors where the arrays have ``leading`` axes."""
+    """Named arrays as a flat vector, or as vectors if the arrays have ``leading`` axes."""
     parts = [np.asarray(arrays[name], np.float64).reshape(*leading, -1) for name in problem.shapes]
     return np.concatenate(parts, axis=-1)
 
@@ -86,7 +84,7 @@ def join(problem: Problem, arrays: dict[str, Any], leading: tuple[int, ...] = ()
 
 
 def factor(schedule: tuple[str, dict] | None, r: int) -> float:
-    """What a schedule multiplies the step size by in round r."""
+    """Factor of the learning rate in round r."""
     if schedule is None:
         return 1.0
     name, o = schedule
@@ -116,7 +114,7 @@ def prox(problem: Problem, spec: tuple[str, dict] | None, x: Vector, t: float) -
     if name == "NuclearNorm":
         arrays = split(problem, x)
         for key, a in arrays.items():
-            if a.ndim == 2:  # through the eigenvectors of A^T A: A V diag(max(s - t w, 0) / s) V^T
+            if a.ndim == 2:  # A V diag(max(s - t w, 0) / s) V^T with the eigenvectors V of A^T A
                 squares, v = np.linalg.eigh(a.T @ a)
                 s = np.sqrt(np.maximum(squares, 0))
                 gain = [max(value - t * o["weight"], 0) / value if value > 0 else 0.0 for value in s]
@@ -125,7 +123,7 @@ def prox(problem: Problem, spec: tuple[str, dict] | None, x: Vector, t: float) -
     raise ValueError(name)
 
 
-# ------------------------------------------------------------------------------------------- local work
+# ------------------------------------------------------------------------------------------- local steps
 
 
 @dataclass
@@ -146,20 +144,20 @@ class Local:
 
     @property
     def plain(self) -> bool:
-        """Whether steps are -eta times the direction and nothing else."""
+        """Whether a step is -eta times the direction."""
         return not self.momentum and not self.weight_decay and self.clip is None and self.prox is None
 
 
 @dataclass
 class Client:
-    """One client's data."""
+    """Data of a client."""
 
     problem: Problem
     a: np.ndarray
     b: np.ndarray
     local: Local
     evaluated: int = 0
-    """Gradients of one sample's loss taken so far."""
+    """Per-sample gradients computed so far."""
 
     @property
     def size(self) -> int:
@@ -167,13 +165,13 @@ class Client:
         return len(self.a)
 
     def gradient(self, x: Vector, rows: range) -> Vector:
-        """What a batch says of the gradient of f_i, the mean (or sum) of all the client's losses."""
+        """Estimate of the gradient of f_i, the mean (or sum) of the client's losses, on a batch."""
         self.evaluated += len(rows)
         mean = self.problem.gradients(x, self.a[rows], self.b[rows]).mean(0)
         return self.size * mean if self.local.reduction == "sum" else mean
 
     def full_gradient(self, x: Vector) -> Vector:
-        """The gradient of f_i."""
+        """Gradient of f_i."""
         return self.gradient(x, range(self.size))
 
     def block(self, j: int) -> range:
@@ -181,7 +179,7 @@ class Client:
         return range(j * self.size // self.local.blocks, (j + 1) * self.size // self.local.blocks)
 
     def block_gradient(self, x: Vector, j: int) -> Vector:
-        """g_ij = M grad f_ij, where the f_ij add up to f_i."""
+        """g_ij = M grad f_ij, where f_i is the sum of the f_ij."""
         rows = self.block(j)
         if len(rows) == 0:
             return np.zeros_like(x)
@@ -190,18 +188,18 @@ class Client:
         return self.local.blocks * (total if self.local.reduction == "sum" else total / self.size)
 
     def batches(self) -> list[range]:
-        """The batches of an epoch, the last one shorter where it must be."""
+        """Batches of an epoch; the last one may be smaller."""
         size = self.size if self.local.batch_size == "full" else int(self.local.batch_size)
         return [range(start, min(start + size, self.size)) for start in range(0, self.size, size)]
 
     def num_steps(self, work: float) -> int:
-        """T_i; a straggler does its share of the steps, or of the epochs, rounded up."""
+        """T_i; a straggler does a share of the steps, or of the epochs, rounded up."""
         if self.local.steps is not None:
             return math.ceil(np.float32(work) * np.float32(self.local.steps))
         return math.ceil(np.float32(work) * np.float32(self.local.epochs or 1)) * len(self.batches())
 
     def step_gradient(self, x: Vector, t: int, blocks: Any) -> Vector:
-        """The raw gradient of local step t."""
+        """Gradient of local step t, before weight decay and momentum."""
         if self.local.blocks is not None:
             return self.block_gradient(x, blocks[t])
         batches = self.batches()
@@ -217,9 +215,9 @@ class Client:
     def descend(self, x: Vector, part: Any, direction: Any = lambda g, x, t: g, term: Any = lambda x: 0.0) -> Any:
         """Local steps from x; ``direction`` gets the gradient after decay and momentum.
 
-        ``term``: the gradient of a term of the local loss, part of what the momentum sees.
+        ``term`` is the gradient of a term of the local loss, which the momentum includes.
 
-        Returns params, steps, and mean_gradient: the mean of the raw gradients.
+        Returns params, steps, and mean_gradient, the mean of the raw gradients.
         """
         eta, gamma = self.local.lr, self.local.clip
         scale = factor(self.local.schedule, part.round)
@@ -235,11 +233,11 @@ class Client:
         return SimpleNamespace(params=x, steps=steps, mean_gradient=total / steps, eta=eta)
 
 
-# ------------------------------------------------------------------------------------------ server rules
+# ------------------------------------------------------------------------------------ server optimizers
 
 
 class ServerRule:
-    """x from x and the mean update Delta."""
+    """Update of x by the mean update Delta."""
 
     def __init__(self, name: str = "SGD", options: dict | None = None):
         defaults = {"SGD": {"lr": 1.0}, "Adagrad": {"lr": 0.1, "b1": 0.0, "tau": 1e-3}}
@@ -271,8 +269,8 @@ class ServerRule:
 
 @dataclass
 class Part:
-    """One client's part in a round: its number and weight, its share of the work, its blocks, its steps if given,
-    and how many rounds late its upload arrives.
+    """A client's part in a round: its number, weight, share of the local work, blocks, steps if given, and staleness of
+    its upload in rounds.
     """
 
     client: int
@@ -286,7 +284,7 @@ class Part:
 
 @dataclass
 class Method:
-    """Base: N clients, the parameters x, and the server rule."""
+    """Base class: N clients, the parameters x, and the server optimizer."""
 
     clients: list[Client]
     x: Vector
@@ -299,16 +297,16 @@ class Method:
         self.start()
 
     def start(self) -> None:
-        """Set the state before the first round."""
+        """Initialize the state before the first round."""
 
     def round(self, parts: list[Part]) -> None:
-        """One round with the given cohort."""
+        """A round with the given cohort."""
         raise NotImplementedError
 
     def server_state(self) -> dict[str, Vector]:
-        """Vectors of the server's state by name, without x."""
+        """Vectors of the server state by name, without x."""
         return {}
 
     def client_state(self, i: int) -> dict[str, np.ndarray]:
-        """Vectors (or stacks of vectors) of client i's state by name."""
+        """Vectors (or stacks of vectors) of the state of client i by name."""
         return {}

@@ -1,7 +1,7 @@
-"""GradMA, GradMA-W and GradMA-S once more, in NumPy float64 and plain loops (Luo et al. 2023, Alg. 1-4, 7 and 8).
+"""GradMA, GradMA-W and GradMA-S in NumPy float64 (Luo et al. 2023, Algorithms 1-4, 7 and 8), see ``reference``.
 
-Nothing here comes from fedrax; see ``reference``. The quadratic program is solved on the columns themselves, by
-scipy's non-negative least squares: min over z >= 0 of z M'M z / 2 + p'M z is min |M z + p|.
+The quadratic program is solved by scipy's non-negative least squares on the columns themselves: the minimum over z >= 0
+of z'M'M z / 2 + p'M z is that of |M z + p|.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from tests.reference import Client, Method, Part, Problem, Vector, join, split
 
 SATISFIED = 1e-10
 """A constraint <p~, M_k> >= 0 holds where the cosine is not further below zero than this: rounding errors alone
-make columns antiparallel or not, and the answer jumps between the two.
+make columns antiparallel or not, and the solution jumps between the two.
 """
 
 
 def nearest(p: Vector, columns: list[Vector]) -> Vector:
-    """The nearest p~ to p with <p~, M_k> >= 0 for every column: least squares on the columns found violated."""
+    """The nearest p~ to p with <p~, M_k> >= 0 for every column, by least squares on the violated columns."""
     if not p.any():
         return p
     left, size = [_unit(column) for column in columns if column.any()], float(np.linalg.norm(p))
@@ -39,12 +39,12 @@ def nearest(p: Vector, columns: list[Vector]) -> Vector:
 
 
 def _unit(v: Vector) -> Vector:
-    v = v / np.abs(v).max()  # squares of what has decayed for long are zero
+    v = v / np.abs(v).max()  # squares of decayed numbers underflow
     return v / np.linalg.norm(v)
 
 
 def project(problem: Problem, p: Vector, columns: list[Vector], scope: str) -> Vector:
-    """``nearest`` over the whole vector, or leaf by leaf."""
+    """``nearest`` for the whole vector or leaf by leaf."""
     if scope == "vector":
         return nearest(p, columns)
     leaves, cut = split(problem, p), [split(problem, column) for column in columns]
@@ -53,11 +53,11 @@ def project(problem: Problem, p: Vector, columns: list[Vector], scope: str) -> V
 
 
 def corrected_steps(client: Client, x: Vector, before: Vector, part: Part, scope: str) -> Vector:
-    """Alg. 2: the local model after T steps from x, where ``before`` is x_{-1}."""
+    """Algorithm 2: the local model after T steps from x, where ``before`` is x_{-1}."""
     point = SimpleNamespace(before=before)
 
     def direction(p, xi, t):
-        known = {id(xi): p} if t == 0 else {}  # then p is the gradient at x: a gradient is taken once at a point
+        known = {id(xi): p} if t == 0 else {}  # then p is the gradient at x: the gradient at a point is computed once
 
         def gradient(y):
             if id(y) not in known:
@@ -105,7 +105,7 @@ class GradMAS(Method):
         """By client: its counter, the round in which it entered, and D[i] once it has one."""
 
     def admit(self, cohort: list[int], r: int) -> None:
-        """Alg. 4."""
+        """Algorithm 4."""
         for i in cohort:
             if i not in self.buffer:
                 if len(self.buffer) == min(self.memory, len(self.clients)):
@@ -115,7 +115,7 @@ class GradMAS(Method):
             self.buffer[i].counter += 1
 
     def local_model(self, p: Part) -> Vector:
-        """What client p ends its steps at."""
+        """The final local model of client p."""
         return self.clients[p.client].descend(self.x, p).params
 
     def round(self, parts):
@@ -123,7 +123,7 @@ class GradMAS(Method):
             self.admit([p.client for p in parts], parts[0].round)
         d = {p.client: self.x - self.local_model(p) for p in parts}
         m = self.beta1 * self.momentum + sum(p.weight * d[p.client] for p in parts)
-        for i, entry in self.buffer.items():  # Alg. 3
+        for i, entry in self.buffer.items():  # Algorithm 3
             if entry.d is None:
                 entry.d = d[i]
             else:

@@ -1,7 +1,4 @@
-"""Every method once more, in NumPy float64 and plain loops, to compare fedrax with number by number.
-
-Nothing here comes from fedrax; see ``reference``.
-"""
+"""Methods in NumPy float64 that fedrax is compared with, see ``reference``."""
 
 from __future__ import annotations
 
@@ -190,17 +187,17 @@ class Episode(Method):
         self.clipped = self.gamma is not None and math.sqrt(float(self.g @ self.g)) > self.gamma / eta
         delta = 0
         for p in parts:
-            episode = lambda g, x, t, i=p.client: self.shorten(g - own[i] + self.g, eta)  # noqa: E731
+            episode = lambda g, x, t, i=p.client: self.clipped(g - own[i] + self.g, eta)  # noqa: E731
             delta = delta + p.weight * (self.clients[p.client].descend(self.x, p, episode).params - self.x)
         self.x = self.rule.step(self.x, delta, parts[0].round)
 
     def first_batch(self, p: Part) -> Vector:
-        """The gradient at x on the fresh batch: in stored order the first one."""
+        """The gradient at x on the fresh batch, which is the first one in stored order."""
         client = self.clients[p.client]
         return client.gradient(self.x, client.batches()[0]) + client.local.weight_decay * self.x
 
-    def shorten(self, d: Vector, eta: float) -> Vector:
-        """d, or (gamma / eta) d / |d| in a clipped round; the schedule multiplies gamma and eta alike."""
+    def clipped(self, d: Vector, eta: float) -> Vector:
+        """d, or (gamma / eta) d / |d| in a clipped round; the schedule multiplies both gamma and eta."""
         length = math.sqrt(float(d @ d))
         return self.gamma / eta * d / length if self.clipped and length > 0 else d
 
@@ -244,7 +241,7 @@ class MIFA(Method):
 
 @dataclass
 class FedDyn(Method):
-    """h and the lambda_i are called c and ci, as SCAFFOLD's corrections are: Upcycled extrapolates either."""
+    """h and lambda_i are named c and ci, as SCAFFOLD's control variates, because Upcycled extrapolates both."""
 
     alpha: float = 0.1
 
@@ -271,14 +268,14 @@ class FedDyn(Method):
 
 @dataclass
 class FedNova(Method):
-    """What each step's gradient weighs in the end is found by taking the steps once more with numbers for gradients:
-    the closed forms of the paper are not used.
+    """The weight of each step's gradient is found by repeating the steps with unit gradients, not by the closed forms
+    of the paper.
     """
 
     mu: float | None = None
 
-    def weighs(self, steps: int, eta: float, momentum: float) -> float:
-        """|a|_1: sum over k of how far a gradient of 1 in step k alone takes x_i, in units of -eta."""
+    def normalization(self, steps: int, eta: float, momentum: float) -> float:
+        """|a|_1: sum over k of how far a unit gradient in step k moves x_i, in units of -eta."""
         total = 0.0
         for k in range(steps):
             moved, velocity = 0.0, 0.0
@@ -294,15 +291,15 @@ class FedNova(Method):
             client = self.clients[p.client]
             pull = lambda x: (self.mu or 0.0) * (x - self.x)  # noqa: E731
             result = client.descend(self.x, p, term=pull)
-            weighs = self.weighs(result.steps, result.eta, client.local.momentum)
-            direction = direction + p.weight * (result.params - self.x) / weighs
-            tau += p.weight * weighs
+            normalization = self.normalization(result.steps, result.eta, client.local.momentum)
+            direction = direction + p.weight * (result.params - self.x) / normalization
+            tau += p.weight * normalization
         self.x = self.rule.step(self.x, tau * direction, parts[0].round)
 
 
 @dataclass
 class Upcycled(Method):
-    """The inner method, then x <- x + a (x - x-); for SCAFFOLD and FedDyn also c and c_i, where asked for."""
+    """The inner method, then x <- x + a (x - x-); for SCAFFOLD and FedDyn optionally also c and c_i."""
 
     inner: Any = None
     a: float = 0.5
@@ -340,7 +337,7 @@ METHODS = {
 
 
 def build(clients: list[Client], x: Vector, name: str, options: dict) -> Method:
-    """The method ``name`` with ``options`` as in the table of tests."""
+    """The method ``name`` with ``options`` of the table of cases."""
     options = {k: v for k, v in options.items() if k != "local"}
     if "server_optimizer" in options:
         options["server"] = options.pop("server_optimizer")
@@ -360,7 +357,7 @@ def run(
     steps: Any = None,
     delay: Any = None,
 ) -> Method:
-    """All rounds; works [r][k], blocks [r][k][t], steps and delay [r][k] follow the order of ``cohorts[r]``."""
+    """Run all rounds; works [r][k], blocks [r][k][t], steps and delay [r][k] are in the order of ``cohorts[r]``."""
     for r, cohort in enumerate(cohorts):
         sizes = [method.clients[i].size if weights == "samples" else 1 for i in cohort]
         parts = [

@@ -1,7 +1,4 @@
-"""FedCM, Mime, MimeLite and FedADMM once more, in NumPy float64; see ``reference``.
-
-Nothing here comes from fedrax.
-"""
+"""FedCM, Mime, MimeLite and FedADMM in NumPy float64, see ``reference``."""
 
 from __future__ import annotations
 
@@ -85,9 +82,9 @@ class MimeLite(Method):
 
 @dataclass
 class FedADMM(Method):
-    """Algorithm 3 as printed: the server remembers every client's pi_i + rho x_i, and a round begins with Eq. 82.
+    """Algorithm 3 as printed: the server stores pi_i + rho x_i of every client, and a round begins with Eq. 82.
 
-    What fedrax reports after a round is the z with which the next one begins.
+    The parameters that fedrax reports after a round are the z at the start of the next one.
     """
 
     rho: float = 1.0
@@ -102,7 +99,7 @@ class FedADMM(Method):
         self.minimize()
 
     def minimize(self):
-        """Eq. 81, with N Psi since the f_i are not divided by N."""
+        """Eq. 81, with N Psi because the f_i are not divided by N."""
         n = len(self.clients)
         lr = self.server_lr or 1 / (n * self.rho)
         for _ in range(self.server_steps):

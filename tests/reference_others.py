@@ -1,7 +1,4 @@
-"""Fair, extrapolated, accelerated, voting and personal methods, robust rules and attacks once more, in NumPy float64.
-
-Nothing here comes from fedrax; see ``reference``.
-"""
+"""Fair, extrapolated, sign-based, personalized, robust and attacked methods in NumPy, see ``reference``."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from tests.reference import Client, Method, Part, Vector, factor, join, split
 
 
 def updates(method: Method, parts: list[Part]) -> np.ndarray:
-    """What plain local steps from x add to it, a row for each client of the cohort."""
+    """Updates by plain local steps from x, a row for each client of the cohort."""
     return np.array([method.clients[p.client].descend(method.x, p).params - method.x for p in parts])
 
 
@@ -33,7 +30,7 @@ class FedExP(Method):
 
 @dataclass
 class QFedAvg(Method):
-    """In the paper's order: L = 1 / eta, Delta w, Delta_k and h_k. A loss has the authors' 1e-10 added."""
+    """In the order of the paper: L = 1 / eta, Delta w, Delta_k and h_k, with the authors' 1e-10 added to a loss."""
 
     q: float = 1.0
 
@@ -96,7 +93,7 @@ class SignSGD(Method):
 
 @dataclass
 class FedBuff(Method):
-    """Uploads by the round in which they arrive; see tests/simulation/test_arrivals.py for clients on a clock."""
+    """Uploads arrive by their staleness; for clients on a clock see ``tests/participation/test_asynchronous.py``."""
 
     power: float = 0.5
     max_delay: int = 10
@@ -119,7 +116,7 @@ class FedBuff(Method):
 
 @dataclass
 class FedLion(Method):
-    """Algorithm 1, whose clients send x_i itself."""
+    """Algorithm 1; clients upload x_i itself."""
 
     beta1: float = 0.9
     beta2: float = 0.99
@@ -251,7 +248,7 @@ RULES = {
 
 @dataclass
 class Robust(Method):
-    """Around FedAvg."""
+    """Robust aggregation around FedAvg."""
 
     inner: Any = None
     rule: Any = ("Median", {})
@@ -264,7 +261,7 @@ class Robust(Method):
         self.take(updates(self, parts), parts)
 
     def take(self, u: np.ndarray, parts: list[Part]) -> None:
-        """The server's step on the cohort's uploads, sorted by client."""
+        """Server step on the uploads of the cohort, sorted by client."""
         order = np.argsort([p.client for p in parts])
         name, options = self.using
         mean = RULES[name](u[order], np.array([parts[k].weight for k in order]), **options)
@@ -276,7 +273,7 @@ class Robust(Method):
 
 @dataclass
 class Attacked(Method):
-    """Around FedAvg, or around Robust around it."""
+    """An attack around FedAvg, or around Robust around FedAvg."""
 
     inner: Any = None
     attack: Any = ("Scaling", {})

@@ -1,7 +1,7 @@
-"""The mark ``slow``: what ``make test`` leaves to ``make test-all``.
+"""The mark ``slow``, which excludes tests from ``make test``; ``make test-all`` runs all tests.
 
-``@pytest.mark.slow`` marks a whole test, ``@pytest.mark.slow(keep=3)`` all but three of its cases, spread over all of
-them, and :func:`slow_cases` single cases of a parametrized test.
+``@pytest.mark.slow`` marks all cases of a test, ``@pytest.mark.slow(keep=3)`` all except three that are spread over the
+parameters, and :func:`slow_cases` marks chosen cases of a parametrized test.
 """
 
 from collections.abc import Collection, Iterable
@@ -12,18 +12,18 @@ from _pytest.mark import ParameterSet
 
 
 def slow_cases(cases: Iterable[Any], keep: int | Collection[Any] = 1) -> list[Any]:
-    """The cases; all but the first ``keep`` of them, or all but those in ``keep``, are marked as slow.
+    """Return the cases, of which all but the first ``keep``, or all but those in ``keep``, are marked as slow.
 
-    A case is what ``parametrize`` takes: a value, a tuple of values or a ``pytest.param``.
+    A case is what ``parametrize`` accepts: a value, a tuple of values or a ``pytest.param``.
     """
-    made = []
+    marked = []
     for i, case in enumerate(cases):
-        kept = i < keep if isinstance(keep, int) else case in keep
-        made.append(case if kept else _marked(case))
-    return made
+        is_kept = i < keep if isinstance(keep, int) else case in keep
+        marked.append(case if is_kept else _mark_slow(case))
+    return marked
 
 
-def keep_some(items: Iterable[pytest.Item]) -> None:
+def unmark_kept_cases(items: Iterable[pytest.Item]) -> None:
     """Remove the mark from the cases that ``slow(keep=...)`` keeps."""
     cases: dict[tuple, list[pytest.Item]] = {}
     for item in items:
@@ -31,21 +31,24 @@ def keep_some(items: Iterable[pytest.Item]) -> None:
         if marks and all("keep" in mark.kwargs for mark in marks):
             keep = marks[0].kwargs["keep"]
             cases.setdefault((item.path, getattr(item, "originalname", item.name), keep), []).append(item)
-    for (*_, keep), found in cases.items():
-        for i in spread(len(found), keep):
-            found[i].own_markers = [mark for mark in found[i].own_markers if mark.name != "slow"]
+    for (*_, keep), group in cases.items():
+        for i in spread_indices(len(group), keep):
+            group[i].own_markers = [mark for mark in group[i].own_markers if mark.name != "slow"]
 
 
-def spread(cases: int, keep: int) -> set[int]:
-    """``keep`` of so many, the first among them, by the golden ratio: of a grid they are not all in one row."""
+def spread_indices(count: int, keep: int) -> set[int]:
+    """Return ``keep`` of ``count`` indices, including 0, spread by the golden ratio.
+
+    Equal steps could select a single row or column of a grid of parameters.
+    """
     kept: set[int] = set()
-    for k in range(min(keep, cases)):
-        at = int(cases * (k * 0.6180339887 % 1))
-        kept.add(next(i % cases for i in range(at, at + cases) if i % cases not in kept))
+    for k in range(min(keep, count)):
+        start = int(count * (k * 0.6180339887 % 1))
+        kept.add(next(i % count for i in range(start, start + count) if i % count not in kept))
     return kept
 
 
-def _marked(case: Any) -> Any:
+def _mark_slow(case: Any) -> Any:
     if isinstance(case, ParameterSet):
         return case._replace(marks=(*case.marks, pytest.mark.slow))
     return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)

@@ -1,4 +1,4 @@
-"""Small federations, and one table that names methods for fedrax and the NumPy reference."""
+"""Small federations, and algorithms with their options for both fedrax and the NumPy reference."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from tests import reference, reference_methods
 
 FEATURES, CLASSES = 4, 3
 SIZES = {
-    "uneven": (7, 4, 9, 5, 12, 6, 3),  # ragged last batches, blocks of different sizes
-    "equal": (6, 6, 6, 6, 6, 6, 6),  # shapes known when the program is compiled
-    "multiples": (6, 3, 9, 3, 12, 6, 9),  # batches of 3 are always whole
+    "uneven": (7, 4, 9, 5, 12, 6, 3),  # incomplete last batches, blocks of different sizes
+    "equal": (6, 6, 6, 6, 6, 6, 6),  # static shapes
+    "multiples": (6, 3, 9, 3, 12, 6, 9),  # no incomplete batches with batch size 3
 }
 NUM_CLIENTS = 7
 
@@ -56,7 +56,7 @@ def softmax_task() -> fedrax.Task:
 
 @dataclass(frozen=True)
 class Problem:
-    """A federation as both sides see it. The data are float32 numbers, so that both have the very same."""
+    """A federation for both implementations; float32 data, so that both read identical numbers."""
 
     task: fedrax.Task
     federation: fedrax.Federation
@@ -65,11 +65,11 @@ class Problem:
 
     @property
     def params(self) -> dict[str, np.ndarray]:
-        """The start as fedrax wants it."""
+        """Initial parameters for fedrax."""
         return reference.split(self.problem, self.x0)
 
     def clients(self, local: reference.Local) -> list[reference.Client]:
-        """The clients as NumPy wants them."""
+        """Clients for the NumPy reference."""
         x, y = (np.asarray(a) for a in self.federation.train)
         x = x.astype(np.float64)
         y = y if y.dtype == np.int32 else y.astype(np.float64)
@@ -78,7 +78,7 @@ class Problem:
 
 
 def make_problem(kind: str = "softmax", sizes: str | tuple[int, ...] = "uneven") -> Problem:
-    """A problem whose clients differ in their features, labels and sizes."""
+    """A federation whose clients differ in their features, labels and sizes."""
     return _problem(kind, SIZES[sizes] if isinstance(sizes, str) else sizes)
 
 
@@ -101,50 +101,50 @@ def _problem(kind: str, sizes: tuple[int, ...]) -> Problem:
 
 @dataclass(frozen=True)
 class Case:
-    """A method with options, on a federation, under settings."""
+    """An algorithm with its options, a federation and settings."""
 
     method: str
     options: dict = field(default_factory=dict)
     sizes: str | tuple[int, ...] = "uneven"
     weights: str = "uniform"
     stragglers: float = 0.0
-    varying: bool = False
+    varying_cohorts: bool = False
     rounds: int = 4
     coin: float | None = None
-    """The chance that a round ends after a local step, where the number of steps is not given."""
-    late: int = 0
-    """The most rounds that uploads arrive late."""
+    """Probability that a round ends after a local step, if the number of steps is not given."""
+    max_staleness: int = 0
+    """Maximum staleness of uploads, in rounds."""
     note: str = ""
 
     @property
     def name(self) -> str:
-        """An identifier for reports."""
+        """Identifier of the test case."""
         return f"{self.method}-{self.note}" if self.note else self.method
 
     @property
     def local(self) -> dict:
-        """The options of the local steps."""
+        """Options of the local steps."""
         options = self.options
         while "local" not in options:
             options = options["inner"][1]
         return options["local"]
 
     def algorithm(self) -> Algorithm:
-        """For fedrax."""
+        """The algorithm in fedrax."""
         return make_algorithm(self.method, self.options)
 
     def cohorts(self) -> list[np.ndarray]:
-        """The given cohorts: in no order, some clients never in one, one of them in all."""
+        """Scripted cohorts in random order: some clients are never sampled, client 2 always is."""
         rng = np.random.default_rng(11)
-        size = lambda r: 4 if not self.varying else (4, 2, 5, 1)[r % 4]  # noqa: E731
+        size = lambda r: 4 if not self.varying_cohorts else (4, 2, 5, 1)[r % 4]  # noqa: E731
         others = lambda r: rng.permutation(np.array([0, 1, 3, 4, 5]))[: size(r) - 1]  # noqa: E731
         return [rng.permutation(np.append(others(r), 2)) for r in range(self.rounds)]
 
     def script(self) -> fedrax.simulation.Script:
-        """Cohorts, and blocks or numbers of local steps where the method needs them."""
+        """Cohorts, with blocks, staleness or numbers of local steps if the method needs them."""
         blocks = self.local.get("blocks")
-        if self.late:
-            delay = np.random.default_rng(19).integers(0, self.late + 1, (self.rounds, 5))
+        if self.max_staleness:
+            delay = np.random.default_rng(19).integers(0, self.max_staleness + 1, (self.rounds, 5))
             return fedrax.simulation.Script(cohorts=self.cohorts(), delay=delay)
         if self.coin is not None:
             steps = np.random.default_rng(17).geometric(self.coin, (self.rounds, 1))
@@ -161,17 +161,17 @@ def _object(module: Any, spec: Any) -> Any:
 
 
 def options_of(options: dict) -> dict:
-    """Options with ("Name", {...}) replaced by fedrax's objects."""
+    """Replace ("Name", {...}) by objects of fedrax."""
     kinds = {"prox": proximal, "server_optimizer": server, "rule": rules, "attack": attacked_clients}
-    made = {key: _object(kinds[key], value) if key in kinds else value for key, value in options.items()}
-    return made | ({"schedule": make_schedule(*options["schedule"])} if "schedule" in options else {})
+    objects = {key: _object(kinds[key], value) if key in kinds else value for key, value in options.items()}
+    return objects | ({"schedule": make_schedule(*options["schedule"])} if "schedule" in options else {})
 
 
 def make_schedule(name: str, options: dict) -> Any:
-    """The schedule of fedrax or optax that the reference's ``factor`` describes."""
+    """The schedule of fedrax or optax that corresponds to ``factor`` of the reference."""
     if name == "StepDecay":
-        falls = dict.fromkeys(options["milestones"], options["factor"])
-        return OptaxSchedule.of(optax.piecewise_constant_schedule, init_value=1.0, boundaries_and_scales=falls)
+        factors = dict.fromkeys(options["milestones"], options["factor"])
+        return OptaxSchedule.of(optax.piecewise_constant_schedule, init_value=1.0, boundaries_and_scales=factors)
     if name == "ExponentialDecay":
         return optax.exponential_decay(1.0, transition_steps=1, decay_rate=options["factor"])
     if name == "CosineDecay":
@@ -181,7 +181,7 @@ def make_schedule(name: str, options: dict) -> Any:
 
 
 def make_algorithm(method: str, options: dict) -> Algorithm:
-    """fedrax's object for a method of the table."""
+    """The algorithm in fedrax for an entry of the table."""
     options = options_of(options)
     if "local" in options:
         options["local"] = fedrax.LocalSGD(order="stored", **options_of(options["local"]))
@@ -191,7 +191,7 @@ def make_algorithm(method: str, options: dict) -> Algorithm:
 
 
 def simulate(case: Case, kind: str = "softmax", **settings: Any) -> fedrax.Result:
-    """The case in fedrax, in float64 unless told otherwise."""
+    """Run a case in fedrax, by default in float64."""
     problem = make_problem(kind, case.sizes)
     defaults = {"dtype": "float64", "plan": "scan", "devices": 1, "eval_every": 1000}
     changes = {**defaults, "weights": case.weights, "stragglers": case.stragglers, "rounds": case.rounds} | settings
@@ -201,7 +201,7 @@ def simulate(case: Case, kind: str = "softmax", **settings: Any) -> fedrax.Resul
 
 
 def expected(case: Case, kind: str = "softmax", works: Any = None) -> reference_methods.Method:
-    """The case in NumPy."""
+    """Run a case in the NumPy reference."""
     problem, script = make_problem(kind, case.sizes), case.script()
     clients = problem.clients(reference.Local(**case.local))
     method = reference_methods.build(clients, problem.x0, case.method, case.options)
@@ -212,10 +212,10 @@ def expected(case: Case, kind: str = "softmax", works: Any = None) -> reference_
 
 
 def vectors(problem: reference.Problem, state: Any) -> dict[str, np.ndarray]:
-    """fedrax's state as flat vectors by name, without the parameters and the optimizer's state."""
+    """Flat vectors of a state by name, without the parameters and the state of the optimizer."""
     if isinstance(state, Wrapped):
-        kept = state.own[0] if isinstance(state.own, tuple) and state.own else state.own  # of the only phase
-        own = {"own": _flat(problem, kept)} if jax.tree.leaves(kept) else {}
+        own_state = state.own[0] if isinstance(state.own, tuple) and state.own else state.own  # one phase
+        own = {"own": _flat(problem, own_state)} if jax.tree.leaves(own_state) else {}
         return vectors(problem, state.inner) | own
     if not hasattr(state, "_fields"):
         return {"": _flat(problem, state)} if jax.tree.leaves(state) else {}
@@ -224,7 +224,7 @@ def vectors(problem: reference.Problem, state: Any) -> dict[str, np.ndarray]:
 
 
 def server_vectors(problem: reference.Problem, algorithm: Algorithm, server: Any) -> dict[str, np.ndarray]:
-    """The same of a server's state; what it remembers of clients is named by client, wherever it lies."""
+    """Flat vectors of the server state; what GradMA's memory stores for a client is named by the client."""
     if not isinstance(algorithm, ServerMemory):
         return vectors(problem, server)
     remembered = {f"D[{i}]": _flat(problem, d) for i, d in algorithm.remembered(server).items()}
@@ -241,26 +241,28 @@ def _flat(problem: reference.Problem, arrays: Any) -> np.ndarray:
 def assert_same(
     result: fedrax.Result, method: reference_methods.Method, case: Case, kind: str, tolerance: float
 ) -> None:
-    """Parameters, server state and every client's state agree within ``tolerance`` of the larger of 1 and their
-    largest entry.
-    """
+    """Assert that parameters, server state and client states agree within ``tolerance`` times max(1, largest entry)."""
     problem = make_problem(kind, case.sizes).problem
 
-    def close(ours: np.ndarray, theirs: np.ndarray, what: str) -> None:
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance * max(1, np.abs(theirs).max()), err_msg=what)
+    def close(actual: np.ndarray, desired: np.ndarray, name: str) -> None:
+        np.testing.assert_allclose(
+            actual, desired, rtol=0, atol=tolerance * max(1, np.abs(desired).max()), err_msg=name
+        )
 
     close(reference.join(problem, result.params), method.x, "parameters")
-    _same_vectors(server_vectors(problem, case.algorithm(), result.server), method.server_state(), "server", close)
+    _assert_same_vectors(
+        server_vectors(problem, case.algorithm(), result.server), method.server_state(), "server", close
+    )
     for i in range(len(method.clients)):
-        _same_vectors(vectors(problem, result.client_state(i)), method.client_state(i), f"client {i}", close)
+        _assert_same_vectors(vectors(problem, result.client_state(i)), method.client_state(i), f"client {i}", close)
 
 
-def _same_vectors(ours: dict, theirs: dict, who: str, close: Any) -> None:
-    assert ours.keys() == theirs.keys(), who
-    for name, value in theirs.items():
-        close(ours[name], value, f"{who}: {name}")
+def _assert_same_vectors(actual: dict, desired: dict, owner: str, close: Any) -> None:
+    assert actual.keys() == desired.keys(), owner
+    for name, value in desired.items():
+        close(actual[name], value, f"{owner}: {name}")
 
 
 def state_of(result: fedrax.Result, clients: Sequence[int] = range(NUM_CLIENTS)) -> Any:
-    """Everything a run ends in, for comparisons of runs."""
+    """Server state and client states after a run."""
     return jax.tree.map(np.asarray, (result.server, [result.client_state(i) for i in clients]))

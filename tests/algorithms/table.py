@@ -1,4 +1,4 @@
-"""Every method with every option, in terms of both fedrax and the NumPy reference."""
+"""Methods and options that are compared with the NumPy reference."""
 
 from tests.algorithms.problems import Case
 
@@ -6,7 +6,7 @@ EPOCHS = {"lr": 0.1, "epochs": 2, "batch_size": 3}
 STEPS = {"lr": 0.1, "steps": 5, "batch_size": 4}
 FULL = {"lr": 0.1, "steps": 3, "batch_size": "full"}
 BLOCKS = {"lr": 0.02, "steps": 5, "blocks": 3}
-RICH = {
+ALL_LOCAL_OPTIONS = {
     **STEPS,
     "momentum": 0.7,
     "weight_decay": 0.05,
@@ -14,36 +14,36 @@ RICH = {
     "prox": ("L1", {"weight": 0.05}),
     "schedule": ("ExponentialDecay", {"factor": 0.8}),
 }
-"""Everything at once."""
+"""All options of local steps at once."""
 
 METHODS = {
     case.name: case
     for case in (
         Case("FedSGD", {"local": FULL | {"weight_decay": 0.1}, "server_optimizer": ("SGD", {"lr": 0.3})}),
         Case("FedAvg", {"local": EPOCHS}, weights="samples"),
-        Case("FedAvg", {"local": RICH}, note="rich"),
+        Case("FedAvg", {"local": ALL_LOCAL_OPTIONS}, note="all-options"),
         Case("FedProx", {"local": EPOCHS, "mu": 0.7}, weights="samples"),
         Case("Scaffold", {"local": EPOCHS}),
         Case("Scaffold", {"local": STEPS | {"clip": 0.1}, "option": "I"}, note="I-clipped"),
-        Case("Scaffold", {"local": RICH}, note="rich"),
+        Case("Scaffold", {"local": ALL_LOCAL_OPTIONS}, note="all-options"),
         Case("FedSaga", {"local": BLOCKS}, weights="samples"),
         Case("LoSAC", {"local": BLOCKS | {"reduction": "sum"}, "reading": "printed"}, note="printed"),
-        Case("LoSAC", {"local": BLOCKS, "reading": "consistent"}, varying=True, note="consistent"),
+        Case("LoSAC", {"local": BLOCKS, "reading": "consistent"}, varying_cohorts=True, note="consistent"),
         Case("MimeSVRG", {"local": EPOCHS}, weights="samples"),
         Case("Mime", {"local": EPOCHS, "beta": 0.6}, weights="samples"),
-        Case("MimeLite", {"local": EPOCHS, "beta": 0.6}, varying=True),
+        Case("MimeLite", {"local": EPOCHS, "beta": 0.6}, varying_cohorts=True),
         Case("FedCM", {"local": EPOCHS, "alpha": 0.3}, weights="samples", stragglers=0.6),
-        Case("FedADMM", {"local": EPOCHS, "rho": 2.0}, varying=True),
+        Case("FedADMM", {"local": EPOCHS, "rho": 2.0}, varying_cohorts=True),
         Case("Episode", {"local": EPOCHS, "gamma": 0.04}, weights="samples"),
         Case("NaiveParallelClip", {"local": STEPS | {"clip": 0.03}}, weights="samples"),
-        Case("MIFA", {"local": EPOCHS}, varying=True),
-        Case("MIFA", {"local": EPOCHS, "memory": "server"}, varying=True, note="server"),
-        Case("FedDyn", {"local": EPOCHS, "alpha": 0.4}, varying=True),
+        Case("MIFA", {"local": EPOCHS}, varying_cohorts=True),
+        Case("MIFA", {"local": EPOCHS, "memory": "server"}, varying_cohorts=True, note="server"),
+        Case("FedDyn", {"local": EPOCHS, "alpha": 0.4}, varying_cohorts=True),
         Case("FedNova", {"local": EPOCHS}, weights="samples", stragglers=0.6),
         Case("PFedMe", {"local": EPOCHS, "lam": 4.0}, weights="samples"),
         Case("GradMAW", {"local": EPOCHS}, weights="samples"),
         Case("GradMAS", {"local": EPOCHS, "memory": 4, "beta1": 0.6, "beta2": 0.7}, weights="samples", rounds=6),
-        Case("GradMA", {"local": EPOCHS, "previous": "local", "memory": 5}, varying=True, rounds=6),
+        Case("GradMA", {"local": EPOCHS, "previous": "local", "memory": 5}, varying_cohorts=True, rounds=6),
         Case(
             "Upcycled",
             {"inner": ("Scaffold", {"local": EPOCHS}), "a": 0.4, "extrapolate": "both"},
@@ -51,27 +51,27 @@ METHODS = {
         ),
     )
 }
-"""One case a method, for the comparisons of plans."""
+"""One case for each method, also for the comparison of execution plans."""
 
-COIN = {"lr": 0.1, "batch_size": 4}
-"""Steps until a coin says stop."""
+COIN_STEPS = {"lr": 0.1, "batch_size": 4}
+"""Local steps until a coin toss ends the round."""
 _FEDAVG = ("FedAvg", {"local": EPOCHS})
 
 METHODS |= {
     case.name: case
     for case in (
-        Case("FedBuff", {"local": EPOCHS, "max_delay": 3}, late=2, rounds=6),
+        Case("FedBuff", {"local": EPOCHS, "max_delay": 3}, max_staleness=2, rounds=6),
         Case("FedExP", {"local": EPOCHS, "epsilon": 1e-4}, weights="samples"),
         Case("FedLion", {"local": EPOCHS, "beta1": 0.6, "beta2": 0.8}, weights="samples", stragglers=0.6),
         Case("QFedAvg", {"local": EPOCHS, "q": 1.7}, weights="samples"),
-        Case("Scaffnew", {"local": COIN, "p": 0.3}, varying=True, coin=0.3),
-        Case("SignSGD", {"local": {"lr": 0.05, "steps": 1, "batch_size": 4}, "beta": 0.6}, varying=True),
+        Case("Scaffnew", {"local": COIN_STEPS, "p": 0.3}, varying_cohorts=True, coin=0.3),
+        Case("SignSGD", {"local": {"lr": 0.05, "steps": 1, "batch_size": 4}, "beta": 0.6}, varying_cohorts=True),
         Case("Ditto", {"inner": ("FedAvg", {"local": EPOCHS}), "lam": 0.6}, weights="samples"),
         Case(
             "Attacked",
             {"inner": ("Robust", {"inner": _FEDAVG, "rule": ("Krum", {"keep": 2})}), "attack": ("ALittle", {})}
             | {"clients": (2, 3)},
-            varying=True,
+            varying_cohorts=True,
             note="krum-alittle",
         ),
     )
@@ -105,7 +105,7 @@ LOCAL_WORK = [
     _local("clip and prox", EPOCHS | {"clip": 0.05, "prox": ("L1", {"weight": 0.3})}),
     _local("stragglers, epochs", EPOCHS | {"epochs": 4}, stragglers=0.6),
     _local("stragglers, steps", STEPS, stragglers=0.5, weights="samples"),
-    _local("varying cohorts", EPOCHS, varying=True, weights="samples"),
+    _local("varying cohorts", EPOCHS, varying_cohorts=True, weights="samples"),
 ]
 
 SERVER_RULES = [
@@ -135,14 +135,14 @@ _HALVED = ("ExponentialDecay", {"factor": 0.5})
 
 OPTIONS = [
     _case("FedSGD", "sum, Adam", FULL | {"reduction": "sum"}, {"server_optimizer": ("Adam", {"lr": 0.05})}),
-    _case("FedProx", "rich", RICH, {"mu": 0.5}),
+    _case("FedProx", "all-options", ALL_LOCAL_OPTIONS, {"mu": 0.5}),
     _case("Scaffold", "I sum", EPOCHS | {"reduction": "sum", "lr": 0.02}, {"option": "I"}),
     _case("Scaffold", "server step", STEPS, {"server_optimizer": ("SGD", {"lr": 0.5, "momentum": 0.5})}),
     _case("Scaffold", "clip", STEPS | {"clip": 0.1}),
     _case("Scaffold", "prox", STEPS | {"prox": ("NuclearNorm", {"weight": 0.2})}),
     _case("Scaffold", "prox I", STEPS | _L1, {"option": "I"}),
     _case("Scaffold", "stragglers", EPOCHS, stragglers=0.6),
-    _case("Scaffold", "varying", EPOCHS, varying=True),
+    _case("Scaffold", "varying cohorts", EPOCHS, varying_cohorts=True),
     _case("FedSaga", "sum", BLOCKS | {"reduction": "sum"}),
     _case(
         "FedSaga",
@@ -163,16 +163,28 @@ OPTIONS = [
     ),
     _case("LoSAC", "more blocks than samples", BLOCKS | {"blocks": 5}, {"reading": "printed"}),
     _case("MimeSVRG", "full, equal", FULL, sizes="equal"),
-    _case("MimeSVRG", "rich", RICH),
+    _case("MimeSVRG", "all-options", ALL_LOCAL_OPTIONS),
     _case(
         "MimeSVRG",
         "sum, server rule",
         STEPS | {"reduction": "sum", "lr": 0.02},
         {"server_optimizer": ("Adagrad", {"lr": 0.1})},
     ),
-    _case("Mime", "rich", RICH, {"server_optimizer": ("SGD", {"lr": 0.5, "momentum": 0.5})}),
-    _case("MimeLite", "rich, sum", RICH | {"reduction": "sum", "lr": 0.02}, {"beta": 0.5}, weights="samples"),
-    _case("FedCM", "rich", RICH, {"server_optimizer": ("SGD", {"lr": 0.5, "momentum": 0.5})}, varying=True),
+    _case("Mime", "all-options", ALL_LOCAL_OPTIONS, {"server_optimizer": ("SGD", {"lr": 0.5, "momentum": 0.5})}),
+    _case(
+        "MimeLite",
+        "all options, sum",
+        ALL_LOCAL_OPTIONS | {"reduction": "sum", "lr": 0.02},
+        {"beta": 0.5},
+        weights="samples",
+    ),
+    _case(
+        "FedCM",
+        "all-options",
+        ALL_LOCAL_OPTIONS,
+        {"server_optimizer": ("SGD", {"lr": 0.5, "momentum": 0.5})},
+        varying_cohorts=True,
+    ),
     _case("FedCM", "no step at all", STEPS | {"schedule": ("CosineDecay", {"rounds": 2, "final": 0.0})}),
     _case(
         "FedADMM",
@@ -203,12 +215,12 @@ OPTIONS = [
         "decay, prox, schedule",
         STEPS | _L1 | {"clip": 0.04, "weight_decay": 0.1, "schedule": ("ExponentialDecay", {"factor": 0.6})},
     ),
-    _case("MIFA", "server rule", RICH, {"server_optimizer": ("SGD", {"lr": 0.5, "momentum": 0.5})}),
-    _case("FedDyn", "rich", RICH, {"alpha": 0.6}),
+    _case("MIFA", "server rule", ALL_LOCAL_OPTIONS, {"server_optimizer": ("SGD", {"lr": 0.5, "momentum": 0.5})}),
+    _case("FedDyn", "all-options", ALL_LOCAL_OPTIONS, {"alpha": 0.6}),
     _case("FedDyn", "full, stragglers", FULL, {"alpha": 1.0}, stragglers=0.5),
-    _case("FedDyn", "sum, blocks", BLOCKS | {"reduction": "sum"}, {"alpha": 2.0}, varying=True),
+    _case("FedDyn", "sum, blocks", BLOCKS | {"reduction": "sum"}, {"alpha": 2.0}, varying_cohorts=True),
     _case("FedNova", "momentum", EPOCHS | {"momentum": 0.8}, stragglers=0.6),
-    _case("FedNova", "momentum of zero", EPOCHS | {"momentum": 0.0}, varying=True),
+    _case("FedNova", "momentum of zero", EPOCHS | {"momentum": 0.0}, varying_cohorts=True),
     _case("FedNova", "proximal", EPOCHS, {"mu": 0.9}, weights="samples", stragglers=0.6),
     _case(
         "FedNova",
@@ -217,7 +229,7 @@ OPTIONS = [
         {"mu": 0.3, "server_optimizer": ("SGD", {"lr": 0.7, "momentum": 0.5})},
     ),
     _case("FedNova", "sum", EPOCHS | {"reduction": "sum", "lr": 0.02}, weights="samples"),
-    _case("PFedMe", "restart", EPOCHS, {"lam": 4.0, "restart": True}, varying=True),
+    _case("PFedMe", "restart", EPOCHS, {"lam": 4.0, "restart": True}, varying_cohorts=True),
     _case("PFedMe", "stragglers, beta", EPOCHS, {"lam": 3.0, "server_optimizer": ("SGD", {"lr": 1.5})}, stragglers=0.6),
     _case("PFedMe", "full, three steps", FULL, {"lam": 2.0, "inner_steps": 3, "inner_lr": 0.2}, sizes="equal"),
     _case(
@@ -229,9 +241,11 @@ OPTIONS = [
         {"lam": 4.0},
     ),
     _case("GradMAW", "leaf", EPOCHS, {"scope": "leaf"}),
-    _case("GradMAW", "local", EPOCHS, {"previous": "local"}, varying=True, rounds=6),
+    _case("GradMAW", "local", EPOCHS, {"previous": "local"}, varying_cohorts=True, rounds=6),
     _case("GradMAW", "full, equal", FULL, sizes="equal"),
-    _case("GradMAW", "rich", RICH, {"previous": "local", "scope": "leaf"}, weights="samples", rounds=6),
+    _case(
+        "GradMAW", "all-options", ALL_LOCAL_OPTIONS, {"previous": "local", "scope": "leaf"}, weights="samples", rounds=6
+    ),
     _case("GradMAW", "blocks, stragglers", BLOCKS, stragglers=0.5),
     _case(
         "GradMAW",
@@ -239,12 +253,14 @@ OPTIONS = [
         STEPS | {"reduction": "sum", "lr": 0.02},
         {"server_optimizer": ("Adam", {"lr": 0.05})},
     ),
-    _case("GradMAS", "room for all", EPOCHS, {"server_lr": 0.7}, varying=True, rounds=6),
+    _case("GradMAS", "room for all", EPOCHS, {"server_lr": 0.7}, varying_cohorts=True, rounds=6),
     _case("GradMAS", "leaf", EPOCHS, {"scope": "leaf", "memory": 5}, rounds=6),
     _case("GradMAS", "no memory", EPOCHS, {"memory": 0, "beta1": 0.9, "server_lr": 0.5}, weights="samples"),
-    _case("GradMAS", "forgetting at once", EPOCHS, {"beta2": 0.0}, varying=True, rounds=6),
-    _case("GradMAS", "no momentum", RICH, {"beta1": 0.0}, varying=True, weights="samples", rounds=6),
-    _case("GradMA", "rich, leaf", RICH, {"scope": "leaf", "memory": 4, "server_lr": 0.8}, rounds=6),
+    _case("GradMAS", "forgetting at once", EPOCHS, {"beta2": 0.0}, varying_cohorts=True, rounds=6),
+    _case(
+        "GradMAS", "no momentum", ALL_LOCAL_OPTIONS, {"beta1": 0.0}, varying_cohorts=True, weights="samples", rounds=6
+    ),
+    _case("GradMA", "all options, leaf", ALL_LOCAL_OPTIONS, {"scope": "leaf", "memory": 4, "server_lr": 0.8}, rounds=6),
     _case("GradMA", "full", FULL, {"beta1": 0.9, "beta2": 0.9}, weights="samples", stragglers=0.5, rounds=6),
     _case("GradMA", "no memory", EPOCHS, {"memory": 0, "beta1": 0.3, "previous": "local"}),
     Case("Upcycled", {"inner": ("FedAvg", {"local": EPOCHS}), "a": 0.4}, note="fedavg"),
@@ -266,7 +282,7 @@ OPTIONS = [
     Case(
         "Upcycled",
         {"inner": ("FedDyn", {"local": EPOCHS, "alpha": 0.4}), "a": 0.3, "extrapolate": "both"},
-        varying=True,
+        varying_cohorts=True,
         note="feddyn both",
     ),
     Case(
@@ -279,21 +295,31 @@ OPTIONS = [
 OPTIONS += [
     _case(
         "FedBuff",
-        "rich, server rule",
-        RICH,
+        "all options, server rule",
+        ALL_LOCAL_OPTIONS,
         {"power": 1.2, "max_delay": 4, "server_optimizer": ("SGD", {"lr": 0.5, "momentum": 0.5})},
-        late=4,
-        varying=True,
+        max_staleness=4,
+        varying_cohorts=True,
         rounds=6,
     ),
-    _case("FedExP", "rich", RICH),
-    _case("FedLion", "blocks, schedule", BLOCKS | {"schedule": _HALVED}, varying=True),
-    _case("QFedAvg", "below one, rich, server rule", RICH, {"q": 0.4, "server_optimizer": ("SGD", {"lr": 0.7})}),
-    _case("Scaffnew", "full, schedule", COIN | {"batch_size": "full", "schedule": _HALVED}, {"p": 0.5}, coin=0.5),
+    _case("FedExP", "all-options", ALL_LOCAL_OPTIONS),
+    _case("FedLion", "blocks, schedule", BLOCKS | {"schedule": _HALVED}, varying_cohorts=True),
+    _case(
+        "QFedAvg",
+        "below one, all options, server rule",
+        ALL_LOCAL_OPTIONS,
+        {"q": 0.4, "server_optimizer": ("SGD", {"lr": 0.7})},
+    ),
+    _case("Scaffnew", "full, schedule", COIN_STEPS | {"batch_size": "full", "schedule": _HALVED}, {"p": 0.5}, coin=0.5),
     _case("SignSGD", "decay, schedule", {"lr": 0.1, "steps": 1} | {"weight_decay": 0.3, "schedule": _HALVED}),
-    Case("Ditto", {"inner": ("FedProx", {"local": RICH, "mu": 0.5}), "lam": 2.0}, note="rich", stragglers=0.5),
+    Case(
+        "Ditto",
+        {"inner": ("FedProx", {"local": ALL_LOCAL_OPTIONS, "mu": 0.5}), "lam": 2.0},
+        note="all-options",
+        stragglers=0.5,
+    ),
     *(
-        Case("Robust", {"inner": _FEDAVG, "rule": rule}, weights=weights, varying=True, note=rule[0])
+        Case("Robust", {"inner": _FEDAVG, "rule": rule}, weights=weights, varying_cohorts=True, note=rule[0])
         for rule, weights in (
             (("Median", {}), "uniform"),
             (("TrimmedMean", {"trim": 0.25}), "uniform"),
@@ -304,5 +330,5 @@ OPTIONS += [
     Case("Attacked", {"inner": _FEDAVG, "attack": ("Scaling", {"factor": -2.5}), "clients": (0, 2)}, note="scaling"),
     Case("Attacked", {"inner": _FEDAVG, "attack": ("LabelFlip", {"classes": 3}), "clients": (2, 4)}, note="labels"),
     Case("EFSign", {"inner": _FEDAVG}, weights="samples"),
-    Case("QuantizedBroadcast", {"inner": _FEDAVG, "bits": 8}, varying=True),
+    Case("QuantizedBroadcast", {"inner": _FEDAVG, "bits": 8}, varying_cohorts=True),
 ]

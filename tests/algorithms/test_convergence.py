@@ -1,6 +1,7 @@
-"""Where each method ends: at the optimum, or at the biased point that theory says.
+"""Limits of the methods: the optimum, or the biased fixed point that theory predicts.
 
 Strongly convex quadratics with heterogeneous clients, in float64: f_i(w) = w H_i w / 2 - b_i w + const.
+
 """
 
 from functools import cache
@@ -34,7 +35,7 @@ def moments() -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def optimum() -> np.ndarray:
-    """Where the mean of all f_i is least."""
+    """Minimizer of the mean of all f_i."""
     h, b = moments()
     return np.linalg.solve(h.mean(0), b.mean(0))
 
@@ -61,7 +62,7 @@ def problem() -> Problem:
 
 
 def run(method: str, options: dict, rounds: int = 600, cohort: int = NUM_CLIENTS, **settings: Any) -> fedrax.Result:
-    """A float64 run with full participation unless told otherwise."""
+    """Run in float64, by default with full participation."""
     p = problem()
     defaults = {"rounds": rounds, "cohort_size": cohort, "dtype": "float64", "devices": 1, "eval_every": 10_000}
     return fedrax.simulate(
@@ -70,11 +71,11 @@ def run(method: str, options: dict, rounds: int = 600, cohort: int = NUM_CLIENTS
 
 
 def distance(result: fedrax.Result, point: np.ndarray) -> float:
-    """How far the run ended from ``point``."""
+    """Largest difference between the final parameters and ``point``."""
     return float(np.linalg.norm(np.asarray(result.params["w"]) - point))
 
 
-def test_the_problem_is_heterogeneous_and_the_steps_are_stable():
+def test_problem_is_heterogeneous_and_steps_are_stable():
     h, _ = moments()
     assert np.linalg.eigvalsh(h).min() > 0.01
     assert LR * np.linalg.eigvalsh(h).max() < 1
@@ -93,7 +94,7 @@ def test_the_problem_is_heterogeneous_and_the_steps_are_stable():
     ],
     ids=["FedAvg", "FedProx", "MIFA", "FedAvgM", "Upcycled"],
 )
-def test_local_steps_without_correction_end_at_the_biased_point(method: str, options: dict, mu: float):
+def test_methods_without_drift_correction_converge_to_the_biased_point(method: str, options: dict, mu: float):
     result = run(method, options)
     assert distance(result, biased_point(mu)) < 1e-9
     assert distance(result, optimum()) > 3e-3
@@ -102,7 +103,7 @@ def test_local_steps_without_correction_end_at_the_biased_point(method: str, opt
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("method", ["Scaffold", "MimeSVRG", "Episode"])
-def test_momentum_of_an_optimizer_sees_the_correction_and_leaves_no_drift(method: str, nesterov: bool):
+def test_local_momentum_includes_the_drift_correction(method: str, nesterov: bool):
     momentum = fedrax.optim.Optax.of(optax.sgd, momentum=0.5, nesterov=nesterov)
     after = run(method, {"local": FULL | {"optimizer": momentum}})
     before = run(method, {"local": FULL | {"momentum": 0.5}})
@@ -132,7 +133,7 @@ def test_momentum_of_an_optimizer_sees_the_correction_and_leaves_no_drift(method
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_corrected_methods_end_at_the_optimum(method: str, options: dict):
+def test_drift_corrected_methods_converge_to_the_optimum(method: str, options: dict):
     result = run(method, options, rounds=1500)
     assert distance(result, optimum()) < 1e-8
     if "gamma" in options:
@@ -140,8 +141,8 @@ def test_corrected_methods_end_at_the_optimum(method: str, options: dict):
         assert result.events[-1]["clipped"] == 0
 
 
-def test_scaffnew_ends_at_the_optimum_with_a_part_of_the_clients():
-    """TAMUNA's proof shortens the step of h_i by a factor chi < 1 there; without it the end is the same."""
+def test_scaffnew_converges_to_the_optimum_with_partial_participation():
+    """TAMUNA's proof scales the step of h_i by chi < 1 there; the limit is the same without it."""
     result = run("Scaffnew", {"local": {"lr": LR, "batch_size": "full"}, "p": 0.3}, rounds=6000, cohort=4)
     assert distance(result, optimum()) < 1e-8
 
@@ -149,8 +150,8 @@ def test_scaffnew_ends_at_the_optimum_with_a_part_of_the_clients():
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("reading", ["printed", "consistent"])
 @pytest.mark.parametrize("cohort", slow_cases([4, NUM_CLIENTS]))
-def test_losac_ends_at_the_optimum_with_any_fixed_cohort(reading: str, cohort: int):
-    """Three blocks of random order; the printed form takes about M N / S times larger steps."""
+def test_losac_converges_to_the_optimum_with_any_fixed_cohort(reading: str, cohort: int):
+    """Three blocks in random order; the printed form takes about M N / S times larger steps."""
     local = {"lr": 0.02 if reading == "consistent" else 0.01, "steps": 5, "blocks": 3}
     result = run("LoSAC", {"local": local, "reading": reading}, rounds=6000, cohort=cohort)
     assert distance(result, optimum()) < 1e-8
@@ -168,13 +169,13 @@ def test_losac_ends_at_the_optimum_with_any_fixed_cohort(reading: str, cohort: i
     ],
     ids=["FedSaga", "CELGC", "GradMAW", "FedCM", "MimeLite"],
 )
-def test_local_corrections_do_not_remove_the_bias(method: str, options: dict):
+def test_other_local_corrections_leave_a_bias(method: str, options: dict):
     result = run(method, options, rounds=3000)
     assert 3e-3 < distance(result, optimum()) < 10
 
 
-def test_many_local_steps_with_a_weak_pull_make_fedadmm_diverge():
-    """As its documentation says: T = 5 with rho = 1."""
+def test_fedadmm_diverges_with_many_local_steps_and_small_rho():
+    """T = 5 and rho = 1, the example of its documentation."""
     weak, strong = (run("FedADMM", {"local": FULL | {"steps": 5}, "rho": rho}, rounds=40) for rho in (1.0, 4.0))
     assert distance(weak, optimum()) > 1e6
     assert distance(strong, optimum()) < 0.1
@@ -184,7 +185,7 @@ L1 = 0.03
 
 
 def with_l1(local: dict, weight: float = L1) -> dict:
-    """Local steps under a prox."""
+    """Local steps with a proximal operator."""
     return {"local": local | {"prox": ("L1", {"weight": weight})}}
 
 
@@ -196,15 +197,15 @@ BLOCKS = {"lr": 0.02, "steps": 5, "blocks": 3}
     ("method", "options", "cohort"),
     [
         ("LoSAC", with_l1(BLOCKS), NUM_CLIENTS),
-        # the printed scales make the gradient M N / S times larger, and so has the regularizer to be
+        # the printed scales multiply the gradient by M N / S, so the regularizer must be as much larger
         ("LoSAC", with_l1(BLOCKS | {"lr": 0.01}, 3 * NUM_CLIENTS / 4 * L1) | {"reading": "printed"}, 4),
         ("Scaffold", with_l1(FULL), NUM_CLIENTS),
         ("FedADMM", {"local": FULL, "rho": 4.0, "prox": ("L1", {"weight": L1})}, 4),
     ],
     ids=["LoSAC-Prox", "LoSAC-Prox printed", "SCAFFOLD-Prox", "FedADMM"],
 )
-def test_the_regularized_problem_is_solved(method: str, options: dict, cohort: int):
-    """They end where F = mean f_i + lambda |w|_1 is least: the subgradient holds there."""
+def test_proximal_methods_solve_the_regularized_problem(method: str, options: dict, cohort: int):
+    """The limit minimizes F = mean f_i + lambda |w|_1: zero is a subgradient."""
     weight = L1
     result = run(method, options, rounds=6000, cohort=cohort)
     w = np.asarray(result.params["w"])
@@ -219,8 +220,8 @@ def test_the_regularized_problem_is_solved(method: str, options: dict, cohort: i
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("gamma", [1.0, 3.0])
-def test_the_two_clients_of_the_episode_paper(gamma: float):
-    """Section 4.1: f_k = x^2 / 2 + a_k x; CELGC stays at 0 for ever, EPISODE reaches the minimum, -1/2."""
+def test_two_clients_of_the_episode_paper(gamma: float):
+    """Section 4.1: f_k = x^2 / 2 + a_k x. CELGC stays at 0, EPISODE converges to the minimum -1/2."""
     task = fedrax.Task(
         init=lambda key: {"x": jnp.zeros(())},
         loss=lambda params, batch, key: params["x"] ** 2 / 2 + batch.x * params["x"],
@@ -237,8 +238,8 @@ def test_the_two_clients_of_the_episode_paper(gamma: float):
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["Scaffold", "FedDyn"])
-def test_quantized_uploads_of_methods_with_client_states_converge(name: str):
-    """What clients keep and what the server adds up part where both are rounded; TopK makes up for what it left out."""
+def test_topk_converges_exactly_and_quantization_approximately_with_client_states(name: str):
+    """With ``Quantized``, client states and the server's sum drift apart by rounding; TopK has error feedback."""
     inner = make_algorithm(name, {"local": FULL} | ({"alpha": 0.5} if name == "FedDyn" else {}))
     wrapped = {
         "8": fedrax.compression.Quantized(inner),
@@ -260,7 +261,7 @@ SEEDS = 25
 
 
 def distances(method: str, options: dict, rounds: int) -> np.ndarray:
-    """|x - minimum of the mean| after ``rounds`` rounds: [H, seed]; one compiled program for all."""
+    """|x - minimizer of the mean| after ``rounds`` rounds: [H, seed], by one compiled program."""
 
     def loss(params: Any, batch: Any, key: Any) -> Any:
         x, noise = params["x"], jax.random.uniform(key, (), minval=-1, maxval=1)
@@ -287,11 +288,11 @@ NOISY = {"lr": 0.01, "steps": 8, "batch_size": 1}
 
 
 @pytest.mark.slow
-def test_episode_finds_the_minimum_of_the_synthetic_pair():
+def test_episode_converges_on_the_synthetic_pair():
     assert (distances("Episode", {"local": NOISY, "gamma": 0.05}, 30).max(1) < 0.03).all()
 
 
 @pytest.mark.slow
-def test_celgc_misses_the_minimum_of_the_synthetic_pair():
+def test_celgc_is_biased_on_the_synthetic_pair():
     far = distances("FedAvg", {"local": NOISY | {"clip": 0.05}}, 30).mean(1)
     np.testing.assert_allclose(far, [0.01, 0.08, 1.0, 1.9], rtol=0.25)

@@ -1,4 +1,4 @@
-"""GradMA: its memory of updates, its fixed points, and its precision where the projection is ill-conditioned."""
+"""GradMA: its memory of updates, its fixed points, and its precision for ill-conditioned projections."""
 
 from itertools import product
 from typing import Any
@@ -17,7 +17,7 @@ from tests.slow import slow_cases
 LOCAL = {"lr": 0.1, "steps": 2, "batch_size": 3}
 
 
-# Whom a memory of three clients forgets (Algorithm 4), told by hand
+# Evictions from a memory of three clients by Algorithm 4, derived by hand
 
 SCRIPT = [
     ([2, 1], {1, 2}, "there is room"),
@@ -35,7 +35,7 @@ SCRIPT = [
 
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("rounds", range(1, len(SCRIPT) + 1))
-def test_the_memory_forgets_whom_algorithm_4_says(rounds: int):
+def test_memory_evicts_clients_as_in_algorithm_4(rounds: int):
     cohorts, kept = [cohort for cohort, _, _ in SCRIPT[:rounds]], SCRIPT[rounds - 1][1]
     problem, options = make_problem(), {"local": LOCAL, "memory": 3}
     clients = problem.clients(reference.Local(**LOCAL))
@@ -45,14 +45,14 @@ def test_the_memory_forgets_whom_algorithm_4_says(rounds: int):
     algorithm: Any = make_algorithm("GradMAS", options)
     result = run(algorithm, problem, cohorts)
     assert set(algorithm.remembered(result.server)) == kept
-    ours, theirs = server_vectors(problem.problem, algorithm, result.server), by_paper.server_state()
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        np.testing.assert_allclose(ours[name], value, atol=1e-12, err_msg=name)
+    actual, desired = server_vectors(problem.problem, algorithm, result.server), by_paper.server_state()
+    assert actual.keys() == desired.keys()
+    for name, value in desired.items():
+        np.testing.assert_allclose(actual[name], value, atol=1e-12, err_msg=name)
 
 
 def run(algorithm: Any, problem: Any, cohorts: list, dtype: str = "float64") -> fedrax.Result:
-    """A run with the given cohorts."""
+    """Run with the given cohorts."""
     settings: dict[str, Any] = {
         "rounds": len(cohorts),
         "dtype": dtype,
@@ -69,8 +69,8 @@ def run(algorithm: Any, problem: Any, cohorts: list, dtype: str = "float64") -> 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("rounds", [1, 3, 6])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_the_server_step_opposes_no_stored_update(rounds: int, dtype: str):
-    case = Case("GradMAS", {"local": LOCAL, "beta1": 0.9, "beta2": 0.9}, varying=True, rounds=rounds)
+def test_server_step_has_no_negative_product_with_a_stored_update(rounds: int, dtype: str):
+    case = Case("GradMAS", {"local": LOCAL, "beta1": 0.9, "beta2": 0.9}, varying_cohorts=True, rounds=rounds)
     problem = make_problem().problem
     state = server_vectors(problem, case.algorithm(), simulate(case, dtype=dtype).server)
     momentum = state.pop("momentum")
@@ -79,7 +79,7 @@ def test_the_server_step_opposes_no_stored_update(rounds: int, dtype: str):
     assert len(cosines) == (4, 6, 6)[(1, 3, 6).index(rounds)]
 
 
-# A tug of war: client 0 pulls to 1, client 1 to -1; client 0 is heard once, then never again
+# Client 0 pulls to 1, client 1 to -1; client 0 takes part in the first round only
 
 
 TUG_OF_WAR = fedrax.Task(
@@ -88,7 +88,7 @@ TUG_OF_WAR = fedrax.Task(
 
 
 def tug_of_war(beta2: float, rounds: int) -> float:
-    """Where x ends, in float32, after client 0's round and ``rounds`` of client 1."""
+    """x, in float32, after client 0's round and ``rounds`` rounds of client 1."""
     federation = fedrax.Federation.from_arrays(np.array([1.0, -1.0]), np.zeros(2), offsets=np.arange(3), shuffle=False)
     algorithm = GradMAS(fedrax.LocalSGD(lr=0.1, steps=1), beta1=0.0, beta2=beta2)
     script = fedrax.simulation.Script(cohorts=[[0]] + [[1]] * rounds)
@@ -98,24 +98,24 @@ def tug_of_war(beta2: float, rounds: int) -> float:
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("beta2", [0.1, 0.5, 0.9])
-def test_a_client_absent_for_long_still_counts(beta2: float):
-    """D[0] shrinks below the smallest float32, its direction remains: nothing agrees with both, so x stays."""
+def test_direction_of_a_long_absent_client_is_kept(beta2: float):
+    """|D[0]| decays below the smallest float32, but no direction agrees with both updates, so that x does not move."""
     assert beta2**1000 < np.finfo(np.float32).smallest_subnormal
     np.testing.assert_allclose(tug_of_war(beta2, 1000), 0.1, atol=1e-5)
 
 
-def test_without_memory_of_the_past_the_absent_are_forgotten():
+def test_without_memory_the_absent_client_has_no_effect():
     np.testing.assert_allclose(tug_of_war(0.0, 200), -1, atol=1e-5)
 
 
-# Where it ends
+# Fixed points
 
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("beta1", [0.0, 0.5])
-def test_the_server_stops_where_the_cone_is_empty(beta1: float):
-    """With everybody in every round GradMA-S ends at a point, not the optimum, where the clients' updates cancel
-    with some positive weights: there is no direction that agrees with all of them.
+def test_server_stops_where_the_cone_is_empty(beta1: float):
+    """With full participation GradMA-S converges to a point, not the optimum, where a positive combination of the
+    clients' updates is zero, so that no direction agrees with all of them.
     """
     local = {"lr": 0.1, "steps": 4, "batch_size": "full"}
     problem = make_problem("quadratic", (9,) * 7)
@@ -125,29 +125,29 @@ def test_the_server_stops_where_the_cone_is_empty(beta1: float):
     updates = np.array([x - client.descend(x, reference.Part(i, 1.0, 0)).params for i, client in enumerate(clients)])
     assert np.linalg.norm(updates.mean(0)) > 1e-3
     scale = np.linalg.norm(updates, axis=1).max()
-    # min |updates' w| with w >= 0 whose sum is one
+    # min |updates' w| subject to w >= 0, sum w = 1
     target = np.append(np.zeros(updates.shape[1]), 1.0)
     _, rest = scipy.optimize.nnls(np.vstack([updates.T / scale, np.ones(7)]), target)
     assert rest < 1e-6
 
 
-# Full batches: the columns of the second step are opposite, and those of later steps nearly so
+# Full batches: the columns of the second step are opposite, and those of later steps almost
 
 
 FULL_BATCHES = list(product(("float64", "float32"), ("GradMAW", "GradMA"), ("vector", "leaf")))
-FIRST = [("float64", "GradMA", "leaf")]
-"""Whose workers are GradMA-W's; ``test_gradma_compiled`` has vectors."""
+IN_MAKE_TEST = [("float64", "GradMA", "leaf")]
+"""GradMA has the workers of GradMA-W; ``test_gradma_compiled`` tests the scope "vector"."""
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("full_compilation")
-@pytest.mark.parametrize(("dtype", "method", "scope"), slow_cases(FULL_BATCHES, FIRST))
-def test_full_batches(dtype: str, method: str, scope: str):
-    """A cone between columns at an angle s to opposite is s wide. Their products show s^2: float64 resolves s down
-    to 1e-7, where a step along the answer is s eta long; float32 down to 3e-3.
+@pytest.mark.parametrize(("dtype", "method", "scope"), slow_cases(FULL_BATCHES, IN_MAKE_TEST))
+def test_full_batches_agree_with_numpy_to_the_resolution_of_the_dtype(dtype: str, method: str, scope: str):
+    """A cone between columns at an angle s to opposite has width s, and their inner products resolve s^2: float64
+    resolves s down to 1e-7, where a step along the projection has length s eta; float32 down to 3e-3.
     """
     case = Case(method, {"local": {"lr": 0.1, "steps": 6, "batch_size": "full"}, "scope": scope})
     problem, exact = make_problem(), expected(case)
-    ours = reference.join(problem.problem, simulate(case, dtype=dtype).params)
+    actual = reference.join(problem.problem, simulate(case, dtype=dtype).params)
     assert np.abs(exact.x - problem.x0).max() > 0.05
-    np.testing.assert_allclose(ours, exact.x, rtol=0, atol=1e-6 if dtype == "float64" else 5e-4)
+    np.testing.assert_allclose(actual, exact.x, rtol=0, atol=1e-6 if dtype == "float64" else 5e-4)

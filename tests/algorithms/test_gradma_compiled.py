@@ -1,6 +1,7 @@
-"""GradMA's local steps as users compile them, from many starting points, against the NumPy derivation.
+"""GradMA's local steps, fully compiled, from many starting points against NumPy.
 
-At the second local step the gradients at the point before and at x are the same column twice, to the last bit.
+In the second local step the gradients at the previous and the current point are bitwise equal columns.
+
 """
 
 from typing import Any
@@ -16,22 +17,22 @@ from tests.slow import slow_cases
 pytestmark = pytest.mark.usefixtures("full_compilation")
 
 SEEDS, ROUNDS = 16, 4
-EVERYBODY = [list(range(7))] * ROUNDS
+FULL_PARTICIPATION = [list(range(7))] * ROUNDS
 
 
 def distance(method: str, kind: str, local: dict, seed: int) -> float:
-    """How far a run from a random start ends from the NumPy one, of the larger of 1 and its largest entry."""
+    """Largest difference between a run and NumPy from a random start, relative to max(1, largest entry)."""
     problem, options = make_problem(kind), {"local": local}
     start = 2 * np.random.default_rng(seed).normal(size=problem.x0.shape)
     by_paper = reference_methods.build(problem.clients(reference.Local(**local)), start, method, options)
-    reference_methods.run(by_paper, EVERYBODY)
+    reference_methods.run(by_paper, FULL_PARTICIPATION)
     settings: dict[str, Any] = {"rounds": ROUNDS, "dtype": "float64", "plan": "scan", "devices": 1, "eval_every": 100}
     result = fedrax.simulate(
         make_algorithm(method, options),
         problem.task,
         problem.federation,
         params=reference.split(problem.problem, start),
-        script=fedrax.simulation.Script(cohorts=EVERYBODY),
+        script=fedrax.simulation.Script(cohorts=FULL_PARTICIPATION),
         **settings,
     )
     ours = reference.join(problem.problem, result.params)
@@ -41,15 +42,15 @@ def distance(method: str, kind: str, local: dict, seed: int) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", slow_cases(["GradMA", "GradMAW"]))
 @pytest.mark.parametrize(("batch_size", "steps"), slow_cases([(3, 2), (1, 3)]))
-def test_steps_that_turn_back(method: str, batch_size: int, steps: int):
-    """Steps so long that batches disagree: both the repeated gradient and the way back from x are active."""
+def test_alternating_steps_agree_with_numpy(method: str, batch_size: int, steps: int):
+    """The learning rate is so large that batches disagree: the repeated gradient and the way back from x are active."""
     local = {"lr": 0.3, "steps": steps, "batch_size": batch_size}
     assert max(distance(method, "quadratic", local, seed) for seed in range(SEEDS)) < 1e-11
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["softmax", "quadratic"])
-def test_the_second_step_of_full_batches(kind: str):
-    """All three columns are on one line: two are equal, and the third is opposite."""
+def test_collinear_columns_agree_with_numpy(kind: str):
+    """Two columns are equal and the third one is opposite."""
     local = {"lr": 0.3, "steps": 2, "batch_size": "full"}
     assert max(distance("GradMAW", kind, local, seed) for seed in range(SEEDS)) < 1e-11

@@ -30,7 +30,7 @@ LOCAL = fedrax.LocalSGD(lr=0.1, steps=2, batch_size=3)
 
 
 def counting_task() -> tuple[fedrax.Task, list[int]]:
-    """A task that counts how often its loss is traced."""
+    """A task, and the number of times its loss was traced."""
     task, traces = make_problem().task, [0]
 
     def loss(params: Any, batch: Any, key: Any) -> Any:
@@ -40,13 +40,12 @@ def counting_task() -> tuple[fedrax.Task, list[int]]:
     return dataclasses.replace(task, loss=loss), traces
 
 
-@pytest.mark.slow(keep=3)
 def cosine(**options: Any) -> OptaxSchedule:
     return OptaxSchedule.of(optax.cosine_decay_schedule, **{"init_value": 0.7, "decay_steps": 50, **options})
 
 
-def steps(falls: Any) -> OptaxSchedule:
-    return OptaxSchedule.of(optax.piecewise_constant_schedule, init_value=1.0, boundaries_and_scales=falls)
+def piecewise_constant(factors: Any) -> OptaxSchedule:
+    return OptaxSchedule.of(optax.piecewise_constant_schedule, init_value=1.0, boundaries_and_scales=factors)
 
 
 @pytest.mark.slow(keep=3)
@@ -76,8 +75,8 @@ def steps(falls: Any) -> OptaxSchedule:
     ],
     ids=["FedAvg", "FedProx", "Episode", "FedDyn", "FedNova", "PFedMe", "GradMA", "Upcycled"],
 )
-def test_a_float_is_not_compiled_in(first: Any, second: Any):
-    """The second run traces the loss as often as a run of the very same algorithm, and ends elsewhere."""
+def test_changed_floats_do_not_recompile(first: Any, second: Any):
+    """The second run traces the loss at most as often as a run of the same algorithm, and has another result."""
     (task, traces), problem = counting_task(), make_problem()
 
     def run(algorithm: Any) -> tuple[int, np.ndarray]:
@@ -90,7 +89,7 @@ def test_a_float_is_not_compiled_in(first: Any, second: Any):
     assert np.abs(start - end).max() > 1e-6
 
 
-def test_leaves_are_the_floats():
+def test_leaves_are_the_float_fields():
     algorithm = fedrax.FedProx(fedrax.LocalSGD(0.1, steps=5, momentum=0.9, schedule=cosine(alpha=0.2)), SGD(0.5), 0.3)
     assert sorted(jax.tree.leaves(algorithm)) == [0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0]
     static = jax.tree.structure(algorithm)
@@ -103,7 +102,7 @@ def test_leaves_are_the_floats():
     )
 
 
-def test_a_grid_of_step_sizes_is_one_vmap():
+def test_learning_rates_can_be_vmapped():
     lrs = jnp.array([0.1, 0.2, 0.4])
     local = fedrax.LocalSGD()
     ones = {"w": jnp.ones(2)}
@@ -111,8 +110,8 @@ def test_a_grid_of_step_sizes_is_one_vmap():
     np.testing.assert_allclose(jax.vmap(move)(lrs)["w"][:, 0], 1 - lrs, rtol=1e-6)
 
 
-def bad(**options: Any) -> dict[str, Any]:
-    """Options of types that a type checker would refuse."""
+def untyped(**options: Any) -> dict[str, Any]:
+    """Options with types that a type checker would reject."""
     return options
 
 
@@ -123,34 +122,37 @@ def bad(**options: Any) -> dict[str, Any]:
         (fedrax.FedAvg(fedrax.LocalSGD(lr=float("nan"))), "FedAvg.local.lr must be a finite number, got nan"),
         (fedrax.FedAvg(fedrax.LocalSGD(momentum=1.0)), "FedAvg.local.momentum must be less than 1, got 1.0"),
         (fedrax.FedAvg(fedrax.LocalSGD(steps=0)), "FedAvg.local.steps must be at least 1, got 0"),
-        (fedrax.FedAvg(fedrax.LocalSGD(**bad(batch_size=2.5))), "must be a whole number or 'full', got 2.5"),
-        (fedrax.FedAvg(fedrax.LocalSGD(**bad(order="random"))), "local.order must be one of 'shuffle', 'stored'"),
-        (fedrax.FedAvg(fedrax.LocalSGD(**bad(lr="fast"))), "FedAvg.local.lr must be a number, got 'fast'"),
+        (fedrax.FedAvg(fedrax.LocalSGD(**untyped(batch_size=2.5))), "must be a whole number or 'full', got 2.5"),
+        (fedrax.FedAvg(fedrax.LocalSGD(**untyped(order="random"))), "local.order must be one of 'shuffle', 'stored'"),
+        (fedrax.FedAvg(fedrax.LocalSGD(**untyped(lr="fast"))), "FedAvg.local.lr must be a number, got 'fast'"),
         (fedrax.FedAvg(fedrax.LocalSGD(steps=2, epochs=1)), "give local steps or local epochs, not both"),
         (fedrax.FedAvg(fedrax.LocalSGD(epochs=2, blocks=3)), "give local steps, not epochs"),
         (fedrax.FedAvg(server_optimizer=SGD(momentum=-0.1)), "FedAvg.server_optimizer.momentum must be at least 0"),
-        (fedrax.FedAvg(**bad(local=fedrax.FedAvg())), "FedAvg.local must be of class LocalSGD, got FedAvg"),
+        (fedrax.FedAvg(**untyped(local=fedrax.FedAvg())), "FedAvg.local must be of class LocalSGD, got FedAvg"),
         (
-            fedrax.FedAvg(**bad(server_optimizer=LOCAL)),
+            fedrax.FedAvg(**untyped(server_optimizer=LOCAL)),
             "FedAvg.server_optimizer must be of class SGD or Adagrad or Adam or Yogi or Optax, got LocalSGD",
         ),
-        (fedrax.FedAvg(fedrax.LocalSGD(**bad(prox=SGD()))), "prox must be of class L1 or ElasticNet or NuclearNorm"),
-        (fedrax.FedAvg(**bad(local=None)), "FedAvg.local must be of class LocalSGD, got None"),
-        (fedrax.FedAvg(**bad(local=fedrax.LocalSGD)), "FedAvg.local must be of class LocalSGD, got <class"),
-        (fedrax.Upcycled(**bad(inner=LOCAL)), "Upcycled.inner must be of class Algorithm, got LocalSGD"),
+        (
+            fedrax.FedAvg(fedrax.LocalSGD(**untyped(prox=SGD()))),
+            "prox must be of class L1 or ElasticNet or NuclearNorm",
+        ),
+        (fedrax.FedAvg(**untyped(local=None)), "FedAvg.local must be of class LocalSGD, got None"),
+        (fedrax.FedAvg(**untyped(local=fedrax.LocalSGD)), "FedAvg.local must be of class LocalSGD, got <class"),
+        (fedrax.Upcycled(**untyped(inner=LOCAL)), "Upcycled.inner must be of class Algorithm, got LocalSGD"),
         (
             fedrax.FedAvg(fedrax.LocalSGD(schedule=cosine(decay_steps="4"))),
             "local.schedule.decay_steps must be a whole number, got '4'",
         ),
         (
-            fedrax.FedAvg(fedrax.LocalSGD(schedule=steps({-1: 0.5}))),
+            fedrax.FedAvg(fedrax.LocalSGD(schedule=piecewise_constant({-1: 0.5}))),
             "local.schedule.boundaries_and_scales must hold items that must hold items that must be at least 0, got",
         ),
         (
-            fedrax.FedAvg(fedrax.LocalSGD(schedule=steps([[3, 0.5]]))),
+            fedrax.FedAvg(fedrax.LocalSGD(schedule=piecewise_constant([[3, 0.5]]))),
             "local.schedule.boundaries_and_scales must be hashable, because it is static: give a tuple",
         ),
-        (fedrax.Scaffold(**bad(option="III")), "Scaffold.option must be one of 'I', 'II', got 'III'"),
+        (fedrax.Scaffold(**untyped(option="III")), "Scaffold.option must be one of 'I', 'II', got 'III'"),
         (fedrax.Episode(fedrax.LocalSGD(clip=0.1)), "unset local.clip"),
         (FedNova(fedrax.LocalSGD(clip=0.1)), "FedNova's normalization has no closed form with local.clip: unset it"),
         (FedNova(fedrax.LocalSGD(weight_decay=0.1)), "no closed form with local.weight_decay"),
@@ -164,29 +166,29 @@ def bad(**options: Any) -> dict[str, Any]:
         (fedrax.LoSAC(fedrax.LocalSGD(steps=3, blocks=2, momentum=0.5)), "LoSAC has no local momentum"),
         (GradMAS(memory=-1), "GradMAS.memory must be at least 0, got -1"),
         (GradMA(beta2=1.0), "GradMA.beta2 must be less than 1, got 1.0"),
-        (GradMA(**bad(previous="server")), "GradMA.previous must be one of 'global', 'local', got 'server'"),
+        (GradMA(**untyped(previous="server")), "GradMA.previous must be one of 'global', 'local', got 'server'"),
         (fedrax.algorithms.upcycle(fedrax.FedProx(mu=-1.0)), "Upcycled.inner.mu must be at least 0, got -1.0"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )  # fmt: skip
-def test_bad_values_are_rejected_by_name(algorithm: Any, sentence: str):
+def test_invalid_values_are_rejected_by_name(algorithm: Any, sentence: str):
     with pytest.raises(FedraxError, match=re.escape(sentence)):
         check(algorithm)
 
 
 class Unmarked(fedrax.FedAvg):
-    """A method whose author forgot the decorator."""
+    """A method without the decorator."""
 
     strength: Positive = 1.0
 
 
-class Silent(fedrax.LocalSGD):
-    """The same of a part of a method; without fields of its own, JAX knows it as little."""
+class UnmarkedPart(fedrax.LocalSGD):
+    """A part of a method without the decorator and without fields."""
 
 
-@pytest.mark.parametrize("algorithm", [Unmarked(), fedrax.FedAvg(Silent())], ids=["method", "part"])
-def test_a_class_without_the_decorator_is_rejected(algorithm: Any):
-    sentence = "(Unmarked|Silent) lacks the decorator @hyperparameters"
+@pytest.mark.parametrize("algorithm", [Unmarked(), fedrax.FedAvg(UnmarkedPart())], ids=["method", "part"])
+def test_class_without_decorator_is_rejected(algorithm: Any):
+    sentence = "(Unmarked|UnmarkedPart) lacks the decorator @hyperparameters"
     with pytest.raises(FedraxError, match=sentence):
         check(algorithm)
     problem = make_problem()
@@ -196,7 +198,7 @@ def test_a_class_without_the_decorator_is_rejected(algorithm: Any):
 
 @hyperparameters
 class Marked:
-    """Fields whose types leave open what they are to a program, with and without a mark."""
+    """Fields whose types do not determine whether they are inputs or static, with and without a mark."""
 
     anything: Any = None
     function: Callable = jnp.tanh
@@ -207,7 +209,7 @@ class Marked:
     names: tuple = ("a", 1.5)
 
 
-def test_marks_say_what_is_an_input():
+def test_marks_determine_inputs_and_static_fields():
     marked = Marked(weights={"w": np.ones(2)})
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(marked)]
     assert names == [".weights['w']", ".ends[0]", ".ends[1]"]
@@ -226,12 +228,12 @@ def test_marks_say_what_is_an_input():
     ],
     ids=["unhashable", "function", "bound", "items", "no list"],
 )
-def test_values_that_a_mark_excludes(changes: dict[str, Any], sentence: str):
+def test_values_that_contradict_a_mark_are_rejected(changes: dict[str, Any], sentence: str):
     with pytest.raises(FedraxError, match=re.escape(sentence)):
         check(Marked(**changes))
 
 
-def test_an_optax_rule_is_static():
+def test_optax_server_optimizer_is_static():
     rule = fedrax.FedAvg(LOCAL, server.Optax(optax.adamw(1e-2)))
     check(rule)
     assert jax.tree.leaves(rule) == [0.1]
@@ -265,14 +267,14 @@ def test_an_optax_rule_is_static():
     ],
     ids=["Scaffold", "MIFA", "Upcycled", "LoSAC", "GradMAS", "Upcycled GradMA", "GradMA"],
 )
-def test_methods_say_what_they_are_not_defined_for(algorithm: Any, settings: dict[str, Any], sentence: str):
-    problem, defaults = make_problem(), bad(rounds=2, cohort_size=3)
+def test_settings_that_a_method_does_not_support_are_rejected(algorithm: Any, settings: dict[str, Any], sentence: str):
+    problem, defaults = make_problem(), untyped(rounds=2, cohort_size=3)
     with pytest.raises(FedraxError, match=sentence):
         fedrax.simulate(algorithm, problem.task, problem.federation, **(defaults | settings))
 
 
-def test_unlike_classes_have_unlike_structures():
-    """Else JAX may run one's compiled program for the other: whether it notices is up to its hash table."""
+def test_different_classes_have_different_tree_structures():
+    """Otherwise JAX may run the compiled program of one class for another, depending on hash collisions."""
     local = fedrax.LocalSGD(steps=1, batch_size="full")
     pairs = [
         (FedSGD(local=local), fedrax.FedAvg(local=local)),
@@ -286,7 +288,7 @@ def test_unlike_classes_have_unlike_structures():
     assert jax.tree.structure(local) != jax.tree.structure(dataclasses.replace(local, steps=2))
 
 
-def test_objects_survive_their_flattening():
+def test_flattening_and_unflattening_restores_algorithms():
     algorithm = fedrax.FedProx(dataclasses.replace(LOCAL, momentum=0.5, prox=L1(0.1)), Adam(0.1), mu=0.1)
     leaves, structure = jax.tree.flatten(algorithm)
     assert jax.tree.unflatten(structure, leaves) == algorithm
@@ -297,7 +299,7 @@ def test_objects_survive_their_flattening():
 
 @hyperparameters
 class Warmup:
-    """A schedule of one's own."""
+    """A user-defined schedule."""
 
     rounds: int = 4
 
@@ -305,8 +307,7 @@ class Warmup:
         return jnp.minimum((round + 1) / self.rounds, 1.0)
 
 
-def test_user_classes_are_accepted_where_several_classes_are_known():
-    """They need what the known ones have in common; a method is no schedule, and a schedule no server rule."""
+def test_user_classes_with_the_common_methods_of_known_classes_are_accepted():
     check(fedrax.FedAvg(local=fedrax.LocalSGD(schedule=Warmup())))  # type: ignore[arg-type]
     for wrong in (
         fedrax.FedAvg(local=fedrax.LocalSGD(schedule=fedrax.FedAvg())),  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Methods that equal each other under stated conditions."""
+"""Methods that are equal under stated conditions."""
 
 from typing import Any
 
@@ -22,18 +22,18 @@ from tests.slow import slow_cases
 
 LOCAL = {"lr": 0.1, "epochs": 2, "batch_size": 3}
 FULL = {"lr": 0.1, "steps": 4, "batch_size": "full"}
-EVERYBODY = fedrax.simulation.Script(cohorts=[np.arange(NUM_CLIENTS)] * 3)
+FULL_PARTICIPATION = fedrax.simulation.Script(cohorts=[np.arange(NUM_CLIENTS)] * 3)
 
 
 def run(method: str, options: dict, sizes: str = "uneven", **settings) -> np.ndarray:
-    """The flat parameters after three rounds with all clients, in float64."""
+    """Flat parameters after three rounds of full participation, in float64."""
     problem = make_problem("softmax", sizes)
-    defaults = {"rounds": 3, "dtype": "float64", "devices": 1, "script": EVERYBODY, "params": problem.params}
+    defaults = {"rounds": 3, "dtype": "float64", "devices": 1, "script": FULL_PARTICIPATION, "params": problem.params}
     result = fedrax.simulate(make_algorithm(method, options), problem.task, problem.federation, **(defaults | settings))
     return reference.join(problem.problem, result.params)
 
 
-def close(a: Any, b: Any) -> None:
+def assert_close(a: Any, b: Any) -> None:
     np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13)
 
 
@@ -69,25 +69,25 @@ def fedavg() -> np.ndarray:
     ids=[
         *("FedProx", "FedAvgM", "CELGC", "momentum and decay", "prox", "Upcycled", "MIFA", "MIFA server", "GradMAS"),
         *("FedCM", "MimeLite"),
-        "PFedMe",  # whose one inner step from w makes lambda (w - theta) the gradient where lambda inner_lr = 1
-        *("QFedAvg", "FedBuff", "Ditto", "nothing trimmed", "no bound", "Krum keeps all", "nobody attacks"),
+        "PFedMe",  # with lambda inner_lr = 1, its single inner step from w makes lambda (w - theta) the gradient
+        *("QFedAvg", "FedBuff", "Ditto", "trim 0", "large bound", "Krum keeps all", "no attacker"),
     ],
 )
-def test_fedavg_is_the_limit_of(method: str, options: dict, fedavg: np.ndarray):
-    close(run(method, options), fedavg)
+def test_methods_with_neutral_options_are_fedavg(method: str, options: dict, fedavg: np.ndarray):
+    assert_close(run(method, options), fedavg)
 
 
-def test_episode_unclipped_is_mimesvrg_on_full_batches():
-    close(run("Episode", {"local": FULL}), run("MimeSVRG", {"local": FULL}))
+def test_unclipped_episode_is_mimesvrg_on_full_batches():
+    assert_close(run("Episode", {"local": FULL}), run("MimeSVRG", {"local": FULL}))
 
 
-def test_mime_without_momentum_is_mimesvrg_to_the_bit():
+def test_mime_without_momentum_is_bitwise_mimesvrg():
     plain = run("MimeSVRG", {"local": LOCAL}, dtype="float32")
     np.testing.assert_array_equal(run("Mime", {"local": LOCAL, "beta": 0.0}, dtype="float32"), plain)
 
 
-def test_one_full_step_makes_fedcm_mime_and_mimelite_the_same_momentum_method():
-    """m <- a grad f + (1 - a) m, x <- x - eta m: with T = 1 there is no drift that they could treat differently."""
+def test_fedcm_mime_and_mimelite_are_equal_with_one_full_batch_step():
+    """m <- a grad f + (1 - a) m, x <- x - eta m: with T = 1 there is no client drift, in which the methods differ."""
     one = {"lr": 0.3, "steps": 1, "batch_size": "full"}
     fedcm = run("FedCM", {"local": one, "alpha": 0.4})
     x, m = make_problem("softmax").x0, 0.0
@@ -95,26 +95,26 @@ def test_one_full_step_makes_fedcm_mime_and_mimelite_the_same_momentum_method():
     for _ in range(3):
         m = 0.4 * np.mean([client.full_gradient(x) for client in clients], axis=0) + 0.6 * m
         x = x - 0.3 * m
-    close(fedcm, x)
+    assert_close(fedcm, x)
     for mime in ("Mime", "MimeLite"):
-        close(run(mime, {"local": one, "beta": 0.6}), x)
+        assert_close(run(mime, {"local": one, "beta": 0.6}), x)
 
 
-def test_many_server_steps_of_fedadmm_end_at_its_single_exact_one():
-    """Eq. 81 over and over is the minimum that Eq. 82 asks for, which a step of 1 / (N rho) reaches at once."""
+def test_server_steps_of_fedadmm_converge_to_its_exact_minimum():
+    """Iterating Eq. 81 converges to the minimum of Eq. 82, which a step of 1 / (N rho) reaches at once."""
     exact = {"local": LOCAL, "rho": 2.0, "prox": ("NuclearNorm", {"weight": 0.1})}
     many = exact | {"server_steps": 100, "server_lr": 0.4 / (NUM_CLIENTS * 2.0)}
     ends = [run("FedADMM", options) for options in (exact, many)]
-    close(*ends)
+    assert_close(*ends)
     assert np.abs(ends[0] - make_problem("softmax").x0).max() > 1e-2
 
 
 B = np.random.default_rng(5).normal(size=(4, 2)).astype(np.float32)
-"""Where four clients' own minima are."""
+"""Minimizers of four clients."""
 
 
 def admm_on_parabolas(curvature: float, steps: int, lr: float, rho: float) -> np.ndarray:
-    """z after three rounds of everybody on curvature |x - b_i|^2 / 2, from zero."""
+    """z after three rounds of full participation on curvature |x - b_i|^2 / 2, from zero."""
     task = fedrax.Task(
         init=lambda key: {"x": np.zeros(2, np.float32)},
         loss=lambda params, batch, key: curvature * ((params["x"] - batch.x) ** 2).sum(-1) / 2,
@@ -125,49 +125,49 @@ def admm_on_parabolas(curvature: float, steps: int, lr: float, rho: float) -> np
     return fedrax.simulate(method, task, federation, **settings).params["x"]
 
 
-def test_fedadmm_with_one_step_is_exact_admm_where_the_curvature_is_one_over_eta():
-    """There the linearized step (Eq. 80) is the exact minimum (Eq. 77) of classical ADMM."""
+def test_fedadmm_with_one_step_is_exact_admm_if_the_curvature_is_one_over_eta():
+    """Then the linearized step (Eq. 80) is the exact minimum (Eq. 77) of classical ADMM."""
     eta, rho = 0.5, 3.0
     z, dual = np.zeros(2), np.zeros((4, 2))
     for _ in range(3):
         x = (B / eta - dual + rho * z) / (1 / eta + rho)
         dual = dual + rho * (x - z)
         z = (dual + rho * x).mean(0) / rho
-    close(admm_on_parabolas(1 / eta, 1, eta, rho), z)
+    assert_close(admm_on_parabolas(1 / eta, 1, eta, rho), z)
 
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("lr", [0.2, 0.5])
-def test_fedadmm_with_many_steps_and_a_strong_pull_is_gradient_descent_with_one_over_rho(lr: float):
-    """The multiplier has brought x_i back to z, where it is -g_i(z): whatever the local step size."""
+def test_fedadmm_with_many_steps_and_large_rho_is_gradient_descent_with_lr_one_over_rho(lr: float):
+    """The multiplier moves x_i back to z and becomes -g_i(z), for any local learning rate."""
     z, rho = np.zeros(2), 3.0
     for _ in range(3):
         z = z - 0.7 * (z - B).mean(0) / rho
-    close(admm_on_parabolas(0.7, 400, lr, rho), z)
+    assert_close(admm_on_parabolas(0.7, 400, lr, rho), z)
 
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("inner", ["FedAvg", "Scaffold"])
-def test_upcycling_is_a_longer_server_step(inner: str):
+def test_upcycled_is_a_larger_server_learning_rate(inner: str):
     longer = {"local": LOCAL, "server_optimizer": ("SGD", {"lr": 1.4})}
-    close(run("Upcycled", {"inner": (inner, {"local": LOCAL}), "a": 0.4}), run(inner, longer))
+    assert_close(run("Upcycled", {"inner": (inner, {"local": LOCAL}), "a": 0.4}), run(inner, longer))
 
 
 NOVA: dict[str, tuple[dict, dict, str]] = {
     "plain": ({}, {}, "FedAvg"),
     "momentum": ({"momentum": 0.6}, {}, "FedAvg"),
     "proximal": ({}, {"mu": 0.8}, "FedProx"),
-    "hardly proximal": ({}, {"mu": 1e-9}, "FedAvg"),
+    "tiny mu": ({}, {"mu": 1e-9}, "FedAvg"),
     "server rule": ({}, {"server_optimizer": ("SGD", {"lr": 0.5, "momentum": 0.5})}, "FedAvg"),
 }
-WEIGHED = [(name, weights) for name in NOVA for weights in ("uniform", "samples")]
-TURNS = {(name, ("uniform", "samples")[i % 2]) for i, name in enumerate(NOVA)}
+NOVA_CASES = [(name, weights) for name in NOVA for weights in ("uniform", "samples")]
+NOVA_IN_MAKE_TEST = {(name, ("uniform", "samples")[i % 2]) for i, name in enumerate(NOVA)}
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize(("name", "weights"), slow_cases(WEIGHED, TURNS))
-def test_fednova_with_equal_steps_is_plain_averaging(name: str, weights: str):
-    """T_i = T: what each update is divided by is what the mean is multiplied with."""
+@pytest.mark.parametrize(("name", "weights"), slow_cases(NOVA_CASES, NOVA_IN_MAKE_TEST))
+def test_fednova_with_equal_numbers_of_steps_is_averaging(name: str, weights: str):
+    """With T_i = T, the normalization of each update and the factor of the mean cancel."""
     local, options, same = NOVA[name]
     local = {"lr": 0.1, "steps": 5, "batch_size": 3} | local
     plain = {name: value for name, value in options.items() if (name, same) != ("mu", "FedAvg")}
@@ -175,42 +175,41 @@ def test_fednova_with_equal_steps_is_plain_averaging(name: str, weights: str):
     np.testing.assert_allclose(ours, theirs, rtol=1e-8 if plain != options else 1e-11, atol=1e-13)
 
 
-def test_fednova_is_not_plain_averaging_where_steps_differ():
+def test_fednova_differs_from_averaging_if_numbers_of_steps_differ():
     assert np.abs(run("FedNova", {"local": LOCAL}) - run("FedAvg", {"local": LOCAL})).max() > 1e-3
 
 
 def test_fedsgd_is_fedavg_with_one_full_step():
     one = {"lr": 0.3, "steps": 1, "batch_size": "full"}
     fedsgd = {"local": one, "server_optimizer": ("SGD", {"lr": 0.3})}
-    close(run("FedSGD", fedsgd, weights="samples"), run("FedAvg", {"local": one}, weights="samples"))
+    assert_close(run("FedSGD", fedsgd, weights="samples"), run("FedAvg", {"local": one}, weights="samples"))
 
 
 @pytest.mark.parametrize("weights", ["uniform", "samples"])
-def test_gradma_on_the_server_without_memory_is_fedavgm(weights: str):
+def test_gradmas_without_memory_is_fedavgm(weights: str):
     gradma = {"local": LOCAL, "memory": 0, "beta1": 0.6, "server_lr": 0.7}
     fedavgm = {"local": LOCAL, "server_optimizer": ("SGD", {"lr": 0.7, "momentum": 0.6})}
-    close(run("GradMAS", gradma, weights=weights), run("FedAvg", fedavgm, weights=weights))
+    assert_close(run("GradMAS", gradma, weights=weights), run("FedAvg", fedavgm, weights=weights))
 
 
-def test_gradma_without_server_memory_or_momentum_is_gradma_on_the_workers():
-    close(run("GradMA", {"local": LOCAL, "memory": 0, "beta1": 0.0}), run("GradMAW", {"local": LOCAL}))
+def test_gradma_without_server_memory_and_momentum_is_gradmaw():
+    assert_close(run("GradMA", {"local": LOCAL, "memory": 0, "beta1": 0.0}), run("GradMAW", {"local": LOCAL}))
 
 
 @pytest.mark.slow
-def test_one_local_step_leaves_gradmas_workers_nothing_to_correct():
-    """x_0 = x_{-1} = x: the gradient agrees with itself."""
+def test_gradmaw_with_one_local_step_is_fedavg():
+    """x_0 = x_{-1} = x, and the gradient at x agrees with itself."""
     one = {"local": {"lr": 0.3, "steps": 1, "batch_size": 4}}
-    close(run("GradMAW", one), run("FedAvg", one))
-    close(run("GradMA", one), run("GradMAS", one))
+    assert_close(run("GradMAW", one), run("FedAvg", one))
+    assert_close(run("GradMA", one), run("GradMAS", one))
 
 
 def test_losac_readings_agree_for_one_block_and_full_participation():
     local = {"lr": 0.05, "steps": 3, "blocks": 1}
-    close(*(run("LoSAC", {"local": local, "reading": reading}) for reading in ("printed", "consistent")))
+    assert_close(*(run("LoSAC", {"local": local, "reading": reading}) for reading in ("printed", "consistent")))
 
 
-def test_a_clipped_step_of_celgc_is_gamma_long():
-    """A clipped step is exactly gamma long."""
+def test_clipped_step_of_celgc_has_length_gamma():
     local = {"lr": 0.1, "steps": 1, "clip": 1e-3}
     moved = run("FedAvg", {"local": local}, rounds=1, script=fedrax.simulation.Script(cohorts=[[4]]))
     np.testing.assert_allclose(np.linalg.norm(moved - make_problem().x0), 1e-3, rtol=1e-12)
@@ -240,7 +239,7 @@ ONE_STEP = {"lr": 0.3, "steps": 1, "batch_size": "full"}
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_one_client_and_one_full_step_is_gradient_descent(method: str, options: dict):
+def test_one_client_with_one_full_step_is_gradient_descent(method: str, options: dict):
     problem = make_problem("softmax", (9,))
     settings = {"rounds": 3, "dtype": "float64", "devices": 1, "cohort_size": 1}
     algorithm = make_algorithm(method, options)
@@ -248,12 +247,12 @@ def test_one_client_and_one_full_step_is_gradient_descent(method: str, options: 
     client, x = problem.clients(reference.Local())[0], problem.x0
     for _ in range(3):
         x = x - 0.3 * client.full_gradient(x)
-    close(reference.join(problem.problem, result.params), x)
+    assert_close(reference.join(problem.problem, result.params), x)
 
 
-def test_scaffnew_that_always_meets_is_gradient_descent():
+def test_scaffnew_with_one_step_per_round_is_gradient_descent():
     always = {"local": {"lr": 0.3, "batch_size": "full"}, "p": 1.0}
-    close(run("Scaffnew", always), run("FedAvg", {"local": ONE_STEP}))
+    assert_close(run("Scaffnew", always), run("FedAvg", {"local": ONE_STEP}))
 
 
 @pytest.mark.slow(keep=2)
@@ -268,7 +267,7 @@ def test_scaffnew_that_always_meets_is_gradient_descent():
     ],
     ids=["Scaffold", "Episode", "MimeSVRG", "FedExP", "median"],
 )
-def test_nothing_is_corrected_for_identical_clients(method: str, options: dict):
+def test_corrections_vanish_for_identical_clients(method: str, options: dict):
     local = options.get("local", LOCAL)
     base = make_problem("softmax", (8,))
     x, y = (np.tile(np.asarray(a), (4,) + (1,) * (a.ndim - 1)) for a in base.federation.train)
@@ -278,14 +277,14 @@ def test_nothing_is_corrected_for_identical_clients(method: str, options: dict):
         fedrax.simulate(make_algorithm(m, o), base.task, federation, params=base.params, **settings).params
         for m, o in ((method, options), ("FedAvg", {"local": local}))
     ]
-    close(*(reference.join(base.problem, end) for end in ends))
+    assert_close(*(reference.join(base.problem, end) for end in ends))
 
 
-# What the servers remember, after every round of a run in which some clients never take part
+# Server states after each round, with clients that never take part
 
 
 def _states(case: Case) -> tuple[dict, list[dict]]:
-    """The server's vectors, and each client's, by name."""
+    """Vectors of the server, and of each client, by name."""
     problem, result = make_problem("softmax", case.sizes).problem, simulate(case)
     return vectors(problem, result.server), [vectors(problem, result.client_state(i)) for i in range(NUM_CLIENTS)]
 
@@ -302,11 +301,11 @@ def _states(case: Case) -> tuple[dict, list[dict]]:
     ],
     ids=["II", "mean gradient", "I", "upcycled"],
 )
-def test_scaffolds_control_is_the_mean_over_all_clients(method: str, options: dict, rounds: int):
-    server, clients = _states(Case(method, options, rounds=rounds, varying=True))
+def test_scaffold_server_control_is_the_mean_of_client_controls(method: str, options: dict, rounds: int):
+    server, clients = _states(Case(method, options, rounds=rounds, varying_cohorts=True))
     mean = np.mean([client["control"] for client in clients], axis=0)
     assert np.abs(mean).max() > 1e-3
-    close(server["control"], mean)
+    assert_close(server["control"], mean)
 
 
 @pytest.mark.slow(keep=2)
@@ -320,15 +319,15 @@ def test_scaffolds_control_is_the_mean_over_all_clients(method: str, options: di
     ],
     ids=["plain", "momentum", "upcycled"],
 )
-def test_feddyns_h_is_the_mean_over_all_clients(method: str, options: dict, rounds: int):
-    """In its sign: both move by -alpha (x_i - x)."""
-    server, clients = _states(Case(method, options, rounds=rounds, varying=True))
+def test_feddyn_server_dual_is_the_mean_of_client_duals(method: str, options: dict, rounds: int):
+    """Both have the same sign: they move by -alpha (x_i - x)."""
+    server, clients = _states(Case(method, options, rounds=rounds, varying_cohorts=True))
     mean = np.mean([client["dual"] for client in clients], axis=0)
     assert np.abs(mean).max() > 1e-3
-    close(server["dual"], mean)
+    assert_close(server["dual"], mean)
 
 
-def test_extrapolating_the_servers_control_alone_breaks_the_mean():
+def test_extrapolating_only_the_server_control_breaks_the_mean():
     case = Case("Upcycled", {"inner": ("Scaffold", {"local": LOCAL}), "a": 0.4, "extrapolate": "server"})
     server, clients = _states(case)
     assert np.abs(server["control"] - np.mean([c["control"] for c in clients], axis=0)).max() > 1e-3
@@ -336,47 +335,47 @@ def test_extrapolating_the_servers_control_alone_breaks_the_mean():
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("rounds", [1, 4])
-def test_mifas_server_steps_on_the_mean_of_the_memory(rounds: int):
-    server, clients = _states(Case("MIFA", {"local": LOCAL}, rounds=rounds, varying=True))
-    close(server["mean"], np.mean([client[""] for client in clients], axis=0))
-    kept, _ = _states(Case("MIFA", {"local": LOCAL, "memory": "server"}, rounds=rounds, varying=True))
-    close(server["mean"], kept["mean"])
-    close(kept["mean"], kept["memory"].mean(0))
+def test_mifa_steps_along_the_mean_of_the_memory(rounds: int):
+    server, clients = _states(Case("MIFA", {"local": LOCAL}, rounds=rounds, varying_cohorts=True))
+    assert_close(server["mean"], np.mean([client[""] for client in clients], axis=0))
+    kept, _ = _states(Case("MIFA", {"local": LOCAL, "memory": "server"}, rounds=rounds, varying_cohorts=True))
+    assert_close(server["mean"], kept["mean"])
+    assert_close(kept["mean"], kept["memory"].mean(0))
 
 
-def test_fedadmms_server_keeps_terms_of_absent_clients():
-    """Its sum is over all N clients: those that never took part add rho z, from x_i = z and pi_i = 0."""
-    server, clients = _states(Case("FedADMM", {"local": LOCAL, "rho": 2.0}, varying=True))
-    close(server["total"], sum(client["dual"] + 2.0 * client["model"] for client in clients))
-    close(clients[6]["model"], make_problem("softmax").x0)
+def test_fedadmm_server_sum_includes_clients_that_never_took_part():
+    """The sum is over all N clients; one that never took part adds rho z, from x_i = z and pi_i = 0."""
+    server, clients = _states(Case("FedADMM", {"local": LOCAL, "rho": 2.0}, varying_cohorts=True))
+    assert_close(server["total"], sum(client["dual"] + 2.0 * client["model"] for client in clients))
+    assert_close(clients[6]["model"], make_problem("softmax").x0)
 
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("rounds", [1, 2, 4])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_losacs_phi_is_the_sum_of_all_delayed_gradients(reduction: str, rounds: int):
-    """phi = sum_i sum_j grad f_ij(z_ij), with z_ij where block j of client i was last used, whatever S."""
+def test_losac_phi_is_the_sum_of_all_delayed_gradients(reduction: str, rounds: int):
+    """phi = sum_i sum_j grad f_ij(z_ij), with z_ij where block j of client i was last used, for any cohort size S."""
     local = {"lr": 0.01, "steps": 5, "blocks": 3, "reduction": reduction}
-    case = Case("LoSAC", {"local": local, "reading": "consistent"}, rounds=rounds, varying=True)
+    case = Case("LoSAC", {"local": local, "reading": "consistent"}, rounds=rounds, varying_cohorts=True)
     server, clients = _states(case)
-    close(server["gradient_sum"], sum(client["block_gradients"].sum(0) / 3 for client in clients))
+    assert_close(server["gradient_sum"], sum(client["block_gradients"].sum(0) / 3 for client in clients))
     assert np.abs(server["gradient_sum"]).max() > 1e-2
 
 
-def test_fedsagas_phi_is_the_sum_of_the_clients_delayed_gradients():
+def test_fedsaga_phi_is_the_sum_of_the_client_delayed_gradients():
     _, clients = _states(Case("FedSaga", {"local": {"lr": 0.05, "steps": 5, "blocks": 3}}))
     for client in clients:
-        close(client["gradient_sum"], client["block_gradients"].sum(0) / 3)
+        assert_close(client["gradient_sum"], client["block_gradients"].sum(0) / 3)
 
 
-def test_a_client_that_never_took_part_keeps_its_initial_state():
+def test_client_that_never_took_part_has_its_initial_state():
     result = simulate(Case("Scaffold", {"local": LOCAL}))
     assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(result.client_state(6)))
     assert len(state_of(result)[1]) == NUM_CLIENTS
 
 
-def test_the_reference_itself_takes_no_shortcut():
-    """The hand-written gradients are the slopes of the hand-written losses."""
+def test_gradients_of_the_numpy_reference_are_difference_quotients():
+    """The gradients of the reference, written by hand, are those of its losses."""
     for kind in ("softmax", "quadratic"):
         problem = make_problem(kind)
         client, h = problem.clients(reference.Local())[2], 1e-6
@@ -386,8 +385,8 @@ def test_the_reference_itself_takes_no_shortcut():
     assert np.isfinite(expected(Case("FedAvg", {"local": LOCAL})).x).all()
 
 
-def test_scaffold_survives_a_step_size_of_zero():
-    """Rounds in which a schedule allows no step leave x and every control variate as they were."""
+def test_scaffold_with_learning_rate_zero_changes_nothing():
+    """Rounds with a learning rate of zero leave x and every control variate unchanged."""
     local = LOCAL | {"schedule": ("CosineDecay", {"rounds": 2, "final": 0.0})}
     short, long = (simulate(Case("Scaffold", {"local": local}, rounds=rounds)) for rounds in (2, 4))
-    jax.tree.map(close, state_of(long), state_of(short))
+    jax.tree.map(assert_close, state_of(long), state_of(short))

@@ -29,7 +29,7 @@ FINISHED, OURS = Optax(optax.sgd(0.01)), Optax.of(optax.sgd)
     ],
     ids=["q-FedAvg", "EPISODE", "EPISODE, lr", "prox"],
 )
-def test_a_step_size_that_is_not_the_methods_is_rejected(make: Any, sentence: str):
+def test_learning_rate_in_an_optimizer_is_rejected_if_the_method_needs_lr(make: Any, sentence: str):
     with pytest.raises(FedraxError, match=sentence):
         check(make())
 
@@ -44,7 +44,7 @@ def test_a_step_size_that_is_not_the_methods_is_rejected(make: Any, sentence: st
     ],
     ids=["q-FedAvg", "prox", "EPISODE without clipping"],
 )
-def test_an_optimizer_made_of_lr_is_the_plain_step(make: Any):
+def test_sgd_optimizer_with_lr_is_the_plain_step(make: Any):
     plain = {"lr": 0.05, "steps": 3, "batch_size": 2}
     one, other = (run(make(local)).params for local in (LocalSGD(**plain), LocalSGD(**plain, optimizer=OURS)))
     for name in one:
@@ -52,8 +52,8 @@ def test_an_optimizer_made_of_lr_is_the_plain_step(make: Any):
             np.testing.assert_allclose(one[name][part], other[name][part], rtol=1e-5, atol=1e-6)
 
 
-def test_weight_decay_counts_in_how_long_episodes_gradient_is():
-    """With one full step a round EPISODE is NaiveParallelClip: the same step, clipped in the same rounds."""
+def test_episode_clips_gradients_including_weight_decay():
+    """With one full-batch step a round EPISODE is NaiveParallelClip: the same steps are clipped in the same rounds."""
     local = {"lr": 0.2, "steps": 1, "batch_size": "full", "weight_decay": 3.0}
     one = Episode(local=LocalSGD(**local), gamma=0.1)
     other = NaiveParallelClip(local=LocalSGD(**local, clip=0.1))
@@ -64,8 +64,8 @@ def test_weight_decay_counts_in_how_long_episodes_gradient_is():
             np.testing.assert_allclose(mine["output"][part], theirs["output"][part], rtol=1e-12)
 
 
-def test_events_say_what_share_of_the_steps_was_shortened():
-    """Of x - 1 (at 0: -1) with steps of 0.1, none longer than 0.08: it falls below on the way, by hand in NumPy."""
+def test_events_contain_the_share_of_clipped_steps():
+    """Gradient x - 1 (at 0: -1), learning rate 0.1, steps of at most 0.08: later gradients are below the bound."""
     x, shortened = 0.0, []
     for _ in range(12):
         shortened.append(0.1 * abs(x - 1) > 0.08)
@@ -82,8 +82,8 @@ def test_events_say_what_share_of_the_steps_was_shortened():
     assert "clipped" not in simulate(FedAvg(), task, data, **settings).events[0]
 
 
-def test_weight_decay_has_one_minimum_whatever_momentum_does():
-    """Of grad f(x) + lambda x = 0: with one full step, FedCM, Mime and MimeLite end where FedAvg does."""
+def test_fixed_point_with_weight_decay_does_not_depend_on_momentum():
+    """With one full-batch step, FedCM, Mime and MimeLite end where FedAvg does: at grad f(x) + lambda x = 0."""
     local = LocalSGD(lr=0.2, steps=1, batch_size="full", weight_decay=0.5)
     methods = (FedAvg(local=local), FedCM(local=local, alpha=0.1), Mime(local=local), MimeLite(local=local))
     ends = [run(method, rounds=800, cohort_size=8, dtype="float64", weights="uniform").params for method in methods]

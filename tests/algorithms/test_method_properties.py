@@ -1,4 +1,4 @@
-"""Properties of q-FedAvg, Scaffnew, signSGD, FedLion and Ditto beyond their numbers and identities."""
+"""Properties of q-FedAvg, Scaffnew, signSGD, FedLion and Ditto."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ LOCAL = LocalSGD(lr=0.05, steps=3, batch_size="full")
 
 
 def run(method: Any, **settings: Any) -> Any:
-    """All clients in every round."""
+    """Run with full participation."""
     defaults = {"rounds": 60, "cohort_size": 7, "devices": 1, "eval_every": 1000}
     return simulate(method, PROBLEM.task, PROBLEM.federation, **(defaults | settings))
 
 
-def test_fairness_lowers_the_worst_clients_loss_and_the_spread():
+def test_qfedavg_lowers_the_worst_loss_and_the_spread_of_losses():
     spread, worst = [], []
     for q in (0.0, 2.0):
         params = run(QFedAvg(LOCAL, q=q)).params
@@ -50,8 +50,8 @@ def test_fairness_lowers_the_worst_clients_loss_and_the_spread():
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 1.0])
-def test_tosses_are_geometric(p: float):
-    """Mean and chances of the first numbers within five standard errors of 20,000 draws."""
+def test_scaffnew_numbers_of_steps_are_geometric(p: float):
+    """Mean and first probabilities are within five standard errors of 20,000 draws."""
     draws = np.asarray(jax.jit(jax.vmap(lambda k: geometric(k, p)))(jax.random.split(jax.random.key(0), 20_000)))
     assert draws.min() == 1
     assert abs(draws.mean() - 1 / p) <= 5 * np.sqrt((1 - p) / p**2 / len(draws))
@@ -60,8 +60,8 @@ def test_tosses_are_geometric(p: float):
         assert abs((draws == k).mean() - chance) <= 5 * np.sqrt(chance * (1 - chance) / len(draws))
 
 
-def test_the_cohort_takes_as_many_steps_and_each_round_others():
-    """``local_steps`` is a mean over the cohort: a whole number where all take as many."""
+def test_scaffnew_clients_of_a_cohort_take_the_same_number_of_steps():
+    """``local_steps`` is a mean over the cohort, thus a whole number if all clients take the same number."""
     method = Scaffnew(LocalSGD(lr=0.01, batch_size=2), p=0.15)
     steps = [event["local_steps"] for event in run(method, rounds=8, cohort_size=3).events]
     assert all(abs(s - round(s)) < 1e-5 for s in steps)
@@ -70,15 +70,15 @@ def test_the_cohort_takes_as_many_steps_and_each_round_others():
     assert steps != other
 
 
-def test_h_sums_to_zero_for_any_cohort():
+def test_scaffnew_h_sums_to_zero_for_any_cohort():
     result = run(Scaffnew(LocalSGD(lr=0.05, batch_size=2), p=0.4), rounds=6, cohort_size=3, dtype="float64")
     controls = np.array([result.client_state(i).control["w"] for i in range(7)])
     assert np.abs(controls).max() > 1e-2
     np.testing.assert_allclose(controls.sum(0), 0, atol=1e-13)
 
 
-def test_votes_that_are_equal_move_nothing():
-    """Two clients, opposite gradients; then a third decides. One step is eta long in each coordinate, or none."""
+def test_signsgd_tied_votes_do_not_move_parameters():
+    """Two clients have opposite gradients; a third one decides. A coordinate moves by eta or not at all."""
     x = np.array([[1.0, 1.0, 1.0, 1.0], [1.0, -1.0, 1.0, -1.0], [1.0, 1.0, 1.0, 1.0]])
     y = np.array([1.0, -1.0, 1.0])
     federation = Federation.from_arrays(x, y, offsets=np.arange(4), shuffle=False)
@@ -92,8 +92,8 @@ def test_votes_that_are_equal_move_nothing():
 
 @pytest.mark.parametrize("voters", [2, 6, 50, 1000, 30_000])
 @pytest.mark.parametrize("length", [1.0, 0.003])
-def test_the_majority_of_votes_of_any_length(voters: int, length: float):
-    """In means that are summed in either order, equal votes are none, and one vote more decides."""
+def test_signsgd_majority_for_vectors_of_any_length(voters: int, length: float):
+    """Means are summed in either order: a tie is zero, and a majority of one vote decides."""
     rng, half = np.random.default_rng(voters), voters // 2
     positive = np.concatenate([[half] * 5, [half + 1, half - 1, 0, voters], rng.integers(0, voters + 1, 50)])
     votes = np.where(rng.permuted(np.arange(voters) < positive[:, None], axis=1), length, -length)
@@ -103,7 +103,7 @@ def test_the_majority_of_votes_of_any_length(voters: int, length: float):
     np.testing.assert_array_equal(found, np.sign(2 * positive - voters))
 
 
-def test_signs_that_are_shortened_alike_have_the_same_majority():
+def test_compressed_signs_have_the_same_majority():
     plain = SignSGD(LocalSGD(lr=0.25, batch_size="full"))
     for method in (ClientDP(plain, clip=Flat(0.1), noise=0.0), Robust(plain, rule=NormBound(0.1))):
         one, other = (run(m, rounds=3, cohort_size=5) for m in (plain, method))
@@ -112,15 +112,15 @@ def test_signs_that_are_shortened_alike_have_the_same_majority():
 
 @pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(("steps", "bytes_of_steps"), [(1, 2), (7, 2), (8, 4), (127, 4), (128, 8)])
-def test_signs_of_fedlion_go_up_in_the_shortest_whole_numbers(steps: int, bytes_of_steps: int):
-    """Four parameters, and a momentum of four floats beside them; each way down x and m."""
+def test_fedlion_uploads_sums_of_signs_in_the_smallest_integer_type(steps: int, bytes_of_steps: int):
+    """Four parameters: the upload also contains a float momentum, the broadcast message x and m."""
     method = FedLion(LocalSGD(lr=1e-3, steps=steps, batch_size="full"))
     event = run(method, rounds=1, cohort_size=1).events[-1]
     assert (event["bytes_up"], event["bytes_down"]) == (bytes_of_steps + 16, 32)
 
 
-def test_a_step_of_fedlion_moves_every_parameter_by_eta():
-    """With no momentum it is the sign of the gradient, and a parameter without a gradient stays."""
+def test_fedlion_step_moves_every_parameter_by_eta():
+    """Without momentum the step is the sign of the gradient; a parameter with zero gradient does not move."""
     x, y = np.array([[1.0, -2.0, 0.0, 3.0]]), np.array([1.0])
     federation = Federation.from_arrays(x, y, offsets=np.arange(2), shuffle=False)
     method = FedLion(LocalSGD(lr=0.25, steps=1, batch_size="full"), beta1=0.0, beta2=0.0)
@@ -130,9 +130,9 @@ def test_a_step_of_fedlion_moves_every_parameter_by_eta():
 
 
 @pytest.mark.parametrize("abstain", [False, True])
-def test_votes_of_four_parameters_are_a_byte(abstain: bool):
+def test_signsgd_votes_of_four_parameters_take_one_byte(abstain: bool):
     event = run(SignSGD(LocalSGD(lr=0.1), abstain=abstain), rounds=1).events[-1]
-    assert (event["bytes_up"], event["bytes_down"]) == (7, 7 * 16)  # of seven clients
+    assert (event["bytes_up"], event["bytes_down"]) == (7, 7 * 16)  # seven clients
 
 
 @pytest.mark.parametrize("shape", [(1,), (5,), (2, 3), (7, 11)])
@@ -148,8 +148,8 @@ def test_ternary_signs_are_packed_without_loss(shape: tuple[int, ...], dtype: st
     np.testing.assert_array_equal(unpacked["b"], [0, 1])
 
 
-def test_clients_without_a_gradient_abstain():
-    """A word that only one of five clients has is learned; a parameter that no client uses stays."""
+def test_signsgd_clients_without_a_gradient_abstain():
+    """A word that one of five clients has is learned; a parameter that no client uses does not move."""
     x = np.array([[1.0, 0.0, 0.0, 0.0]] * 4 + [[1.0, 1.0, 0.0, 0.0]])
     federation = Federation.from_arrays(x, np.full(5, -1.0), offsets=np.arange(6), shuffle=False)
     settings: dict[str, Any] = {"rounds": 1, "cohort_size": 5, "devices": 1}
@@ -160,12 +160,12 @@ def test_clients_without_a_gradient_abstain():
 
 
 @pytest.mark.parametrize("plan", ["scan", "vmap", "loop", "debug"])
-def test_abstentions_are_the_same_on_every_plan(plan: str):
+def test_signsgd_abstentions_are_the_same_on_every_plan(plan: str):
     x = np.eye(4)[[0, 1, 2, 0, 1]]
     federation = Federation.from_arrays(x, np.array([1.0, -1.0, 1.0, 1.0, 1.0]), offsets=np.arange(6), shuffle=False)
     method = SignSGD(LocalSGD(lr=0.5, batch_size="full"))
     result = simulate(method, PROBLEM.task, federation, rounds=1, cohort_size=5, devices=1, plan=plan)
-    np.testing.assert_array_equal(result.params["w"], [0.5, 0, 0.5, 0])  # the second is a tie
+    np.testing.assert_array_equal(result.params["w"], [0.5, 0, 0.5, 0])  # the second one is a tie
 
 
 @pytest.mark.parametrize(
@@ -183,13 +183,13 @@ def test_abstentions_are_the_same_on_every_plan(plan: str):
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
-def test_bad_values_raise_a_clear_error(method: Any, sentence: str):
+def test_invalid_values_raise_a_clear_error(method: Any, sentence: str):
     with pytest.raises(FedraxError, match=sentence):
         check(method)
 
 
-def test_dittos_own_steps_beside_another_global_method():
-    """v_i moves by its own rule: lambda = 0 is gradient descent alone, whatever the global method does."""
+def test_ditto_personal_steps_are_independent_of_the_global_method_at_lambda_zero():
+    """With lambda = 0, v_i is plain gradient descent."""
     own = LocalSGD(lr=0.05, steps=2, batch_size="full")
     result = run(Ditto(FedSGD(), lam=0.0, own_steps=own), rounds=2, cohort_size=7, dtype="float64")
     client, w = PROBLEM.clients(reference.Local())[3], np.zeros(4)

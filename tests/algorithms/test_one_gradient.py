@@ -1,4 +1,4 @@
-"""Methods with one gradient per round: running statistics follow their batches; local-step options are rejected."""
+"""Methods with one gradient per round: running statistics, and rejection of options for local steps."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ CARRIED = LocalSGD(optimizer=Optax.of(optax.adam), carry=True)
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("method", [SignSGD, NaiveParallelClip])
-def test_running_statistics_are_those_of_the_round(method: Any):
-    """At parameters that hardly move, those of FedAvg's single step; they go on from round to round."""
+def test_running_statistics_equal_those_of_one_fedavg_step(method: Any):
+    """At a tiny learning rate, over several rounds."""
     still, options = LocalSGD(lr=1e-9, steps=1, batch_size=6), {"task": NORM, "federation": make_federation((6,) * 8)}
     ours, theirs = (run(m(local=still), rounds=2, **options).statistics for m in (method, FedAvg))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ours, theirs)
@@ -33,7 +33,7 @@ def test_running_statistics_are_those_of_the_round(method: Any):
     assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (before, ours)), strict=True))
 
 
-def test_a_whole_gradient_makes_no_running_statistics():
+def test_full_gradients_do_not_update_running_statistics():
     with pytest.raises(FedraxError, match="FedSGD does not support running statistics"):
         run(FedSGD(), task=NORM, rounds=1)
     with pytest.raises(FedraxError, match=r"takes steps on batches: set local.batch_size"):
@@ -87,7 +87,7 @@ def test_options_of_local_steps_are_rejected(method: Algorithm, sentence: str):
         "Ditto",
     ],
 )
-def test_what_counts_for_nothing_is_noted(method: Algorithm, sentence: str):
-    """A file for several methods may say it for the others."""
+def test_ignored_options_are_warned_of(method: Algorithm, sentence: str):
+    """A file for several methods may contain options for the others."""
     with pytest.warns(UserWarning, match=sentence):
         check(method)

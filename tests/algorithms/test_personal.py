@@ -1,4 +1,4 @@
-"""pFedMe's personal models: client states that fit contradictory clients better than the global model."""
+"""pFedMe's personal models fit clients with contradicting labels better than the global model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOCAL = LocalSGD(lr=0.02, epochs=2, batch_size=10)
 
 
 def federation() -> Federation:
-    """Half of the clients call every class by the name of the next one."""
+    """Half of the clients shift every label by one class."""
     rng = np.random.default_rng(4)
     x, weight = rng.normal(size=(600, 8)).astype(np.float32), rng.normal(size=(8, CLASSES))
     owner = np.arange(len(x)) % CLIENTS
@@ -37,14 +37,14 @@ TASK = classification(Logistic().build((8,), CLASSES))
 
 
 def run(algorithm: PFedMe | FedAvg, **settings: Any) -> Result:
-    """Half of the clients in a round."""
+    """Run with half of the clients in each round."""
     return simulate(algorithm, TASK, FEDERATION, **({"rounds": 20, "cohort_size": 3, "eval_every": 20} | settings))
 
 
 @pytest.mark.parametrize("restart", [False, True])
-def test_personal_models_beat_the_global_one_on_contradicting_clients(restart: bool):
-    """No single model is right on both halves: half of the labels, or a little more, is all that it can have. With
-    lambda = 0.1 the own models are free to go where 60 samples lead them, all of which serve in a step.
+def test_personal_models_beat_the_global_model_on_contradicting_clients(restart: bool):
+    """A single model is right on about half of the labels at most. With lambda = 0.1 the personal models may move to
+    what their 60 samples require.
     """
     local = LocalSGD(lr=0.5, steps=4, batch_size="full")
     result = run(PFedMe(local, lam=0.1, inner_lr=0.3, inner_steps=20, restart=restart))
@@ -57,8 +57,8 @@ def test_personal_models_beat_the_global_one_on_contradicting_clients(restart: b
         assert max(jax.tree.leaves(differences)) > 0.1
 
 
-def test_clients_are_evaluated_on_no_more_rows_than_they_have(monkeypatch: pytest.MonkeyPatch):
-    """A federation of many clients with few samples each would spend its time on padding."""
+def test_personal_evaluation_pads_to_the_largest_client_only(monkeypatch: pytest.MonkeyPatch):
+    """More padding would dominate the evaluation of many clients with few samples."""
     rows, evaluate = set(), client_evaluation.evaluate_samples
     monkeypatch.setattr(
         client_evaluation, "evaluate_samples", lambda t, p, s: [rows.add(len(s.y)), evaluate(t, p, s)][1]
@@ -68,14 +68,14 @@ def test_clients_are_evaluated_on_no_more_rows_than_they_have(monkeypatch: pytes
     assert rows == {int(np.diff(FEDERATION.test_offsets).max())}
 
 
-def test_a_client_that_never_took_part_has_the_initial_model():
+def test_personal_model_of_a_client_that_never_took_part_is_the_initial_one():
     result = run(PFedMe(LOCAL), rounds=2, script=Script(cohorts=[[0, 1, 2]] * 2))
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(result.client_state(5)))
     assert all(np.asarray(leaf).any() for leaf in jax.tree.leaves(result.client_state(0)))
 
 
 @pytest.mark.parametrize("mode", ["vectorized", "sequential"])
-def test_a_table_has_what_each_own_model_is_worth(mode: Any):
+def test_client_metrics_contain_the_metrics_of_each_personal_model(mode: Any):
     method, options = PFedMe(LOCAL), {"rounds": 4, "cohort_size": 3, "finetune": 1, "per_client": True}
     ((result,), _) = sweep([method, PFedMe(LOCAL, lam=5.0)], TASK, FEDERATION, mode=mode, eval_every=4, **options)
     table, last = client_metrics(result, TASK, FEDERATION), result.events[-1]
@@ -94,13 +94,13 @@ def test_a_table_has_what_each_own_model_is_worth(mode: Any):
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("inner_steps", [1, 4])
-def test_every_inner_step_is_counted(inner_steps: int):
+def test_gradients_of_inner_steps_are_counted(inner_steps: int):
     counts = [run(m, rounds=2).events[-1]["gradients"] for m in (PFedMe(LOCAL, inner_steps=inner_steps), FedAvg(LOCAL))]
     assert counts[0] == inner_steps * counts[1]
 
 
 @pytest.mark.parametrize(("lam", "warned"), [(49.0, False), (50.0, True), (80.0, True)])
-def test_steps_that_leave_nothing_of_w_are_warned_about(lam: float, warned: bool):
+def test_steps_that_replace_w_are_warned_of(lam: float, warned: bool):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         check(PFedMe(LOCAL, lam=lam))
@@ -108,8 +108,8 @@ def test_steps_that_leave_nothing_of_w_are_warned_about(lam: float, warned: bool
     assert all("local.lr * lam of 1 replaces w" in str(w.message) for w in caught)
 
 
-def test_a_step_of_one_over_lambda_makes_w_the_personal_model():
-    """eta lambda = 1: after the last step of the only client, x is its theta."""
+def test_step_of_one_over_lambda_makes_w_the_personal_model():
+    """With eta lambda = 1, x after the last step of the only client is its theta."""
     local = LocalSGD(lr=0.5, steps=3, batch_size=10)
     with pytest.warns(UserWarning, match="replaces w"):
         result = run(PFedMe(local, lam=2.0, inner_lr=0.1), rounds=1, cohort_size=1, script=Script(cohorts=[[4]]))
@@ -119,8 +119,8 @@ def test_a_step_of_one_over_lambda_makes_w_the_personal_model():
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("room", "rows"), [(1 << 20, 229), (4000, 169), (1, 129)])
-def test_streamed_samples_reach_the_devices_by_clients(room: int, rows: int, monkeypatch: pytest.MonkeyPatch):
-    """Four, two or one of the seven on each of two devices, with the same numbers."""
+def test_streamed_samples_are_evaluated_in_groups_of_clients(room: int, rows: int, monkeypatch: pytest.MonkeyPatch):
+    """Each of two devices gets four, two or one of the seven clients at a time; the metrics are equal."""
     monkeypatch.setattr(client_evaluation, "_AT_ONCE_BYTES", room)
     x, y = FEDERATION.train
     offsets = np.array([0, 3, 120, 130, 131, 260, 300, 360])
@@ -128,16 +128,16 @@ def test_streamed_samples_reach_the_devices_by_clients(room: int, rows: int, mon
     settings: dict[str, Any] = {"rounds": 2, "cohort_size": 3, "eval_every": 1, "per_client": True}
     method, most, placed = PFedMe(LOCAL), [], client_evaluation.PersonalEvaluator._placed
 
-    def spy(self: client_evaluation.PersonalEvaluator, clients: np.ndarray) -> Any:
+    def record_rows(self: client_evaluation.PersonalEvaluator, clients: np.ndarray) -> Any:
         starts, samples = placed(self, clients)
         most.append(len(samples.y) // self.engine.devices)
         return starts, samples
 
-    wanted = simulate(method, TASK, own, **settings).events
-    monkeypatch.setattr(client_evaluation.PersonalEvaluator, "_placed", spy)
-    found = simulate(method, TASK, own, samples="streamed", **settings).events
-    names = [name for name in wanted[-1] if "personal" in name]
-    assert len(names) > 8 and [[event[name] for name in names] for event in found] == [
-        [event[name] for name in names] for event in wanted
+    expected = simulate(method, TASK, own, **settings).events
+    monkeypatch.setattr(client_evaluation.PersonalEvaluator, "_placed", record_rows)
+    actual = simulate(method, TASK, own, samples="streamed", **settings).events
+    names = [name for name in expected[-1] if "personal" in name]
+    assert len(names) > 8 and [[event[name] for name in names] for event in actual] == [
+        [event[name] for name in names] for event in expected
     ]
     assert set(most) == {rows}

@@ -1,6 +1,6 @@
-"""Every execution plan, chunk and number of devices gives the same numbers to the rounding of float64.
+"""Execution plans, chunk sizes and numbers of devices agree up to float64 rounding for representative methods.
 
-Here for a few methods; that every other runs on every plan stands in the contract's tests.
+The contract tests run all other methods on all plans.
 """
 
 import dataclasses
@@ -26,52 +26,52 @@ EVERY_PLAN = {
     ]
 } | {"debug": {"plan": "debug", "devices": 1}}
 REPRESENTATIVE = ("Scaffold", "Episode", "MIFA-server")
-"""State on clients, two phases, something kept by the server for each client."""
-UNROLLED = ("FedAvg-rich", "LoSAC-printed")
-"""A known number of local steps, which plan loop lays out one after another."""
+"""Client states, two phases, and a server state with a row for each client."""
+UNROLLED = ("FedAvg-all-options", "LoSAC-printed")
+"""A static number of local steps, which plan loop unrolls."""
 PAIRS = [
     *((name, plan) for name in REPRESENTATIVE for plan in EVERY_PLAN if plan != "debug"),
     *((name, "loop-None-on-2") for name in UNROLLED),
-    ("Episode", "debug"),  # slow, as it runs operation by operation
+    ("Episode", "debug"),  # slow, because operations are executed one by one
 ]
 
 
 def two_rounds(name: str) -> Case:
-    """The case with the rounds in which state first goes out and comes back: debugging is slow."""
+    """The case with two rounds, in which states are first sent and received; plan debug is slow."""
     return dataclasses.replace(METHODS[name], rounds=2)
 
 
 @cache
-def one_after_another(name: str) -> fedrax.Result:
-    """What all plans are compared with."""
+def baseline_run(name: str) -> fedrax.Result:
+    """The run with plan scan on one device, to which all plans are compared."""
     return simulate(two_rounds(name))
 
 
-TOLD_APART = [
+IN_MAKE_TEST = [
     ("Scaffold", plan) for plan in ("scan-None-on-2", "vmap-1-on-2", "vmap-2-on-1", "vmap-3-on-2", "loop-None-on-2")
 ]
 
 
 @pytest.mark.slow(keep=2)
-@pytest.mark.parametrize(("name", "plan"), slow_cases(PAIRS, TOLD_APART))
-def test_plan(name: str, plan: str):
-    """All state agrees to float64 rounding; events agree to float32, which is what they are recorded in."""
-    base, result = one_after_another(name), simulate(two_rounds(name), **EVERY_PLAN[plan])
+@pytest.mark.parametrize(("name", "plan"), slow_cases(PAIRS, IN_MAKE_TEST))
+def test_plans_agree_to_rounding(name: str, plan: str):
+    """States agree to float64 rounding; events to float32, in which they are recorded."""
+    base, result = baseline_run(name), simulate(two_rounds(name), **EVERY_PLAN[plan])
     assert result.plan.startswith(str(EVERY_PLAN[plan]["plan"]))
-    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13)  # noqa: E731
-    jax.tree.map(close, state_of(result), state_of(base))
-    for ours, theirs in zip(result.events, base.events, strict=True):
-        assert ours.keys() == theirs.keys()
+    assert_close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13)  # noqa: E731
+    jax.tree.map(assert_close, state_of(result), state_of(base))
+    for actual, desired in zip(result.events, base.events, strict=True):
+        assert actual.keys() == desired.keys()
         counts = ("round", "clients", "bytes_down", "bytes_up", "gradients")
-        assert [ours[k] for k in counts] == [theirs[k] for k in counts]
-        rest = [k for k in ours if k not in counts and not k.startswith("seconds")]
-        np.testing.assert_allclose([ours[k] for k in rest], [theirs[k] for k in rest], rtol=2e-6, atol=1e-7)
+        assert [actual[k] for k in counts] == [desired[k] for k in counts]
+        rest = [k for k in actual if k not in counts and not k.startswith("seconds")]
+        np.testing.assert_allclose([actual[k] for k in rest], [desired[k] for k in rest], rtol=2e-6, atol=1e-7)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Scaffold", "MimeSVRG"])
 def test_random_batches_are_the_same_on_every_plan(name: str):
-    """Shuffled batches and drawn cohorts come from counters, so who computes them where does not matter."""
+    """Shuffled batches and cohorts are drawn from counters and do not depend on the place of computation."""
     problem = make_problem()
     method: Any = find_algorithm(name)
     algorithm = method(local=fedrax.LocalSGD(lr=0.1, epochs=2, batch_size=3))
@@ -82,11 +82,11 @@ def test_random_batches_are_the_same_on_every_plan(name: str):
         {"plan": "loop", "devices": 2},
     ]
     runs = [fedrax.simulate(algorithm, problem.task, problem.federation, settings, **plan) for plan in plans]
-    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13)  # noqa: E731
+    assert_close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13)  # noqa: E731
     for other in runs[1:]:
-        jax.tree.map(close, state_of(other), state_of(runs[0]))
+        jax.tree.map(assert_close, state_of(other), state_of(runs[0]))
 
 
-def test_the_same_run_twice_is_bitwise_the_same():
+def test_repeated_runs_are_bitwise_equal():
     first, second = (simulate(METHODS["Scaffold"], dtype="float32", devices=2) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, state_of(first), state_of(second))

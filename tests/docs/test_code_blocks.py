@@ -78,7 +78,7 @@ def run_shell(block: Block) -> None:
         assert status == 0, line
 
 
-@pytest.mark.usefixtures("tasks_once")
+@pytest.mark.usefixtures("shared_tasks")
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, id=page.stem, marks=() if page.stem in FIRST_READ else pytest.mark.slow) for page in PAGES],

@@ -8,7 +8,7 @@ from functools import partial
 
 import jax
 
-from tests.compiler import compile_quickly
+from tests.compiler import set_fast_compilation
 from tests.fuzz import arrays, configurations, files, runs
 from tests.fuzz.harness import fuzz
 
@@ -31,5 +31,5 @@ def main(kind: str, count: str, seed: str = "0") -> None:
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 2)
-    compile_quickly()
+    set_fast_compilation()
     main(*sys.argv[1:])

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fedrax.cli import compare_command, main, resume_command, run_command  # noqa: F401 - imported once, for all
-from tests.compiler import compile_quickly
+from tests.compiler import set_fast_compilation
 from tests.kill.writes import COMPARISON, EXPERIMENT, at_every_write, go_on, outcome
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -119,7 +119,7 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compare", action="store_true")
     given = parser.parse_args()
-    compile_quickly()
+    set_fast_compilation()
     with tempfile.TemporaryDirectory() as made:
         os.environ["FEDRAX_CACHE"] = str(Path(made) / "cache")
         began = time.monotonic()

@@ -30,7 +30,7 @@ def restore(folder: Path, kept: dict[str, bytes | None]) -> None:
             (folder / name).write_bytes(content)
 
 
-@pytest.mark.usefixtures("tasks_once")
+@pytest.mark.usefixtures("shared_tasks")
 def test_every_write_can_be_the_last(tmp_path: Path):
     experiment, folder = tmp_path / "x.toml", tmp_path / "r"
     experiment.write_text(EXPERIMENT)

@@ -132,9 +132,9 @@ def test_a_run_on_a_disk_that_fills_up(tmp_path: Path):
     code = f"""
 import resource, sys
 import jax
-from tests.compiler import compile_quickly
+from tests.compiler import set_fast_compilation
 jax.config.update("jax_num_cpu_devices", 2)
-compile_quickly()  # as here, or the last digits differ
+set_fast_compilation()  # as here, or the last digits differ
 from tests.simulation.test_checkpoint import SCAFFOLD, run
 from fedrax import FedraxError
 run(SCAFFOLD, rounds=4, checkpoint_every=2, directory={str(tmp_path)!r})

@@ -179,9 +179,9 @@ def test_killed_and_resumed(tmp_path: Path):
     code = f"""
 import os, signal
 import jax
-from tests.compiler import compile_quickly
+from tests.compiler import set_fast_compilation
 jax.config.update("jax_num_cpu_devices", 2)
-compile_quickly()  # as here, or the last digits differ
+set_fast_compilation()  # as here, or the last digits differ
 from tests.simulation.test_storage import AWAY, SCAFFOLD, run
 class Kill:
     def start(self, info): pass
