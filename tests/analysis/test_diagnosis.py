@@ -1,4 +1,4 @@
-"""Measured constants of problems whose constants are known."""
+"""Measured constants of problems whose constants are known in closed form."""
 
 import dataclasses
 import itertools
@@ -24,7 +24,7 @@ from fedrax.simulation.setup import prepare
 
 
 def problem(loss: Callable, numbers: Any, start: Any) -> tuple[Task, Federation]:
-    """Clients with a list of numbers each, and the loss (x, number) -> scalar of each of these samples."""
+    """A federation with a list of numbers for each client, and a task with the loss (x, number) -> scalar."""
     values = np.concatenate([np.asarray(own, np.float32).reshape(len(own), -1) for own in numbers])
     owner = np.repeat(np.arange(len(numbers)), [len(own) for own in numbers])
     federation = Federation.from_arrays(values, np.zeros(len(values), np.float32), owner)
@@ -43,14 +43,14 @@ def squares(x: Any, b: Any) -> Any:
 RUN: dict[str, Any] = {"rounds": 16, "cohort_size": 2, "eval_every": 16}
 
 
-def test_two_parabolas():
-    """f_i = (x -+ c)^2 / 2: |grad f_i| is |grad f| + c for the farther one, whatever x is."""
+def test_constants_of_two_parabolas():
+    """f_i = (x -+ c)^2 / 2: the larger of both |grad f_i| is |grad f| + c, for any x."""
     task, federation = problem(squares, [[3.0], [-3.0]], [8.0])
     found = diagnose(task, federation, Settings(**RUN), LocalSGD(lr=0.1, steps=2, batch_size="full"))
     assert found.kappa == pytest.approx(3, rel=1e-3) and found.rho == pytest.approx(1, rel=1e-3)
     assert (found.l0, found.l1) == pytest.approx((1, 0), abs=1e-3)
     assert found.noise == 0
-    x = 8 * (1 - 0.1) ** (2 * 16)  # the mean of both clients is gradient descent on f
+    x = 8 * (1 - 0.1) ** (2 * 16)  # with full participation the run is gradient descent on f
     assert found.points[-1].gradient == pytest.approx(x, rel=1e-3)
     assert found.points[-1].gradient_spread == pytest.approx(3, rel=1e-3)
     assert found.dissimilarity == pytest.approx(np.sqrt(1 + 9 / x**2), rel=1e-3)
@@ -59,8 +59,10 @@ def test_two_parabolas():
 
 
 @pytest.mark.parametrize(("weights", "reduction"), [("samples", "mean"), ("uniform", "sum"), ("samples", "sum")])
-def test_constants_are_those_of_the_objective_that_the_run_has(weights: Any, reduction: Any):
-    """f = sum_i p_i f_i with p_i by the settings' weights and f_i a mean or a sum, on h_i |x - b|^2 / 2 with rows b."""
+def test_constants_are_those_of_the_weighted_objective(weights: Any, reduction: Any):
+    """f = sum_i p_i f_i with p_i by the weights of the settings and f_i a mean or a sum of h_i |x - b|^2 / 2 over rows
+    b.
+    """
     rng, sizes = np.random.default_rng(3), np.array([2, 10, 40])
     rows = [np.c_[np.full(n, h), rng.normal(h, 1.0, (n, 2))] for n, h in zip(sizes, (1.0, 2.0, 0.5), strict=True)]
     task, federation = problem(lambda x, r: 0.5 * r[0] * jnp.sum((x - r[1:]) ** 2), rows, [4.0, -1.0])
@@ -89,8 +91,8 @@ def test_constants_are_those_of_the_objective_that_the_run_has(weights: Any, red
     assert curvature(task, federation, 51, shares=p * scale)({"x": jnp.ones(2)}) == pytest.approx(p @ bent, rel=0.5)
 
 
-def test_measured_updates_draw_other_batches_than_the_run():
-    """A key's splits are what folding numbers into it gives: that of rounds is not among those of what is measured."""
+def test_probe_and_run_use_disjoint_random_keys():
+    """jax.random.split and fold_in produce the same keys, so that the probe must not start from the key of the run."""
     task, federation = problem(squares, [[3.0], [-3.0]], [8.0])
     run = prepare(fedrax.FedAvg(), task, federation, Settings(seed=3, cohort_size=2)).key
 
@@ -103,7 +105,7 @@ def test_measured_updates_draw_other_batches_than_the_run():
     assert not below(ClientProbe(task, federation, 3).key, 4, 2, 2) & (below(run, 4) | below(run, 4, 2))
 
 
-def test_clients_of_different_curvature():
+def test_constants_of_clients_with_different_curvatures():
     """f_i = s_i x^2 / 2: |grad f_i| = (s_i / mean s) |grad f|."""
     task, federation = problem(lambda x, s: 0.5 * s[0] * jnp.sum(x**2), [[1.0], [2.0], [6.0]], [5.0])
     found = diagnose(task, federation, Settings(**RUN), LocalSGD(lr=0.02, steps=1, batch_size="full"))
@@ -111,7 +113,7 @@ def test_clients_of_different_curvature():
     assert found.dissimilarity == pytest.approx(np.sqrt((1 + 4 + 36) / 3) / 3, rel=1e-3)
 
 
-def test_curvature_that_grows_with_the_gradient():
+def test_l0_and_l1_of_an_exponential():
     """f = exp(a x): f'' = a f'."""
     task, federation = problem(lambda x, a: jnp.exp(a[0] * jnp.sum(x)), [[1.5], [1.5]], [1.5])
     found = diagnose(task, federation, Settings(**RUN), LocalSGD(lr=0.05, steps=1, batch_size="full"))
@@ -119,8 +121,8 @@ def test_curvature_that_grows_with_the_gradient():
     assert found.growth > 0.9
 
 
-def test_noise_of_single_samples():
-    """On |x - b|^2 / 2 a sample's gradient is x - b: the noise is the spread of a client's b, wherever x is."""
+def test_noise_of_single_samples_is_their_standard_deviation():
+    """On |x - b|^2 / 2 the gradient of a sample is x - b: the noise is the deviation of the client's b, for any x."""
     rng = np.random.default_rng(0)
     numbers = [rng.normal(scale=scale, size=(n, 3)) for n, scale in ((5, 1.0), (40, 2.0), (70, 0.5))]
     task, federation = problem(squares, numbers, np.zeros(3))
@@ -147,20 +149,20 @@ def test_noise_of_single_samples():
         LocalSGD(blocks=2, steps=3),
         LocalSGD(blocks=7, steps=3),
     ],
-    ids=["full", "shuffle", "two steps", "replacement", "more than there are", "two blocks", "seven blocks"],
+    ids=["full", "shuffle", "two steps", "replacement", "larger than the client", "two blocks", "seven blocks"],
 )
-def test_noise_of_batches(local: LocalSGD):
-    """That of batches drawn in NumPy: a batch of all samples has none, and one of most of them little."""
+def test_noise_of_batches_agrees_with_numpy(local: LocalSGD):
+    """Batches drawn in NumPy: a batch of all samples has no noise, one of most samples little."""
     rng = np.random.default_rng(2)
     numbers = [rng.normal(1.0, scale, size=(n, 2)) for n, scale in ((10, 1.0), (12, 2.0), (25, 0.5))]
     task, federation = problem(squares, numbers, np.full(2, 3.0))
     found = diagnose(task, federation, Settings(**RUN | {"rounds": 1}), dataclasses.replace(local, lr=1e-6)).points[0]
-    expected = np.mean([off(local, own - 3.0, rng) for own in numbers])
+    expected = np.mean([mean_squared_error(local, own - 3.0, rng) for own in numbers])
     assert found.batch_noise == pytest.approx(np.sqrt(expected), rel=0.03, abs=1e-6)
 
 
-def off(local: LocalSGD, gradients: np.ndarray, rng: np.random.Generator) -> float:
-    """Mean squared distance of a batch's estimate from the mean gradient, over orders of the samples."""
+def mean_squared_error(local: LocalSGD, gradients: np.ndarray, rng: np.random.Generator) -> float:
+    """Mean squared distance of a batch's gradient from the mean gradient, over random orders of the samples."""
     n, errors = len(gradients), []
     for _ in range(2000):
         rows = rng.permutation(n)
@@ -179,8 +181,8 @@ def off(local: LocalSGD, gradients: np.ndarray, rng: np.random.Generator) -> flo
     return float(np.mean(errors))
 
 
-def test_small_differences_of_large_gradients():
-    """In float32: what is alike is measured as alike."""
+def test_spread_of_equal_large_gradients_is_zero():
+    """In float32."""
     numbers = [[[1000.0, 0.0]] * 70, [[1000.0, 0.02]] * 70]
     task, federation = problem(squares, numbers, np.zeros(2))
     found = diagnose(task, federation, Settings(**RUN | {"rounds": 1}), LocalSGD(lr=1e-3, steps=1)).points[0]
@@ -188,7 +190,7 @@ def test_small_differences_of_large_gradients():
     assert found.drift == pytest.approx(1e-5, rel=0.05)
 
 
-def test_many_clients_with_names():
+def test_many_named_clients():
     x, owner = np.random.default_rng(0).normal(size=(600, 3)).astype(np.float32), np.repeat(np.arange(300), 2)
     federation = Federation.from_arrays(x, (x[:, 0] > 0).astype(int), [f"site {i}" for i in owner])
     task = fedrax.classification(Linear().build((3,), 2))
@@ -201,8 +203,7 @@ def test_many_clients_with_names():
     )
 
 
-def test_large_gradients_and_divergence():
-    """Large numbers are measured; numbers that overflow end in a sentence."""
+def test_large_gradients_are_measured_and_overflow_raises_a_clear_error():
     task, federation = problem(lambda x, b: 0.5e15 * jnp.sum((x - b) ** 2), [[3.0], [-3.0]], [8.0])
     steps = LocalSGD(lr=1e-17, steps=1, batch_size="full")
     found = diagnose(task, federation, Settings(**RUN), steps)
@@ -212,8 +213,8 @@ def test_large_gradients_and_divergence():
         diagnose(task, federation, Settings(**RUN | {"rounds": 1}), LocalSGD(lr=1e36, steps=1, batch_size="full"))
 
 
-def test_the_norm_of_the_hessian():
-    """Softmax-free: a quadratic form of known eigenvalues, over clients of unlike sizes."""
+def test_norm_of_the_hessian():
+    """A quadratic form of known eigenvalues, over clients of different sizes."""
     rng = np.random.default_rng(1)
     rows = [rng.normal(size=(n, 6)) for n in (3, 8, 20)]
     task, federation = problem(lambda x, a: 0.5 * jnp.dot(a, x) ** 2, rows, np.zeros(6))
@@ -222,8 +223,8 @@ def test_the_norm_of_the_hessian():
     assert curvature(task, federation, 1000)({"x": jnp.ones(6)}) == pytest.approx(expected, rel=1e-3)
 
 
-def test_one_large_eigenvalue_above_many():
-    """1 above a plateau of 0.8, and one of -0.9 below."""
+def test_norm_of_the_hessian_with_close_eigenvalues():
+    """Eigenvalues 1, many at 0.8, and -0.9."""
     scales = np.full(20_000, 0.8, np.float32)
     scales[7], scales[9] = 1.0, -0.9
     task, federation = problem(
@@ -232,7 +233,7 @@ def test_one_large_eigenvalue_above_many():
     assert curvature(task, federation, 1000)({"x": jnp.ones(20_000)}) == pytest.approx(1, rel=1e-3)
 
 
-def test_statistics_are_rejected():
+def test_models_with_running_statistics_are_rejected():
     linear = fedrax.classification(Linear().build((2,), 2))
     moving = dataclasses.replace(linear, loss_and_statistics=lambda v, b, k: (jnp.zeros(1), 0))
     federation = Federation.from_arrays(np.zeros((4, 2), np.float32), np.array([0, 1, 0, 1]), np.array([0, 0, 1, 1]))
@@ -241,7 +242,7 @@ def test_statistics_are_rejected():
 
 
 @pytest.mark.slow
-def test_the_command_prints_what_the_function_finds(tmp_path, monkeypatch, capsys):
+def test_diagnose_command_prints_the_constants(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     flags = ["--partition", "shards", "--partition.clients", "5", "--model", "logistic", "--run.rounds", "2"]
     flags += ["--run.cohort-size", "3"]
@@ -261,23 +262,23 @@ TASK = classification(Logistic().build(DIGITS.train.x.shape[1:], 10))
 SHORT: dict[str, Any] = {"rounds": 4, "cohort_size": 3}
 
 
-def alike(x: Any, y: Any, clients: int) -> Federation:
-    """Clients of the same samples."""
+def identical_clients(x: Any, y: Any, clients: int) -> Federation:
+    """Clients with the same samples."""
     times, offsets = (clients, *[1] * (np.ndim(x) - 1)), np.arange(clients + 1) * len(y)
     return Federation.from_arrays(np.tile(x, times), np.tile(y, clients), offsets=offsets, shuffle=False)
 
 
-def test_a_step_size_that_comes_to_zero():
-    """The last point has the last round's local steps: the run has no round after it."""
+def test_drift_at_a_learning_rate_that_decays_to_zero():
+    """At the last point the local steps of the last round are repeated; the next learning rate would be zero."""
     local = LocalSGD(lr=0.1, steps=2, batch_size=10, schedule=optax.cosine_decay_schedule(1.0, 4))
     found = diagnose(TASK, FEDERATION, Settings(**SHORT), local)
     assert [point.round for point in found.points] == [0, 1, 2, 4]
     assert found.points[-1].update > 0 and np.isfinite(found.drift)
 
 
-def test_a_client_that_is_like_the_others_does_not_drift():
-    """Batches of five samples lead clients of the same samples apart by chance, which is noise and no drift."""
-    federation = alike(DIGITS.train.x[:100], DIGITS.train.y[:100], 20)
+def test_noise_of_batches_is_not_counted_as_drift():
+    """Clients with the same samples move apart by the noise of batches of five only."""
+    federation = identical_clients(DIGITS.train.x[:100], DIGITS.train.y[:100], 20)
     local = LocalSGD(lr=0.1, steps=10, batch_size=5)
     found = diagnose(TASK, federation, Settings(**SHORT), local)
     assert found.gradient_spread < 1e-5 and found.noise > 1
@@ -286,8 +287,8 @@ def test_a_client_that_is_like_the_others_does_not_drift():
     assert far.drift > 0.8
 
 
-def test_drift_is_that_of_updates_in_the_mean():
-    """f_i = |x - b|^2 / 2 with b of mean m_i: a walk ends at m_i (1 - (1 - eta)^T) in the mean, from zero."""
+def test_drift_is_that_of_expected_updates():
+    """f_i = |x - b|^2 / 2 with b of mean m_i: local steps from zero end at m_i (1 - (1 - eta)^T) on average."""
     rng = np.random.default_rng(0)
     centers = np.array([[0.5, 0.0], [0.5, 1.0], [0.5, -1.0], [0.5, 0.0]])
     numbers = np.concatenate([rng.permutation(np.linspace(-4, 4, 200))[:, None] + c for c in centers])
@@ -305,14 +306,14 @@ def test_drift_is_that_of_updates_in_the_mean():
     assert np.mean([p.update**2 for p in points]) == pytest.approx(0.25 * shrink**2, rel=0.5)
 
 
-def test_dropout_does_not_set_clients_apart():
+def test_dropout_does_not_increase_dissimilarity():
     x, y = np.random.default_rng(0).normal(size=(20, 16, 16)).astype(np.float32), np.arange(20) % 10
-    federation, task = alike(x, y, 8), classification(LeNet5(norm="none").build((16, 16), 10))
+    federation, task = identical_clients(x, y, 8), classification(LeNet5(norm="none").build((16, 16), 10))
     assert gradient_dissimilarity(task, federation) == pytest.approx(1, abs=1e-4)
 
 
-def test_a_point_without_a_gradient_is_left_out():
-    """Once every margin is wide enough a hinge loss is flat: the first points are measured all the same."""
+def test_points_with_zero_gradient_are_skipped():
+    """A hinge loss is flat as soon as all margins are wide enough; earlier points are measured."""
 
     def losses(params: Any, batch: Any, key: Any) -> Any:
         return jax.nn.relu(1 - batch.y * (batch.x @ params["w"]))
@@ -330,23 +331,23 @@ def test_a_point_without_a_gradient_is_left_out():
 
 
 def parabolas(centers: Any, start: float, noise: float = 0.0) -> tuple[Task, Federation]:
-    """f_i = (x - c_i)^2 / 2, of samples whose c are c_i and ``noise`` to either side."""
+    """f_i = (x - c_i)^2 / 2, the mean over samples at c_i - ``noise`` and c_i + ``noise``."""
     numbers = np.array([[c + side * noise] for c in centers for side in (-1, 1)], np.float32)
     federation = Federation.from_arrays(numbers, np.zeros(len(numbers), np.float32), np.arange(len(numbers)) // 2)
     loss = lambda params, batch, key: 0.5 * jnp.sum((params["x"] - batch.x) ** 2, axis=1)  # noqa: E731
     return Task(lambda key: {"x": jnp.full(1, start)}, loss), federation
 
 
-def test_gradients_that_cancel_but_for_rounding_are_zero():
-    """At (c_1 + c_2 + c_3) / 3 the mean gradient is what rounding leaves: no B of a million is made of it."""
+def test_gradients_that_cancel_up_to_rounding_are_zero():
+    """At (c_1 + c_2 + c_3) / 3 the mean gradient is a rounding error, which would give a dissimilarity of a million."""
     task, federation = parabolas((0.1, 0.7, -3.3), 5.0)
     local = LocalSGD(lr=0.5, steps=1, batch_size="full")
     found = diagnose(task, federation, Settings(rounds=64, cohort_size=3), local)
     assert {32, 64} <= set(found.skipped_rounds) and found.dissimilarity < 1e6
 
 
-def test_an_update_that_is_lost_in_noise_is_no_small_drift():
-    """Batches of one sample lead each client 100 to either side, and the mean update is 1e-3."""
+def test_drift_is_undefined_for_updates_below_the_noise():
+    """Batches of one sample move each client by about 100, and the mean update is 1e-3."""
     task, federation = parabolas((1.0, -1.0), 1e-3, noise=100.0)
     local, made = LocalSGD(lr=0.1, steps=1, batch_size=1), []
     for seed in range(6):
@@ -357,15 +358,15 @@ def test_an_update_that_is_lost_in_noise_is_no_small_drift():
     assert "smaller than the noise of mini-batches" in "".join(rendering.lines(lost[0]))
 
 
-def test_constants_that_one_gradient_cannot_tell_apart():
+def test_constants_that_cannot_be_separated_are_reported():
     task, federation = parabolas((3.0, -3.0), 8.0)
     local = LocalSGD(lr=1e-4, steps=1, batch_size="full")
-    told = "".join(rendering.lines(diagnose(task, federation, Settings(rounds=4, cohort_size=2), local)))
-    assert "differ too little to separate" in told and "vary too little to relate curvature" in told
+    text = "".join(rendering.lines(diagnose(task, federation, Settings(rounds=4, cohort_size=2), local)))
+    assert "differ too little to separate" in text and "vary too little to relate curvature" in text
 
 
-def test_curvature_that_grows_a_little_is_not_said_to_be_constant():
-    """f = x^2 / 2 + x^3 / 30 for x from 4 down: f'' grows by a third of its largest."""
+def test_slightly_growing_curvature_is_reported_as_growing():
+    """f = x^2 / 2 + x^3 / 30 for x from 4 down: f'' grows by a third of its maximum."""
     federation = Federation.from_arrays(np.zeros((2, 1), np.float32), np.zeros(2, np.float32), np.arange(2))
     loss = lambda params, batch, key: (params["x"] ** 2 / 2 + params["x"] ** 3 / 30)[0] + 0 * batch.y  # noqa: E731
     task = Task(lambda key: {"x": jnp.full(1, 4.0)}, loss)
@@ -375,8 +376,8 @@ def test_curvature_that_grows_a_little_is_not_said_to_be_constant():
     assert "of the largest curvature grows with the gradient" in "".join(rendering.lines(found))
 
 
-def test_in_double_precision_where_the_run_is():
-    """Gradients of 1e8 that differ by one: float32 has no digit left for it."""
+def test_float64_runs_are_measured_in_float64():
+    """Gradients of 1e8 that differ by one, which float32 does not resolve."""
 
     def losses(params: Any, batch: Any, key: Any) -> Any:
         return jax.vmap(lambda row: (1e8 + row[0].astype(params["x"].dtype)) * params["x"].sum())(batch.x)
@@ -388,7 +389,7 @@ def test_in_double_precision_where_the_run_is():
     assert found.points[0].gradient_spread == pytest.approx(0.5, rel=1e-6)
 
 
-def test_parameters_of_a_short_type_are_measured_as_the_run_holds_them():
+def test_float16_parameters_are_measured_in_the_precision_of_the_run():
     def losses(params: Any, batch: Any, key: Any) -> Any:
         return 0.5 * (300 * params["x"].astype(jnp.float32) - batch.x[:, 0]) ** 2
 
@@ -401,15 +402,15 @@ def test_parameters_of_a_short_type_are_measured_as_the_run_holds_them():
     assert gradient_dissimilarity(task, federation) == pytest.approx(1 + (15 / 285) ** 2, rel=1e-5)
 
 
-def test_parameters_are_kept_at_the_points_alone(monkeypatch: pytest.MonkeyPatch):
-    """Those after every round of a long run of a large model would not fit into memory."""
+def test_trajectory_contains_parameters_at_the_measured_rounds_only(monkeypatch: pytest.MonkeyPatch):
+    """Parameters of all rounds would not fit into memory for large models."""
     kept = []
 
-    def seen(*arguments: Any, **options: Any) -> Any:
+    def record_trajectory(*arguments: Any, **options: Any) -> Any:
         result = simulate(*arguments, **options)
         kept.append(len(result.trajectory))
         return result
 
-    monkeypatch.setattr(sys.modules["fedrax.analysis.diagnosis"], "simulate", seen)
+    monkeypatch.setattr(sys.modules["fedrax.analysis.diagnosis"], "simulate", record_trajectory)
     found = diagnose(TASK, FEDERATION, Settings(rounds=100, cohort_size=1), LocalSGD(lr=0.01, steps=1))
     assert [point.round for point in found.points] == [0, 1, 2, 4, 8, 16, 32, 64, 100] and kept == [8]

@@ -31,7 +31,7 @@ LOCAL = LocalSGD(steps=3, batch_size=10)
 RATES = (0.02, 0.2, 1e38)
 SETTINGS = Settings(rounds=8, cohort_size=3, seed=4)
 
-pytestmark = pytest.mark.usefixtures("tasks_once")
+pytestmark = pytest.mark.usefixtures("shared_tasks")
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def few_rates(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def few_methods(monkeypatch: pytest.MonkeyPatch):
-    """A command tries two methods, of which one has a hyper-parameter besides the learning rate."""
+    """Restrict the command to two methods, of which one has a hyper-parameter besides the learning rate."""
     monkeypatch.setattr(method_trials, "DEFAULT_METHODS", ("FedAvg", "FedDyn"))
 
 
@@ -52,24 +52,24 @@ def digits():
     return classification(Logistic().build(dataset.train.x.shape[1:], 10)), federation
 
 
-def test_scores_are_those_of_runs_by_hand(digits):
+def test_scores_equal_those_of_separate_runs(digits):
     found = try_methods(*digits, SETTINGS, LOCAL, methods=("FedAvg", "SCAFFOLD"))
     assert found.metric == "accuracy" and found.rounds == 8 and not found.rejected
     held = hold_out(digits[1], 0.2)
     for made, name in ((FedAvg, "FedAvg"), (Scaffold, "SCAFFOLD")):
-        by_rate = {}
+        scores_by_rate = {}
         for rate in RATES[:2]:
             algorithm = made(local=dataclasses.replace(LOCAL, lr=rate))
             runs = [
                 simulate(algorithm, digits[0], held, rounds=8, cohort_size=3, seed=seed, eval_every=1)
                 for seed in (4, 5, 6)
             ]
-            by_rate[rate] = [np.mean([v for _, v in run.metric("test_accuracy")][-2:]) for run in runs]
-        best = max(by_rate, key=lambda rate: np.mean(by_rate[rate]))
+            scores_by_rate[rate] = [np.mean([v for _, v in run.metric("test_accuracy")][-2:]) for run in runs]
+        best = max(scores_by_rate, key=lambda rate: np.mean(scores_by_rate[rate]))
         (trial,) = (trial for trial in found.tried if trial.method == name)
         assert trial.point == {"local.lr": best} and trial.algorithm.local_steps.lr == best
-        assert trial.score == pytest.approx(np.mean(by_rate[best]), abs=1e-6)
-        assert trial.spread == pytest.approx(np.std(by_rate[best]), abs=1e-6)
+        assert trial.score == pytest.approx(np.mean(scores_by_rate[best]), abs=1e-6)
+        assert trial.spread == pytest.approx(np.std(scores_by_rate[best]), abs=1e-6)
         assert trial.at_end == (best == RATES[0])
     best = found.tried[0].score
     by_rows = f"choice of rows about {100 * np.sqrt(best * (1 - best) / found.rows):.1f})"
@@ -77,7 +77,7 @@ def test_scores_are_those_of_runs_by_hand(digits):
     assert [trial.score for trial in found.tried] == sorted((trial.score for trial in found.tried), reverse=True)
 
 
-def test_a_loss_is_best_where_it_is_least():
+def test_the_smallest_loss_is_the_best_score():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(120, 4)).astype(np.float32)
     y = (x @ rng.normal(size=4)).astype(np.float32)
@@ -87,11 +87,11 @@ def test_a_loss_is_best_where_it_is_least():
     scores = [trial.score for trial in found.tried]
     assert found.metric == "loss" and scores == sorted(scores)
     assert found.tried[0].point["local.lr"] == 0.2
-    told = rendering.trial_lines(found)[0]
-    assert "loss on 24 held-out rows" in told and f"{scores[0]:.4f}" in told
+    text = rendering.trial_lines(found)[0]
+    assert "loss on 24 held-out rows" in text and f"{scores[0]:.4f}" in text
 
 
-def test_what_cannot_be_tried_is_reported(digits):
+def test_rejected_methods_are_reported(digits):
     by_samples = dataclasses.replace(SETTINGS, weights="samples")
     found = try_methods(*digits, by_samples, LOCAL, methods=("FedAvg", "SCAFFOLD"))
     assert [trial.method for trial in found.tried] == ["FedAvg"]
@@ -104,23 +104,23 @@ def test_what_cannot_be_tried_is_reported(digits):
         try_methods(*digits, SETTINGS, LOCAL, methods=())
 
 
-def test_what_diverges_at_every_step_size_is_reported(digits, monkeypatch: pytest.MonkeyPatch):
+def test_divergence_at_every_learning_rate_is_reported(digits, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(method_trials, "LEARNING_RATES", (1e38, 2e38))
     with pytest.raises(FedraxError, match=r"FedAvg: diverges at every learning rate from 1e\+38 to 2e\+38"):
         try_methods(*digits, SETTINGS, LOCAL, methods=("FedAvg",))
 
 
-def test_points_go_in_turn_where_models_of_all_clients_would_not_fit_side_by_side(digits, monkeypatch):
+def test_points_run_sequentially_if_the_client_models_do_not_fit_into_memory(digits, monkeypatch):
     names = ("SCAFFOLD", "GradMA-S")
     together = try_methods(*digits, SETTINGS, LOCAL, methods=names)
     monkeypatch.setattr(method_trials, "CLIENT_MODELS", 5 * 650 * 4)  # five models of 64 x 10 weights and 10 biases
     modes, swept = [], method_trials.sweep
 
-    def seen(*arguments, mode, **options):
+    def record_mode(*arguments, mode, **options):
         modes.append(mode)
         return swept(*arguments, mode=mode, **options)
 
-    monkeypatch.setattr(method_trials, "sweep", seen)
+    monkeypatch.setattr(method_trials, "sweep", record_mode)
     in_turn = try_methods(*digits, SETTINGS, LOCAL, methods=names)
     assert modes == ["sequential", "sequential"]
     by_name = [{trial.method: trial for trial in found.tried} for found in (together, in_turn)]
@@ -128,10 +128,10 @@ def test_points_go_in_turn_where_models_of_all_clients_would_not_fit_side_by_sid
     assert [found["GradMA-S"].algorithm.memory for found in by_name] == [10, 5]
 
 
-def test_operations_are_those_of_the_local_steps():
+def test_operations_are_those_of_local_steps_and_evaluations():
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(400, 50)).astype(np.float32), rng.integers(0, 4, 400)
-    federation = Federation.from_arrays(x, y, np.arange(400) % 8)  # fifty rows each
+    federation = Federation.from_arrays(x, y, np.arange(400) % 8)  # fifty rows for each client
     task = classification(MLP(hidden=(100,)).build((50,), 4))
     forward = 2 * 10 * (50 * 100 + 100 * 4)
     points = len(RATES) * (1 + 2)  # FedCM has two values of alpha
@@ -152,7 +152,9 @@ TASK = classification(Logistic().build(DIGITS.train.x.shape[1:], 10))
 
 
 @pytest.mark.usefixtures("few_methods")
-def test_the_command_tries_what_takes_little(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_diagnose_command_tries_methods_within_its_limit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     assert cli.main([*FLAGS, *RUN, "--json"]) == 0
     tried = json.loads(capsys.readouterr().out)["trials"]["tried"]
     assert {trial["method"] for trial in tried} == set(method_trials.DEFAULT_METHODS)
@@ -167,15 +169,19 @@ def test_the_command_tries_what_takes_little(capsys: pytest.CaptureFixture[str],
 
 @pytest.mark.usefixtures("few_methods")
 @pytest.mark.parametrize("tune", ["always", "never"])
-def test_the_command_writes_the_comparison_to_run(tune: str, tmp_path, capsys: pytest.CaptureFixture[str]):
+def test_diagnose_command_writes_a_comparison_file(tune: str, tmp_path, capsys: pytest.CaptureFixture[str]):
     file, run = tmp_path / "next.toml", [*RUN, "--run.seed", "3", "--tune", tune]
     flags = [*FLAGS, "--comparison", str(file), *run]
     assert cli.main([*flags, "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
+    printed = json.loads(capsys.readouterr().out)
     comparison = read_file(file)
-    assert isinstance(comparison, Comparison) and said["comparison"] == str(file)
+    assert isinstance(comparison, Comparison) and printed["comparison"] == str(file)
     assert comparison.seeds == (3, 4, 5) and comparison.run.rounds == 4
-    names = [trial["method"] for trial in said["trials"]["tried"]] if said["trials"] else method_trials.DEFAULT_METHODS
+    names = (
+        [trial["method"] for trial in printed["trials"]["tried"]]
+        if printed["trials"]
+        else method_trials.DEFAULT_METHODS
+    )
     assert [method.name for method in comparison.methods] == list(names)
     axes = dict(comparison.grids["FedDyn"].axes)
     assert axes["algorithm.alpha"] == (0.01, 0.1, 1.0)
@@ -184,7 +190,7 @@ def test_the_command_writes_the_comparison_to_run(tune: str, tmp_path, capsys: p
     assert f"{file} exists and is kept" in capsys.readouterr().out
 
 
-def test_a_task_too_small_to_hold_rows_out_is_diagnosed_all_the_same(tmp_path, capsys: pytest.CaptureFixture[str]):
+def test_task_too_small_for_held_out_rows_is_diagnosed_without_trials(tmp_path, capsys: pytest.CaptureFixture[str]):
     rng = np.random.default_rng(0)
     rows = {"x": rng.normal(size=(6, 2)).astype(np.float32), "y": np.array([0, 1, 0, 1, 0, 1])}
     arrays = {f"{key}_{part}": array for key, array in rows.items() for part in ("train", "test")}
@@ -209,7 +215,7 @@ def test_a_task_too_small_to_hold_rows_out_is_diagnosed_all_the_same(tmp_path, c
     assert "dissimilarity  B = " in shown.out and shown.err.endswith("too few to choose a method by\n")
 
 
-def test_a_model_with_running_statistics_is_tried_and_not_measured(capsys, monkeypatch: pytest.MonkeyPatch):
+def test_model_with_running_statistics_is_tried_but_not_measured(capsys, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(method_trials, "DEFAULT_METHODS", ("FedAvg", "SCAFFOLD"))
     model = ["--model", "tinynn", "--model.norm", "batch"]
     flags = [
@@ -230,11 +236,11 @@ def test_a_model_with_running_statistics_is_tried_and_not_measured(capsys, monke
     assert shown.startswith("not measured   models with running statistics")
     assert "\ntrials " in shown and "picture" not in shown
     assert cli.main([*flags, "--tune", "never", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["trials"] is None and "points" not in said
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["trials"] is None and "points" not in printed
 
 
-def test_local_optimizers():
+def test_trials_replace_the_learning_rate_of_local_optimizers():
     carried = LocalSGD(lr=0.01, steps=3, optimizer=Optax.of(optax.adam), carry=True)
     assert diagnose(TASK, FEDERATION, SHORT, carried).drift > 0
     finished = LocalSGD(steps=3, optimizer=Optax(optax.adam(1e-3)))
@@ -243,7 +249,7 @@ def test_local_optimizers():
         try_methods(TASK, FEDERATION, SHORT, finished, methods=("FedAvg",))
 
 
-def test_a_start_that_looks_at_its_key():
+def test_init_that_branches_on_its_key_is_tried():
     def init(key: Any) -> Any:
         rng = np.random.default_rng(int(jax.random.randint(key, (), 0, 9999)))
         return {"w": 0.01 * rng.normal(size=(64, 10)).astype(np.float32)}
@@ -254,8 +260,8 @@ def test_a_start_that_looks_at_its_key():
     assert diagnose(task, FEDERATION, SHORT, LocalSGD(steps=1)).points
 
 
-def test_what_trials_take():
-    """Batches drawn with replacement are as many as shuffled ones; evaluations of much data count."""
+def test_cost_of_trials():
+    """Batches drawn with replacement are as many as shuffled ones, and evaluations of many samples count."""
     took = [method_trials.operations(TASK, FEDERATION, SHORT, LocalSGD(order=o), ("FedAvg",)) for o in
             ("shuffle", "replacement")]  # fmt: skip
     assert took[1] == pytest.approx(took[0], rel=0.05)
@@ -267,7 +273,7 @@ def test_what_trials_take():
     assert found > 11 * method_trials.SEEDS * 20 * 40_000 * 2 * 20 * 2
 
 
-def test_too_few_rows_to_choose_by():
+def test_too_few_held_out_rows_are_rejected():
     owner = np.concatenate([np.repeat(np.arange(20), 4), [20] * 5])
     x = np.random.default_rng(0).normal(size=(85, 3)).astype(np.float32)
     federation = Federation.from_arrays(x, (x[:, 0] > 0).astype(int), owner)
@@ -275,45 +281,45 @@ def test_too_few_rows_to_choose_by():
         try_methods(classification(Linear().build((3,), 2)), federation, SHORT, methods=("FedAvg",))
 
 
-def said(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+def printed(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     assert cli.main([*FLAGS, *RUN, *flags]) == 0
     return capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("few_methods")
-def test_methods_are_tried_where_the_experiments_own_step_size_diverges(capsys: pytest.CaptureFixture[str]):
-    shown = said(capsys, "--algorithm.local.lr", "1e30", "--tune", "always")
+def test_methods_are_tried_if_the_learning_rate_of_the_experiment_diverges(capsys: pytest.CaptureFixture[str]):
+    shown = printed(capsys, "--algorithm.local.lr", "1e30", "--tune", "always")
     assert shown.startswith("not measured   ") and "\ntrials " in shown
     assert cli.main([*FLAGS, *RUN, "--algorithm.local.lr", "1e30", "--tune", "never"]) == 2
-    told = json.loads(said(capsys, "--algorithm.local.lr", "1e30", "--tune", "always", "--json"))
-    assert "not finite" in told["not_measured"] or "diverge" in told["not_measured"]
+    text = json.loads(printed(capsys, "--algorithm.local.lr", "1e30", "--tune", "always", "--json"))
+    assert "not finite" in text["not_measured"] or "diverge" in text["not_measured"]
 
 
-def test_what_is_not_measured_is_reported(tmp_path, capsys: pytest.CaptureFixture[str]):
+def test_unmeasured_settings_are_reported(tmp_path, capsys: pytest.CaptureFixture[str]):
     private = ["--algorithm", "outputperturbation", "--run.epsilon-budget", "100", "--tune", "never"]
-    assert "ignored        everything of outputperturbation but its local steps, including its privacy" in said(
+    assert "ignored        everything of outputperturbation but its local steps, including its privacy" in printed(
         capsys, *private
     )
     own = tmp_path / "own.py"
     own.write_text(
         "from fedrax import FedAvg, hyperparameters\n\n@hyperparameters\nclass Mine(FedAvg):\n    local_steps = None\n"
     )
-    shown = said(capsys, "--algorithm", f"{own}:Mine", "--tune", "never")
+    shown = printed(capsys, "--algorithm", f"{own}:Mine", "--tune", "never")
     assert "ignored        Mine has no local steps" in shown
     drawn = ["--run.participation", "weighted_by_samples", "--run.stragglers", "0.5", "--tune", "never"]
-    shown = said(capsys, *drawn)
+    shown = printed(capsys, *drawn)
     assert "ignored        participation: " in shown and "ignored        stragglers: " in shown
     trace = tmp_path / "trace.csv"
     trace.write_text("client,seconds\n" + "".join(f"{i},{1 + i}\n" for i in range(10)))
     flags = ["--algorithm", "fedbuff", "--run.participation", "asynchronous", "--run.participation.trace", str(trace)]
-    shown = said(capsys, *flags, "--run.participation.concurrency", "5", "--tune", "never")
+    shown = printed(capsys, *flags, "--run.participation.concurrency", "5", "--tune", "never")
     assert "asynchronous participation: here each round waits" in shown
-    assert "ignored" not in said(capsys, "--tune", "never")
-    told = json.loads(said(capsys, *private, "--json"))
-    assert told["trials"] is None and "--tune always" in told["not_tried"] and len(told["ignored"]) == 1
+    assert "ignored" not in printed(capsys, "--tune", "never")
+    text = json.loads(printed(capsys, *private, "--json"))
+    assert text["trials"] is None and "--tune always" in text["not_tried"] and len(text["ignored"]) == 1
 
 
-def test_what_of_the_file_is_for_comparisons_is_reported(tmp_path, capsys: pytest.CaptureFixture[str]):
+def test_ignored_comparison_settings_are_reported(tmp_path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "many.toml"
     file.write_text(
         'seeds = [0, 1]\ndata = {name = "digits"}\npartition = {name = "shards", clients = 10}\n'

@@ -33,13 +33,13 @@ from tests.slow import slow_cases
 CLIENTS = 3
 IMAGES, LABELS = load("digits").train
 TASK = fedrax.classification(MLP(hidden=(24,), activation="sigmoid").build((8, 8, 1), 10))
-START = TASK.init(jax.random.key(3))
+INITIAL_PARAMS = TASK.init(jax.random.key(3))
 LOSAC = fedrax.LoSAC(local=LocalSGD(lr=0.1, steps=2, blocks=1))
 
 
 @fedrax.hyperparameters
-class Noised(fedrax.algorithms.FedSGD):
-    """FedSGD whose clients add Gaussian noise of deviation 0.05 to every number of the gradient they send."""
+class NoisyFedSGD(fedrax.algorithms.FedSGD):
+    """FedSGD whose clients add Gaussian noise of standard deviation 0.05 to each entry of their gradient."""
 
     def client(self, message: Any, state: Any, data: fedrax.ClientData) -> fedrax.ClientOutput:
         output = super().client(message, state, data)
@@ -50,8 +50,8 @@ class Noised(fedrax.algorithms.FedSGD):
 
 
 @fedrax.hyperparameters
-class Halting(fedrax.algorithms.FedSGD):
-    """FedSGD whose clients send the gradient halved until its first number is small."""
+class WhileLoopFedSGD(fedrax.algorithms.FedSGD):
+    """FedSGD whose clients halve their gradient in a while loop, which has no reverse-mode derivative."""
 
     def client(self, message: Any, state: Any, data: fedrax.ClientData) -> fedrax.ClientOutput:
         output = super().client(message, state, data)
@@ -67,10 +67,10 @@ def federation(samples: int) -> fedrax.Federation:
     )
 
 
-def recorded(algorithm: fedrax.Algorithm, rounds: int = 1, samples: int = 1) -> list[Any]:
+def record_messages(algorithm: fedrax.Algorithm, rounds: int = 1, samples: int = 1) -> list[Any]:
     settings: dict[str, Any] = {"rounds": rounds, "cohort_size": CLIENTS, "eval_every": 100, "weights": "uniform"}
     return fedrax.simulate(
-        algorithm, TASK, federation(samples), params=START, record=MessageSelection(clients=(1,)), **settings
+        algorithm, TASK, federation(samples), params=INITIAL_PARAMS, record=MessageSelection(clients=(1,)), **settings
     ).exchanges
 
 
@@ -83,7 +83,7 @@ def psnr_of(found: Any, samples: int = 1) -> float:
 
 @pytest.fixture(scope="module")
 def one_gradient() -> Any:
-    (sent,) = recorded(fedrax.algorithms.FedSGD())
+    (sent,) = record_messages(fedrax.algorithms.FedSGD())
     return as_gradient(TASK, sent.received, sent.sent.upload)
 
 
@@ -96,7 +96,7 @@ def test_dlg_recovers_image_and_label_of_one_gradient(one_gradient: Any) -> None
     assert np.linalg.norm(found.frames[-1] - IMAGES[1:2]) < np.linalg.norm(found.frames[0] - IMAGES[1:2])
 
 
-def test_idlg_and_inverting_gradients_recover_it_too(one_gradient: Any) -> None:
+def test_idlg_and_inverting_gradients_recover_image_and_label(one_gradient: Any) -> None:
     labels = recover_labels(one_gradient.target[0], 1)
     assert labels.tolist() == LABELS[1:2].tolist()
     assert psnr_of(dlg(150).invert(one_gradient, (1, 8, 8, 1), y=labels)) > 25
@@ -105,14 +105,14 @@ def test_idlg_and_inverting_gradients_recover_it_too(one_gradient: Any) -> None:
     assert found.x.min() >= 0 and found.x.max() <= 1
 
 
-def test_noise_on_the_upload_defends(one_gradient: Any) -> None:
-    (sent,) = recorded(Noised())
+def test_noise_on_the_upload_prevents_reconstruction(one_gradient: Any) -> None:
+    (sent,) = record_messages(NoisyFedSGD())
     found = dlg(150).invert(one_gradient._replace(target=(sent.sent.upload,)), (1, 8, 8, 1), 10)
     assert psnr_of(found) < 12
 
 
-def test_the_gradient_that_candidates_make_is_by_hand() -> None:
-    """Softmax regression with labels that are chances: mean of (softmax(W x + b) - p) outer x."""
+def test_predicted_gradient_is_that_of_softmax_regression() -> None:
+    """With soft labels p: the mean of (softmax(W x + b) - p) outer x."""
     task = fedrax.classification(Logistic().build((4,), 3))
     rng = np.random.default_rng(0)
     x, chances = rng.normal(size=(5, 4)), rng.dirichlet(np.ones(3), 5)
@@ -130,12 +130,12 @@ def test_the_gradient_that_candidates_make_is_by_hand() -> None:
 
 
 @pytest.mark.slow
-def test_descent_takes_the_paper_s_steps(one_gradient: Any) -> None:
-    """x - lr d/dx |g(x) - g|², twice, by a difference quotient of the squared distance along its gradient."""
+def test_dlg_descends_along_the_gradient_of_the_squared_distance(one_gradient: Any) -> None:
+    """Two steps x - lr d/dx |g(x) - g|^2, checked by a difference quotient along the move."""
     start = np.full((1, 8, 8, 1), 0.5)
     found = gradient_descent(1e-3, 2).invert(one_gradient, (1, 8, 8, 1), y=LABELS[1:2], start=start, frames=3)
 
-    def apart(x: np.ndarray) -> float:
+    def squared_distance(x: np.ndarray) -> float:
         made = one_gradient.predict(
             one_gradient.known, fedrax.contract.Batch(jnp.asarray(x), jnp.asarray(LABELS[1:2])), None
         )[0]
@@ -143,19 +143,21 @@ def test_descent_takes_the_paper_s_steps(one_gradient: Any) -> None:
         return float(sum(np.sum((np.asarray(a, float) - np.asarray(b, float)) ** 2) for a, b in pairs))
 
     move = found.frames[1] - found.frames[0]
-    slope = (apart(start + 0.5 * move) - apart(start - 0.5 * move)) / np.sum(move**2)
+    slope = (squared_distance(start + 0.5 * move) - squared_distance(start - 0.5 * move)) / np.sum(move**2)
     assert slope == pytest.approx(-1e3, rel=0.02)  # the move is -lr times the gradient
-    np.testing.assert_allclose(found.distances[:2], [apart(found.frames[0]), apart(found.frames[1])], rtol=1e-4)
+    np.testing.assert_allclose(
+        found.distances[:2], [squared_distance(found.frames[0]), squared_distance(found.frames[1])], rtol=1e-4
+    )
 
 
-def test_where_layers_stay_at_home_no_vector_is_taken_for_a_gradient() -> None:
-    """Nobody but the client knows the point where it would have been taken; its program is matched all the same."""
+def test_personal_layers_exclude_gradients_but_not_client_programs() -> None:
+    """The server does not know the point of a client's gradient, but can match the client's program."""
     personal = fedrax.personalization.Personalized(
         fedrax.FedAvg(local=LocalSGD(lr=0.1, steps=1)), personal_params=("output/*",)
     )
-    sent = recorded(personal)
-    assert candidate_gradients(personal, sent, START) == []
-    view = as_client_program(TASK, personal, START, sent, CLIENTS, CLIENTS)
+    sent = record_messages(personal)
+    assert candidate_gradients(personal, sent, INITIAL_PARAMS) == []
+    view = as_client_program(TASK, personal, INITIAL_PARAMS, sent, CLIENTS, CLIENTS)
     batch = fedrax.contract.Batch(jnp.asarray(IMAGES[1:2]), jnp.asarray(LABELS[1:2]))
     made = view.predict(view.known, batch, None)
     for mine, theirs in zip(jax.tree.leaves(made), jax.tree.leaves(view.target), strict=True):
@@ -163,10 +165,10 @@ def test_where_layers_stay_at_home_no_vector_is_taken_for_a_gradient() -> None:
 
 
 @pytest.mark.slow
-def test_counts_of_signs_are_left_out_and_the_momentum_beside_them_is_matched() -> None:
+def test_sums_of_signs_are_excluded_and_the_momentum_is_matched() -> None:
     lion = fedrax.algorithms.FedLion(local=LocalSGD(lr=1e-3, steps=2, batch_size="full"))
-    sent = recorded(lion)
-    view = as_client_program(TASK, lion, START, sent, CLIENTS, CLIENTS)
+    sent = record_messages(lion)
+    view = as_client_program(TASK, lion, INITIAL_PARAMS, sent, CLIENTS, CLIENTS)
     (momentum,) = view.target
     jax.tree.map(np.testing.assert_array_equal, momentum, sent[0].sent.upload.momentum)
     batch = fedrax.contract.Batch(jnp.asarray(IMAGES[1:2]), jnp.asarray(LABELS[1:2]))
@@ -175,8 +177,8 @@ def test_counts_of_signs_are_left_out_and_the_momentum_beside_them_is_matched() 
     inside = as_client_program(
         TASK,
         fedrax.compression.Quantized(lion),
-        START,
-        recorded(fedrax.compression.Quantized(lion)),
+        INITIAL_PARAMS,
+        record_messages(fedrax.compression.Quantized(lion)),
         CLIENTS,
         CLIENTS,
         program=lion,
@@ -188,18 +190,18 @@ def test_counts_of_signs_are_left_out_and_the_momentum_beside_them_is_matched() 
 
 
 @pytest.fixture(scope="module")
-def of_losac() -> list[Any]:
-    return recorded(LOSAC, rounds=3, samples=2)
+def losac_messages() -> list[Any]:
+    return record_messages(LOSAC, rounds=3, samples=2)
 
 
 @pytest.mark.slow
-def test_losac_s_increments_sum_up_to_a_gradient(of_losac: list[Any]) -> None:
-    """With M = 1 the sum of all Delta phi_i is the client's last gradient: taken one local step before its end."""
-    seen = {one.name: one for one in candidate_gradients(LOSAC, of_losac, START)}
+def test_increments_of_losac_sum_to_a_gradient(losac_messages: list[Any]) -> None:
+    """With M = 1 the sum of all Delta phi_i is the client's last gradient, one local step before the end."""
+    seen = {one.name: one for one in candidate_gradients(LOSAC, losac_messages, INITIAL_PARAMS)}
     total = seen["phase 1, upload/gradient_sum, sum"]
-    last = of_losac[-1]
+    last = losac_messages[-1]
     x, phi = last.received.params, last.received.gradient_sum
-    history = jax.tree.map(lambda *a: sum(a), *[one.sent.upload.gradient_sum for one in of_losac[:-1]])
+    history = jax.tree.map(lambda *a: sum(a), *[one.sent.upload.gradient_sum for one in losac_messages[:-1]])
     view = as_gradient(TASK, x, total.vector)
     batch = fedrax.contract.Batch(jnp.asarray(IMAGES[2:4]), jnp.asarray(LABELS[2:4]))
     (first,) = view.predict((x, ()), batch, None)  # the gradient of the first of two local steps, at x itself
@@ -213,50 +215,54 @@ def test_losac_s_increments_sum_up_to_a_gradient(of_losac: list[Any]) -> None:
 
 
 @pytest.mark.slow
-def test_the_client_s_program_gives_losac_s_data_away() -> None:
-    """To a server: two local steps, two rounds."""
-    server = as_client_program(TASK, LOSAC, START, recorded(LOSAC, rounds=2), CLIENTS, CLIENTS)
+def test_server_reconstructs_data_of_losac_from_the_client_program() -> None:
+    """From two rounds of two local steps."""
+    server = as_client_program(TASK, LOSAC, INITIAL_PARAMS, record_messages(LOSAC, rounds=2), CLIENTS, CLIENTS)
     assert len(server.target) == 4
     assert psnr_of(dlg(200).invert(server, (1, 8, 8, 1), 10)) > 25
 
 
 @pytest.mark.parametrize("invert", slow_cases([False, True]))
-def test_two_rounds_are_enough_for_an_eavesdropper(invert: bool) -> None:
-    """Of LoSAC with one local step: after the round that is only gone through, the copied client's memory is right."""
+def test_eavesdropper_reconstructs_data_of_losac_from_two_rounds(invert: bool) -> None:
+    """One local step: after the first observed round, which is replayed without matching, the simulated client state is
+    exact.
+    """
     method = fedrax.LoSAC(local=LocalSGD(lr=0.1, steps=1, blocks=1))
-    heard = recorded(method, rounds=3)[1:]
-    view = as_client_program(TASK, method, START, heard, CLIENTS, CLIENTS, matched=(3,))
+    heard = record_messages(method, rounds=3)[1:]
+    view = as_client_program(TASK, method, INITIAL_PARAMS, heard, CLIENTS, CLIENTS, matched=(3,))
     assert len(view.target) == 2
     true = fedrax.contract.Batch(jnp.asarray(IMAGES[1:2]), jnp.asarray(LABELS[1:2]))
     for a, b in zip(jax.tree.leaves(view.predict(view.known, true, None)), jax.tree.leaves(view.target), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
-    if invert:  # where there is time; that such a view gives data away is the test above
+    if (
+        invert
+    ):  # ``make test`` checks only that the predicted messages are exact; the test above reconstructs from such a view
         assert psnr_of(dlg(300).invert(view, (1, 8, 8, 1), 10)) > 25
 
 
 @pytest.mark.slow
-def test_a_program_run_on_the_true_data_sends_what_was_sent() -> None:
-    """Two phases, states and full batches: the attacker's copy of the client is the client."""
+def test_client_program_on_the_true_data_predicts_the_messages() -> None:
+    """For methods with two phases, client states and full batches."""
     local = LocalSGD(lr=0.1, steps=2, batch_size="full")
     for method in (fedrax.Scaffold(local=local), fedrax.algorithms.MimeSVRG(local=local)):
-        sent = recorded(method, rounds=2, samples=2)
-        view = as_client_program(TASK, method, START, sent, CLIENTS, CLIENTS)
+        sent = record_messages(method, rounds=2, samples=2)
+        view = as_client_program(TASK, method, INITIAL_PARAMS, sent, CLIENTS, CLIENTS)
         made = view.predict(view.known, fedrax.contract.Batch(jnp.asarray(IMAGES[2:4]), jnp.asarray(LABELS[2:4])), None)
         for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(view.target), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-def test_vectors_are_found_wherever_they_are() -> None:
+def test_parameter_vectors_are_found_in_nested_messages() -> None:
     params = {"w": np.zeros((2, 3)), "b": np.zeros(2)}
     other = {"w": np.zeros((3, 2)), "b": np.zeros(2)}
     assert list(parameter_vectors(params, params)) == [""]
     assert list(parameter_vectors({"a": params, "deep": (other, params), "n": np.ones(2)}, params)) == ["a", "deep/1"]
 
 
-# -- the parts -------------------------------------------------------------------------------------------------------
+# -- components ------------------------------------------------------------------------------------------------------
 
 
-def test_lbfgs_finds_the_minimum_of_rosenbrock_s_valley() -> None:
+def test_lbfgs_minimizes_the_rosenbrock_function() -> None:
     rule, x = LBFGS(memory=5), {"x": jnp.asarray([-1.2, 1.0])}
     value = jax.value_and_grad(lambda p: 100 * (p["x"][1] - p["x"][0] ** 2) ** 2 + (1 - p["x"][0]) ** 2)
 
@@ -268,9 +274,11 @@ def test_lbfgs_finds_the_minimum_of_rosenbrock_s_valley() -> None:
     np.testing.assert_allclose(state.point, [1, 1], atol=1e-3)
 
 
-def test_lbfgs_goes_back_from_where_the_objective_is_infinite() -> None:
+def test_lbfgs_backtracks_from_an_infinite_objective() -> None:
     rule, x = LBFGS(), {"x": jnp.asarray([0.5])}
-    value = jax.value_and_grad(lambda p: jnp.sum(p["x"] - jnp.log(p["x"])) * 5)  # not a number left of zero; best at 1
+    value = jax.value_and_grad(
+        lambda p: jnp.sum(p["x"] - jnp.log(p["x"])) * 5
+    )  # NaN for negative arguments, minimum at 1
 
     def body(k: Any, carry: Any) -> Any:
         at, state = carry
@@ -280,8 +288,8 @@ def test_lbfgs_goes_back_from_where_the_objective_is_infinite() -> None:
     np.testing.assert_allclose(state.point, [1], atol=1e-3)
 
 
-def test_labels_of_several_samples_are_counted() -> None:
-    """At the start, when every class has the chance 1/C: the bias' gradient is 1/C less the class's share."""
+def test_labels_of_several_samples_are_recovered_with_multiplicity() -> None:
+    """Initially every class has probability 1/C, and the gradient of the bias is 1/C minus the share of the class."""
     labels = np.array([0, 2, 2, 2, 9])
     gradient = {"output": {"bias": 0.1 - np.bincount(labels, minlength=10) / 5, "weight": np.zeros((10, 3))}}
     assert recover_labels(gradient, 5).tolist() == labels.tolist()
@@ -289,9 +297,9 @@ def test_labels_of_several_samples_are_counted() -> None:
         recover_labels(gradient, 5, "head/bias")
 
 
-def test_bad_input_is_one_sentence(one_gradient: Any, of_losac: list[Any]) -> None:
+def test_invalid_input_raises_a_clear_error(one_gradient: Any, losac_messages: list[Any]) -> None:
     shape = (1, 8, 8, 1)
-    refused: list[tuple[str, Any]] = [
+    invalid_calls: list[tuple[str, Any]] = [
         ("give either", lambda: dlg(2).invert(one_gradient, shape)),
         ("one label for each of 1 samples", lambda: dlg(2).invert(one_gradient, shape, y=[1, 2])),
         ("needs images", lambda: inverting_gradients(2).invert(one_gradient, (1, 64), y=[1])),
@@ -300,26 +308,26 @@ def test_bad_input_is_one_sentence(one_gradient: Any, of_losac: list[Any]) -> No
             lambda: Attack(LBFGS(), 2, "cosine", box=(0, 1)).invert(one_gradient, shape, 10),
         ),
         ("steps and restarts", lambda: dlg(0).invert(one_gradient, shape, 10)),
-        ("messages of one client, not of 0", lambda: candidate_gradients(LOSAC, [], START)),
+        ("messages of one client, not of 0", lambda: candidate_gradients(LOSAC, [], INITIAL_PARAMS)),
         (
             "none of the rounds in matched was observed",
-            lambda: as_client_program(TASK, LOSAC, START, of_losac, CLIENTS, CLIENTS, matched=(9,)),
+            lambda: as_client_program(TASK, LOSAC, INITIAL_PARAMS, losac_messages, CLIENTS, CLIENTS, matched=(9,)),
         ),
     ]
-    for sentence, call in refused:
+    for sentence, call in invalid_calls:
         with pytest.raises(FedraxError, match=sentence):
             call()
 
 
-def test_a_client_that_cannot_be_differentiated_is_named() -> None:
-    method = Halting()
-    view = as_client_program(TASK, method, START, recorded(method), CLIENTS, CLIENTS)
+def test_client_program_without_derivative_raises_a_clear_error() -> None:
+    method = WhileLoopFedSGD()
+    view = as_client_program(TASK, method, INITIAL_PARAMS, record_messages(method), CLIENTS, CLIENTS)
     with pytest.raises(FedraxError, match="cannot be differentiated"):
         dlg(2).invert(view, (1, 8, 8, 1), 10)
 
 
-def test_products_are_as_exact_as_those_of_the_messages(one_gradient: Any) -> None:
-    """Accelerators would take shorter operands by default, and the attacker's gradient would be another one."""
+def test_attacks_use_the_highest_matmul_precision(one_gradient: Any) -> None:
+    """Accelerators use lower precision by default, in which the attacker's gradient would differ from the messages."""
     seen = []
 
     def predict(*given: Any) -> Any:
@@ -330,5 +338,5 @@ def test_products_are_as_exact_as_those_of_the_messages(one_gradient: Any) -> No
     assert set(seen) == {"highest"}
 
 
-def test_label_recovery_counts_a_multiset() -> None:
+def test_label_recovery_respects_multiplicity() -> None:
     assert label_recovery([1, 1, 2], [1, 2, 3]) == pytest.approx(2 / 3)

@@ -1,4 +1,4 @@
-"""Metrics of reconstructions against direct sums."""
+"""Metrics of reconstructions against direct computation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedrax import FedraxError
 from fedrax.attacks import frobenius, matching, psnr, score, ssim
 
 
-def test_distance_is_the_least_over_all_orders() -> None:
+def test_distance_is_minimal_over_all_orders() -> None:
     rng = np.random.default_rng(0)
     true, found = rng.normal(size=(4, 3, 2)), rng.normal(size=(4, 3, 2))
     least = min(np.linalg.norm(found[list(order)] - true) for order in itertools.permutations(range(4)))
@@ -28,8 +28,8 @@ def test_psnr_of_a_known_error() -> None:
     assert psnr(true, true) == float("inf")
 
 
-def test_ssim_is_that_of_its_definition() -> None:
-    """Windows of 11 x 11 pixels with Gaussian weights, summed up one by one; the rim is mirrored."""
+def test_ssim_agrees_with_its_definition() -> None:
+    """Gaussian windows of 11 x 11 pixels, summed one by one, with mirrored borders."""
     rng = np.random.default_rng(1)
     a, b = rng.uniform(size=(2, 13, 12))
     offsets = np.arange(-5, 6)
@@ -49,10 +49,10 @@ def test_ssim_is_that_of_its_definition() -> None:
     assert color == pytest.approx(np.mean(values), abs=1e-9)
 
 
-def test_a_score_is_of_matched_samples() -> None:
+def test_scores_match_samples_first() -> None:
     rng = np.random.default_rng(2)
     true = rng.uniform(size=(3, 9, 9))
     whole = score(true[[1, 2, 0]], true, [5, 6, 4], [4, 5, 6])
     assert whole.frobenius == pytest.approx(0, abs=1e-12) and whole.psnr == float("inf")
     assert whole.ssim == pytest.approx(1) and whole.labels == 1
-    assert np.isnan(score(true[:, 0], true[:, 0]).ssim)  # rows are no images
+    assert np.isnan(score(true[:, 0], true[:, 0]).ssim)  # vectors, not images

@@ -1,4 +1,4 @@
-"""The benchmarks' own arithmetic: the shared arrays, fedrax's view of them, the agreement check, the tables."""
+"""Shared code of the benchmarks: arrays, fedrax's runner, the check of equal work, tables."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def regression(tmp_path_factory):
     return Arrays(ensure_arrays("W2", tmp_path_factory.mktemp("arrays")))
 
 
-def test_arrays_are_the_same_every_time(regression):
+def test_arrays_are_reproducible(regression):
     again = make_arrays(WORKLOADS["W2"])
     assert np.array_equal(again["x"], regression.x)
     assert np.array_equal(again["cohorts"], regression.cohorts)
@@ -42,14 +42,14 @@ def test_arrays_are_the_same_every_time(regression):
     assert set(regression.initial) == {"fc.weight", "fc.bias"}
 
 
-def test_arithmetic_of_a_round(regression):
+def test_flops_of_a_round(regression):
     workload = WORKLOADS["W2"]
-    # 3000 samples, 10 epochs, 60 x 10 weights: forward and weight gradient, 2 operations each
+    # 3000 samples, 10 epochs, 60 x 10 weights: 2 operations each for forward pass and weight gradient
     assert flop_per_round(workload, regression.offsets, regression.cohorts) == 3000 * 10 * 600 * 2 * 2
     assert steps_per_round(workload, regression.offsets, regression.cohorts) == 3000
 
 
-def test_a_short_file_is_rejected(tmp_path):
+def test_truncated_file_is_rejected(tmp_path):
     np.save(tmp_path / "a.npy", np.arange(100))
     (tmp_path / "a.npy").write_bytes((tmp_path / "a.npy").read_bytes()[:-1])
     with pytest.raises(ValueError, match="ends early"):
@@ -57,7 +57,7 @@ def test_a_short_file_is_rejected(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "shape"), [("W1", (784,)), ("W3", (32, 32, 3)), ("W4", (25, 50))])
-def test_fedrax_starts_from_the_same_model(name, shape):
+def test_fedrax_has_the_shared_initial_parameters(name, shape):
     workload, rng = WORKLOADS[name], np.random.default_rng(0)
     weights = WEIGHTS[name](rng)
     x = rng.standard_normal((4, *shape), np.float32)
@@ -66,8 +66,8 @@ def test_fedrax_starts_from_the_same_model(name, shape):
     np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
-def test_fedrax_does_the_same_work(regression):
-    """Two rounds of fedrax against a plain loop over clients and batches in NumPy."""
+def test_fedrax_runs_the_benchmark_rounds(regression):
+    """Two rounds against a plain NumPy loop over clients and batches."""
     workload = replace(WORKLOADS["W2"], epochs=2)
     w, b = np.zeros((60, 10)), np.zeros(10)
     for cohort in regression.cohorts[:2]:
@@ -97,18 +97,18 @@ def test_fedrax_does_the_same_work(regression):
     )
     np.testing.assert_allclose(result.params["output"]["weight"], w.T, atol=2e-5)
     np.testing.assert_allclose(result.params["output"]["bias"], b, atol=2e-5)
-    assert len(clock.seconds) == 1  # the last round ends in an evaluation and is left out
+    assert len(clock.seconds) == 1  # the last round includes an evaluation and is not counted
 
 
-def test_clock_counts_everything_between_the_first_and_the_last_round():
+def test_clock_measures_between_the_first_and_the_last_round():
     times = Times()
     times.own, times.working = [1.0, 1.1, 1.2, 1.5], [11.0, 11.2, 11.2, 11.8]
-    times.began, times.wall = 20.0, [23.0]  # two seconds of them compiled
+    times.began, times.wall = 20.0, [23.0]  # of which two seconds are compilation
     seconds = times.clock().seconds
-    assert seconds == pytest.approx([3.0, 0.2, 0.2])  # 0.3 s of the host's, shared by three rounds
+    assert seconds == pytest.approx([3.0, 0.2, 0.2])  # 0.3 s of the host, shared by three rounds
 
 
-def test_random_images_repeat_without_sharing_memory():
+def test_random_images_repeat_and_do_not_share_memory():
     federation = random_images(4000, 2, 10)
     assert federation.train.x.shape == (8000, 28, 28)
     assert np.array_equal(federation.train.x[5000:], federation.train.x[:3000])
@@ -131,7 +131,7 @@ def run(simulator, loss, milliseconds, workload="W1", repeat=1, foreign=0.0):
     }
 
 
-def test_a_simulator_that_did_other_work_is_named(tmp_path):
+def test_simulator_with_different_work_is_named(tmp_path):
     session = Session(tmp_path / "a.jsonl", {}, [run("A", 1.0, 10), run("B", 1.0005, 20), run("C", 1.01, 5)])
     assert len(disagreements(session)) == 1
     assert "C (any) ends W1 at test loss 1.0100" in disagreements(session)[0]
@@ -139,7 +139,7 @@ def test_a_simulator_that_did_other_work_is_named(tmp_path):
     assert "C (any)" in disagreements(session)[0]
 
 
-def test_a_failure_counts_until_the_run_is_repeated(tmp_path):
+def test_failed_run_counts_until_it_is_repeated(tmp_path):
     failed = {"workload": "W1", "simulator": "A", "setting": "any", "repeat": 1, "failed": "killed"}
     session = Session(tmp_path / "a.jsonl", {}, [failed])
     assert disagreements(session) == ["A (any) failed on W1, repeat 1"]
@@ -147,7 +147,7 @@ def test_a_failure_counts_until_the_run_is_repeated(tmp_path):
     assert disagreements(session) == []
 
 
-def test_table_compares_quiet_runs_with_the_best_peer(tmp_path):
+def test_table_compares_undisturbed_runs_with_the_best_peer(tmp_path):
     runs = [run("fedrax", 1.0, 5), run("A", 1.0, 20), run("A", 1.0, 90, repeat=2, foreign=1.0), run("B", 1.0, 30)]
     session = Session(tmp_path / "a.jsonl", {}, runs)
     assert best_peers(rows(session)) == {"W1": 0.02}
@@ -155,7 +155,7 @@ def test_table_compares_quiet_runs_with_the_best_peer(tmp_path):
     assert "| A | 20 (1.00×) |" in table(session)
 
 
-def test_ten_workloads_come_in_order(tmp_path):
+def test_ten_workloads_are_sorted_numerically(tmp_path):
     runs = [run(name, 1.0, 5, workload=f"W{i}") for i in (10, 2, 1, 3, 4) for name in ("fedrax", "A")]
     machine = dict.fromkeys(("memory_gib", "gemm_gflops_1_thread", "gemm_gflops_all_cores"), 300.0)
     machine |= dict.fromkeys(("copy_gb_per_second_1_thread", "copy_gb_per_second_all_cores"), 40.0)
@@ -171,7 +171,7 @@ def test_ten_workloads_come_in_order(tmp_path):
 
 
 @pytest.mark.parametrize("source", ["mnist", "gaussian", None])
-def test_pages_say_where_the_samples_of_w1_come_from(tmp_path, source):
+def test_page_names_the_source_of_the_samples_of_w1(tmp_path, source):
     ends = {"accuracy": [0.9, 0.8], "loss": [1.0, 2.0], "platform": "cpu"}
     runs = [{"workload": w, "precision": p} | ends for w in precision.WORKLOADS for p in precision.PRECISIONS]
     header = {"id": "x", "date": "today", "machine": MACHINE} | ({"source": source} if source else {})
@@ -185,7 +185,7 @@ def test_pages_say_where_the_samples_of_w1_come_from(tmp_path, source):
     assert all(source_text(source) in text for text in texts)
 
 
-def test_gaussian_classes_are_not_called_mnist(tmp_path):
+def test_synthetic_samples_are_not_called_mnist(tmp_path):
     facts = {"W1": {"source": "gaussian", "flop": 1e9, "steps": 5.0}}
     header = {"id": "x", "date": "today", "machine": MACHINE, "workloads": facts}
     page, *_ = write_report(Session(tmp_path / "a.jsonl", header, [run("A", 1.0, 10)]), tmp_path)
@@ -193,7 +193,7 @@ def test_gaussian_classes_are_not_called_mnist(tmp_path):
     assert "Gaussian classes, sorted by label" in page.read_text()
 
 
-def test_a_session_is_read_back(tmp_path):
+def test_session_files_are_read_back(tmp_path):
     path = tmp_path / "a.jsonl"
     lines = [{"kind": "session", "id": "x"}, {"kind": "session", "id": "y"}, {"kind": "run", "session": "x"}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -209,7 +209,7 @@ def test_exponent_of_a_power():
 
 
 @pytest.mark.slow
-def test_processes_are_watched():
+def test_cpu_time_of_other_processes_is_measured():
     code = f"import time; block = bytearray(120 << 20)\nprint({RESULT_PREFIX!r} + '{{\"value\": 7}}'); time.sleep(1)"
     result = run_quietly([sys.executable, "-c", code], dict(os.environ), max_wait=0, timeout=1800)
     assert result["value"] == 7
@@ -227,7 +227,7 @@ def test_parameters_have_the_models_shapes():
         assert jax.tree.map(np.shape, ours) == jax.tree.map(lambda leaf: leaf.shape, models)
 
 
-def test_every_method_has_a_form_whose_cost_is_measured():
+def test_every_algorithm_is_in_the_methods_benchmark():
     for name in (*algorithms(), *methods.CLIPPED):
         check(methods.method(name))
     task = classification(model_of(WORKLOADS["W1"]))

@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_the_command_measures_and_writes_its_page(tmp_path: Path):
-    """And with --resume it finds everything done."""
+def test_gpu_benchmark_writes_its_page_and_resumes(tmp_path: Path):
+    """The second call with --resume measures nothing."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--workloads", "W10", "--peers", "fedrax"]
     command += ["--repeats", "1", "--max-wait", "0", "--cache", str(tmp_path / "cache"), "--out", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -29,7 +29,7 @@ def test_the_command_measures_and_writes_its_page(tmp_path: Path):
     assert "| fedrax, compiled before |" in (tmp_path / "gpu.md").read_text()
 
 
-def test_ratios_are_to_the_best_peer_and_all_rounds_stand_apart(tmp_path: Path):
+def test_ratios_are_relative_to_the_best_peer_and_exclude_whole_runs(tmp_path: Path):
     machine = {"date": "2026-01-01", "gpu": "a card", "cpu": "a processor", "cores": 4, "python": "3.12"}
     header = {"id": "1", "machine": machine, "packages": [], "workloads": {"W11": {"flop": 1e12, "steps": 250}}}
     session = Session(tmp_path / "gpu.jsonl", header)

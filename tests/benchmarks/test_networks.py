@@ -18,17 +18,17 @@ from tests.benchmarks.test_storage_benchmark import MACHINE
 
 @pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("name", CASES)
-def test_outputs_have_the_labels_shape(name: str) -> None:
+def test_outputs_have_the_shape_of_the_labels(name: str) -> None:
     case, module = CASES[name], network(name)
     x, y = case.arrays()
     assert len(x) == len(y) == case.batch * case.steps
     made = jax.eval_shape(module.init, jax.random.key(0), x[:2])
-    outputs = jax.eval_shape(lambda v: module.apply(v, x[:2]), made)  # as it is evaluated
+    outputs = jax.eval_shape(lambda v: module.apply(v, x[:2]), made)  # as in evaluation
     assert outputs.shape == (2, *case.labels, case.classes)
 
 
 @pytest.mark.slow
-def test_a_network_is_measured() -> None:
+def test_measurement_of_one_network() -> None:
     measured = measure_here("mnist_cnn")
     assert measured["parameters"] == 824_458  # 320 + 18,496 + 803,072 + 2,570
     assert 0 < measured["round"] < measured["first"]
@@ -37,7 +37,7 @@ def test_a_network_is_measured() -> None:
     assert 0 < loop["round"] < loop["first"]
 
 
-def test_the_page_compares_with_the_faster_loop(tmp_path: Path) -> None:
+def test_page_compares_with_the_faster_loop(tmp_path: Path) -> None:
     seconds = {
         COLD: (0.21, 3.0, 500.0),
         WARM: (0.19, 2.0, 400.0),

@@ -1,6 +1,4 @@
-"""The comparison's Flax models: PyTorch's where it is installed, its formulas where not, and the products that are
-counted.
-"""
+"""Flax models of the comparison: equal to PyTorch's if installed, and to its formulas; counts of multiply-adds."""
 
 import math
 from typing import Any
@@ -23,7 +21,7 @@ SHAPES = {"W1": (784,), "W2": (60,), "W3": (32, 32, 3), "W4": (25, 50)}
 
 
 def random_weights(name):
-    """Starting weights away from ones and zeros, so that no array can stand for another."""
+    """Random initial weights without constant arrays, so that exchanged arrays are detected."""
     rng = np.random.default_rng(3)
     return {
         key: (value + 0.1 * rng.standard_normal(value.shape)).astype(np.float32)
@@ -38,9 +36,9 @@ def random_batch(name, size=3) -> Any:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_outputs_and_gradients_are_pytorchs(name):
-    """In double precision, for a rectifier at the edge of rounding changes gradients of single precision visibly; the
-    GRU, which has none, in single precision, the only one of Flax's carry.
+def test_outputs_and_gradients_agree_with_pytorch(name):
+    """In float64, because gradients of ReLU near zero depend on float32 rounding. The GRU, which has no ReLU, runs in
+    float32, the only dtype of Flax's carry.
     """
     torch = pytest.importorskip("torch")
     from benchmarks.runners import torch_models
@@ -65,14 +63,14 @@ def test_outputs_and_gradients_are_pytorchs(name):
         assert ours.dtype == dtype
         np.testing.assert_allclose(ours, outputs.detach().numpy(), atol=tolerance)
 
-        def compare(mine, other):
-            np.testing.assert_allclose(mine, other, atol=tolerance)
+        def compare(actual, desired):
+            np.testing.assert_allclose(actual, desired, atol=tolerance)
 
         jax.tree.map(compare, gradients, converted)
 
 
-def test_the_grus_gates_are_those_of_pytorchs_formula():
-    """h' = (1 - z) n + z h with r, z and n in this order in the weights, r around the hidden half of n."""
+def test_gru_agrees_with_the_formula_of_pytorch():
+    """h' = (1 - z) n + z h with r, z and n in this order in the weights, and r multiplying the hidden part of n."""
     weights, x = random_weights("W7"), random_batch("W7")
     inputs, hidden = weights["embedding.weight"][x], np.zeros((3, 128), np.float32)
 
@@ -90,8 +88,8 @@ def test_the_grus_gates_are_those_of_pytorchs_formula():
     np.testing.assert_allclose(ours, expected, atol=2e-5)
 
 
-def test_attention_is_pytorchs_formula():
-    """Queries, keys and values are thirds of one product's rows, heads are blocks of each third."""
+def test_attention_agrees_with_the_formula_of_pytorch():
+    """Queries, keys and values are the thirds of one product, and heads are blocks of each third."""
     rng, width, tokens = np.random.default_rng(0), 16, 5
     shapes = {"in_proj_weight": (3 * width, width), "in_proj_bias": (3 * width,)}
     shapes |= {"out_proj.weight": (width, width), "out_proj.bias": (width,)}
@@ -110,8 +108,8 @@ def test_attention_is_pytorchs_formula():
 
 @pytest.mark.slow(keep=5)
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_multiply_adds_are_those_of_the_models(name):
-    """Products and convolutions of one sample's forward pass, counted in the traced program."""
+def test_multiply_adds_are_those_of_the_traced_models(name):
+    """Products and convolutions of the forward pass of one sample."""
     model = model_of(WORKLOADS[name])
     x = np.zeros((1, *SHAPES[name]), np.float32) if name in SHAPES else sample_input(name)
     params = jax.eval_shape(model.init, jax.random.key(0))
@@ -143,7 +141,7 @@ def test_samples_of_the_ragged_workload():
     assert np.array_equal(arrays["cohorts"], np.tile(np.arange(17), (workload.total_rounds, 1)))
 
 
-def test_the_label_is_the_symbol_that_follows():
+def test_labels_are_the_next_symbols():
     arrays = make_arrays(WORKLOADS["W7"])
     x, y = arrays["x"], arrays["y"]
     assert (x.dtype, x.shape[1:]) == (np.int32, (80,))

@@ -1,4 +1,4 @@
-"""The benchmarks of private mechanisms: audited claims, failing audits, and both pages."""
+"""Benchmarks of private mechanisms: audited claims, audits that must fail, and the pages."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from tests.benchmarks.test_storage_benchmark import MACHINE
 HEADER = {"id": "a", "date": "2026-01-01", "machine": MACHINE, "runs": 80}
 
 
-def test_the_grid_has_every_mechanism_and_draw():
+def test_grid_contains_every_mechanism_and_sampling():
     every = list(audits.configurations())
     assert len(every) >= 200 and len({one[:5] for one in every}) == len(every)
     assert {one.drawn for one in every} == {"always", "fixed", "poisson"}
     assert {type(one.private).__name__ for one in every} == {"ClientDP", "SampleDP", "OutputPerturbation"}
 
 
-def test_a_claim_below_its_bound_fails_the_audit_and_so_does_a_blind_one(tmp_path):
+def test_audits_fail_for_violated_claims_and_for_powerless_tests(tmp_path):
     fine = {
         "method": "FedAvg",
         "mechanism": "ClientDP",
@@ -28,7 +28,7 @@ def test_a_claim_below_its_bound_fails_the_audit_and_so_does_a_blind_one(tmp_pat
     }
     broken = fine | {"fault": "a leaf left out", "noise": 1.0, "proven": 3.0, "together": 2.0}
     session = Session(tmp_path / "a.jsonl", HEADER, [fine, broken, {"seconds": 60.0}])
-    assert audits.failures(session) == []  # above the claim by itself, but not together with all others
+    assert audits.failures(session) == []  # above the claim by itself, but not after correction for multiple tests
     table = audits.table(session)
     assert "| ClientDP | always | 1 | 1.10 to 1.10 | 1 | 0 |" in table
     assert "| ClientDP, a leaf left out | always | 1 | 3.00 to 3.00 | 1 | 1 |" in table
@@ -39,7 +39,7 @@ def test_a_claim_below_its_bound_fails_the_audit_and_so_does_a_blind_one(tmp_pat
     assert audits.failures(session) == ["ClientDP with a leaf left out, noise 1.0, is not detected"]
 
 
-def test_every_fault_is_at_the_server_and_at_the_client():
+def test_every_fault_exists_at_server_and_client():
     every = list(audits.broken())
     assert {(fault, vars(runs_as)["at"]) for fault, _, runs_as in every} == {
         (f, a) for f in BROKEN for a in ("server", "client")
@@ -47,7 +47,7 @@ def test_every_fault_is_at_the_server_and_at_the_client():
     assert all(one.private.releases() == runs_as.releases() for _, one, runs_as in every)
 
 
-def test_steps_are_compared_with_plain_ones_and_with_opacus(tmp_path):
+def test_page_compares_private_steps_with_plain_ones_and_with_opacus(tmp_path):
     cost = {"fedrax": 1.0, "fedrax, SampleDP": 2.5, "PyTorch": 2.0, "Opacus": 10.0, "Opacus, ghost clipping": 5.0}
     facts = {"steps": 10, "repeat": 1, "foreign_cpu": 0.0, "peak_pss_mb": 9.0, "version": "1.6.0"}
     runs = [

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_on_a_processor_every_bit_repeats(tmp_path: Path):
+def test_runs_on_a_cpu_are_bitwise_repeatable(tmp_path: Path):
     command = [sys.executable, "-m", "benchmarks.repeats", "--device", "cpu", "--cases", "W1-Scaffold"]
     command += ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
@@ -26,7 +26,7 @@ def test_on_a_processor_every_bit_repeats(tmp_path: Path):
     assert "| W1, Scaffold | as installed | equal | equal | equal |" in (tmp_path / "repeats.md").read_text()
 
 
-def test_the_page_says_how_far_runs_are_apart(tmp_path: Path):
+def test_page_contains_the_distance_of_runs(tmp_path: Path):
     machine = {"gpu": "a card", "cpu": "a processor", "cores": 4}
     run = {"workload": "W5", "method": "GradMA", "flags": FLAG, "again": 1.4e-7, "resumed": 0.0, "digests": ["a", "b"]}
     header = {"id": "1", "date": "2026-01-01", "machine": machine, "jax": "0"}

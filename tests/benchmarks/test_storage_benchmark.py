@@ -39,24 +39,24 @@ MACHINE = {
 
 
 def measured(case: Case, tmp_path) -> list[dict]:
-    """A run in each place."""
+    """Runs with every placement."""
     path = tmp_path / "x.npy"
     write_samples(path, case)
     return [{"case": case.name, "place": place} | measure_here(case, place, str(path)) for place in case.places]
 
 
 @pytest.mark.slow
-def test_samples_end_the_same_in_every_place(tmp_path):
+def test_runs_are_equal_for_every_placement_of_samples(tmp_path):
     runs = measured(replace(SAMPLES, **SMALL), tmp_path)
     assert disagreements(Session(tmp_path / "a.jsonl", {}, runs)) == []
     assert ["streamed" in run["plan"] for run in runs] == [False, False, True]
     for run in runs:
-        assert run["rounds"] == 4  # of the last pass's five, without the one that ends in an evaluation
+        assert run["rounds"] == 4  # five in the last epoch, minus the one with an evaluation
         assert run["bulk_bytes"] == 40 * 4 * 6 * 4
         assert run["bytes_a_round"] == 8 * 4 * 6 * 4
 
 
-def test_states_end_the_same_in_every_place(tmp_path):
+def test_runs_are_equal_for_every_placement_of_states(tmp_path):
     runs = measured(replace(STATES, **SMALL), tmp_path)
     assert disagreements(Session(tmp_path / "a.jsonl", {}, runs)) == []
     assert ["on disk" in run["plan"] for run in runs] == [False, True]
@@ -64,30 +64,30 @@ def test_states_end_the_same_in_every_place(tmp_path):
     assert all(run["bytes_a_round"] == 2 * 8 * PARAMETERS * 4 for run in runs)
 
 
-def test_states_that_are_forgotten_are_noticed(tmp_path, monkeypatch):
+def test_lost_states_are_detected(tmp_path, monkeypatch):
     monkeypatch.setattr(RowFile, "write", lambda *_: None)
     problems = disagreements(Session(tmp_path / "a.jsonl", {}, measured(replace(STATES, **SMALL), tmp_path)))
     assert problems == ["states: the placements do not all end at the same server state and test loss"]
 
 
-def test_a_case_survives_its_way_to_the_process(tmp_path):
+def test_cases_survive_serialization(tmp_path):
     case = Case(**json.loads(json.dumps(asdict(SAMPLES))))
     assert replace(case, places=tuple(case.places)) == SAMPLES
 
 
-def test_sizes_are_what_the_page_says():
+def test_sizes_agree_with_the_page():
     assert SAMPLES.clients * SAMPLES.rows * SAMPLES.features * 4 == 1_200_000_000
     assert STATES.clients * STATES.classes * (STATES.features + 1) * 4 == 1_200_000_000
     assert all(case.clients % case.cohort == 0 for case in CASES)
 
 
-def test_every_client_takes_part_once_a_pass():
+def test_every_client_takes_part_once_per_pass():
     drawn = cohorts(replace(STATES, **SMALL)).reshape(PASSES, 40)
     assert np.array_equal(np.sort(drawn), np.tile(np.arange(40), (PASSES, 1)))
     assert not np.array_equal(drawn[0], drawn[1])
 
 
-def test_samples_are_written_in_pieces(tmp_path):
+def test_samples_are_written_in_chunks(tmp_path):
     write_samples(tmp_path / "x.npy", replace(SAMPLES, clients=15, rows=100, features=6))
     x = np.load(tmp_path / "x.npy", allow_pickle=False)
     assert x.shape == (1500, 6) and x.dtype == np.float32
@@ -95,7 +95,9 @@ def test_samples_are_written_in_pieces(tmp_path):
 
 
 def session_of(tmp_path, repeats: int = 3) -> Session:
-    """Runs of made-up figures: each case's second place takes twice as long as its first, the third thrice."""
+    """Runs with invented times: the second placement of each case takes twice as long as the first one, the third 3
+    times.
+    """
     runs = [
         {
             "case": case.name,
@@ -117,7 +119,7 @@ def session_of(tmp_path, repeats: int = 3) -> Session:
     return Session(tmp_path / "a.jsonl", {"id": "x", "date": "today", "machine": MACHINE}, runs)
 
 
-def test_page_compares_places(tmp_path):
+def test_page_compares_placements(tmp_path):
     session = session_of(tmp_path)
     rows = list(medians(session))
     assert "| 1.2 GB of samples | streamed | 60 | 3.00 | 24 | 2.00 | 1000 | 0.00 |" in table(rows)
@@ -129,7 +131,7 @@ def test_page_compares_places(tmp_path):
 
 
 @pytest.mark.parametrize("field", ["server", "test_loss"])
-def test_page_says_where_places_disagree(tmp_path, field):
+def test_page_names_different_results(tmp_path, field):
     session = session_of(tmp_path)
     session.runs[-1][field] = "another" if field == "server" else 1.0 + 1e-9
     write_report(session, list(medians(session)), tmp_path)
@@ -137,14 +139,14 @@ def test_page_says_where_places_disagree(tmp_path, field):
     assert "**Not all agree**" in page and "- states: the placements do not all end" in page
 
 
-def test_an_unfinished_session_makes_no_page(tmp_path):
+def test_unfinished_session_writes_no_page(tmp_path):
     session = session_of(tmp_path)
     session.runs = [run for run in session.runs if run["place"] != "spilled"]
     with pytest.raises(SystemExit, match="no finished run of states spilled"):
         list(medians(session))
 
 
-def test_a_failed_run_is_left_out_of_the_page(tmp_path):
+def test_failed_run_is_not_on_the_page(tmp_path):
     session = session_of(tmp_path)
     session.runs[-1] = {"case": "states", "place": "spilled", "repeat": 3, "failed": "no space left"}
     assert disagreements(session) == []
