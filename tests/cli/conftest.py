@@ -12,12 +12,12 @@ from fedrax.experiments import run_comparison
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_task_each(tasks_once: None) -> None:
-    """In all modules of this folder."""
+def share_tasks(shared_tasks: None) -> None:
+    """Share tasks in all modules of this folder."""
 
 
 class Outcome(NamedTuple):
-    """What a command printed, and its exit status."""
+    """Exit status and output of a command."""
 
     status: int
     out: str
@@ -28,11 +28,11 @@ class Outcome(NamedTuple):
 def fedrax(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., Outcome]:
-    """``fedrax("run", ...)`` as from a shell, in ``tmp_path``."""
+    """``fedrax("run", ...)`` runs a command in ``tmp_path``."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FEDRAX_DATA", raising=False)
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr("fedrax.experiments.user_code._modules", set())  # of a process that has run no command
+    monkeypatch.setattr("fedrax.experiments.user_code._modules", set())  # no user code is trusted yet
 
     def call(*arguments: object) -> Outcome:
         capsys.readouterr()
@@ -65,28 +65,32 @@ eval_every = 2
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
-    """A file of a run that takes no time."""
+    """File of an experiment with a short run."""
     path = tmp_path / "tiny.toml"
     path.write_text(TINY)
     return path
 
 
-SEARCHED = "seeds = [0, 1]\ngrid = { algorithm.local.lr = [0.01, 0.3] }\n" + TINY.replace("rounds = 4", "rounds = 2")
-"""A comparison of a grid."""
+GRID_COMPARISON = "seeds = [0, 1]\ngrid = { algorithm.local.lr = [0.01, 0.3] }\n" + TINY.replace(
+    "rounds = 4", "rounds = 2"
+)
+"""File of a comparison with a grid."""
 
 
 @pytest.fixture(scope="session")
-def here(tmp_path_factory: pytest.TempPathFactory) -> run_comparison.ComparisonResult:
-    """The comparison, made in this process."""
+def local_comparison(tmp_path_factory: pytest.TempPathFactory) -> run_comparison.ComparisonResult:
+    """The result of ``GRID_COMPARISON`` in this process."""
     folder = tmp_path_factory.mktemp("here")
-    (folder / "t.toml").write_text(SEARCHED)
+    (folder / "t.toml").write_text(GRID_COMPARISON)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedrax.experiments.search.trials.should_vectorize", lambda *_: False)  # here too, one by one
+        patch.setattr(
+            "fedrax.experiments.search.trials.should_vectorize", lambda *_: False
+        )  # sequentially, as on workers
         return run_comparison.compare(folder / "t.toml", directory=folder / "here")
 
 
-def numbers(directory: Path) -> dict[str, list]:
-    """The events of every run but their times."""
+def events_by_run(directory: Path) -> dict[str, list]:
+    """Events of all runs without durations."""
     return {
         str(path.parent.relative_to(directory)): [
             {key: value for key, value in json.loads(line).items() if not key.startswith("seconds")}

@@ -1,4 +1,4 @@
-"""Bad input: one clear message on standard error, exit status 2, and no partial output."""
+"""Invalid input: one clear message on standard error, exit status 2, and no partial output."""
 
 import errno
 import gzip
@@ -15,7 +15,7 @@ from tests.cli.conftest import TINY, Outcome
 
 
 class Case(NamedTuple):
-    """Arguments after ``fedrax``, what the sentence must say, and what to prepare in the directory before."""
+    """Command-line arguments, the expected message, and a function that prepares the directory."""
 
     arguments: str
     says: str
@@ -23,7 +23,7 @@ class Case(NamedTuple):
 
 
 def file(name: str, content: str | bytes) -> Callable[[Path], None]:
-    """Prepare one file."""
+    """Write one file."""
 
     def write(folder: Path) -> None:
         path = folder / name
@@ -34,13 +34,13 @@ def file(name: str, content: str | bytes) -> Callable[[Path], None]:
 
 
 def toml(old: str = "", new: str = "") -> Callable[[Path], None]:
-    """Prepare x.toml: the tiny experiment with one change, or with lines added."""
+    """Write x.toml: the tiny experiment with one replacement, or with appended lines."""
     assert old in TINY
     return file("x.toml", TINY.replace(old, new) if old else TINY + new)
 
 
 def idx(images: bytes, labels: bytes, suffix: str = "") -> Callable[[Path], None]:
-    """Prepare a data directory whose MNIST files are these."""
+    """Write a data directory with these MNIST files."""
 
     def write(folder: Path) -> None:
         for part in ("train", "t10k"):
@@ -56,7 +56,7 @@ MNIST = "run --data mnist --data-dir data --partition.clients 4 --partition.per-
 
 
 def npz(**changes: np.ndarray) -> Callable[[Path], None]:
-    """Prepare d.npz with some arrays changed."""
+    """Write d.npz with some arrays replaced."""
     rng = np.random.default_rng(0)
     arrays = {"x_train": rng.random((40, 3)), "y_train": np.arange(40) % 4, "x_test": rng.random((8, 3))}
     arrays |= {"y_test": np.arange(8) % 4, **changes}
@@ -77,7 +77,7 @@ OPTIONS = (
 
 
 def own_option(line: str) -> Callable[[Path], None]:
-    """Prepare x.toml, whose model is the user's own with one key set."""
+    """Write x.toml with a user-defined model and one of its options."""
 
     def write(folder: Path) -> None:
         file("own.py", OPTIONS.replace(": Missing", ""))(folder)
@@ -288,7 +288,7 @@ CASES = {
 
 
 def damaged(folder: Path) -> None:
-    """A run directory whose events are not events."""
+    """A run directory with malformed events."""
     complete = TINY.replace("eval_every", "seed = 0\neval_every")
     file("r/experiment.toml", complete)(folder)
     file("r/events.jsonl", "nonsense\n")(folder)
@@ -298,12 +298,12 @@ _hidden: list[str] = []
 
 
 def hide(module: str) -> None:
-    """Make a package look as if it were not installed, until the end of the test."""
+    """Make a package look as if it were not installed until the end of the test."""
     _hidden.append(module)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=[name.replace(" ", "-") for name in CASES])
-def test_bad_input_raises_one_clear_message(
+def test_invalid_input_raises_one_clear_message(
     case: Case, fedrax: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if case.prepare is not None:
@@ -322,11 +322,11 @@ def test_bad_input_raises_one_clear_message(
     assert [path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in path.parts] == before
 
 
-def test_there_are_enough_cases() -> None:
+def test_there_are_at_least_sixty_cases() -> None:
     assert len(CASES) >= 40
 
 
-def test_output_that_exists(fedrax: Callable[..., Outcome], tiny: Path) -> None:
+def test_existing_output_is_not_overwritten(fedrax: Callable[..., Outcome], tiny: Path) -> None:
     assert fedrax("run", tiny, "--out", "r", "--quiet").status == 0
     outcome = fedrax("run", tiny, "--out", "r", "--quiet")
     assert outcome.status == 2
@@ -334,7 +334,7 @@ def test_output_that_exists(fedrax: Callable[..., Outcome], tiny: Path) -> None:
     assert "fedrax resume r" in outcome.err
 
 
-def test_output_that_cannot_be_written(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
+def test_unwritable_output_is_rejected(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "plain").write_text("a file, not a directory")
     outcome = fedrax("run", tiny, "--out", "plain/r")
     assert outcome.status == 2
@@ -344,7 +344,7 @@ def test_output_that_cannot_be_written(fedrax: Callable[..., Outcome], tiny: Pat
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is read-only to root")
-def test_read_only_output(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
+def test_read_only_output_is_rejected(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "locked").mkdir(mode=0o555)
     outcome = fedrax("run", tiny, "--out", "locked/r")
     assert outcome.status == 2
@@ -352,10 +352,10 @@ def test_read_only_output(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("files", ["experiment.toml", "state.npz", "environment.json"])
-def test_full_disk(
+def test_full_disk_raises_a_clear_error(
     files: str, fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever file meets the full disk, the sentence names it, and no part of it stays behind."""
+    """The message names the file, and no part of it remains."""
     replace = os.replace
 
     def full(source: str | os.PathLike, target: str | os.PathLike, **folders: int) -> None:
@@ -372,7 +372,7 @@ def test_full_disk(
     assert not (tmp_path / "r" / files).exists()
 
 
-def test_damaged_checkpoint(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_rejected(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
     assert fedrax("run", tiny, "--out", "r", "--quiet").status == 0
     state = next((tmp_path / "r" / "checkpoint").iterdir())
     state.write_bytes(state.read_bytes()[:-200])
@@ -384,7 +384,9 @@ def test_damaged_checkpoint(fedrax: Callable[..., Outcome], tiny: Path, tmp_path
     assert (tmp_path / "r" / "events.jsonl").read_text() == before
 
 
-def test_checkpoint_of_another_experiment(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
+def test_checkpoint_of_another_experiment_is_rejected(
+    fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path
+) -> None:
     assert fedrax("run", tiny, "--out", "r", "--quiet").status == 0
     written = tmp_path / "r" / "experiment.toml"
     written.write_text(written.read_text().replace('name = "fedavg"', 'name = "scaffold"'))
@@ -393,14 +395,14 @@ def test_checkpoint_of_another_experiment(fedrax: Callable[..., Outcome], tiny: 
     assert "another" in outcome.err
 
 
-def test_divergence(fedrax: Callable[..., Outcome], tiny: Path) -> None:
+def test_divergence_raises_a_clear_error(fedrax: Callable[..., Outcome], tiny: Path) -> None:
     outcome = fedrax("run", tiny, "--algorithm.local.lr", "1e38", "--out", "r", "--quiet")
     assert outcome.status == 2
     assert "round" in outcome.err
     assert outcome.err.count("\n") == 1
 
 
-def test_names_of_others_lead_to_methods_that_there_are():
+def test_alternative_names_of_methods_are_suggested():
     known = algorithms()
     assert not set(KNOWN_AS) & set(known)
     assert {words.split()[0] for words in KNOWN_AS.values()} <= set(known)

@@ -23,7 +23,7 @@ from fedrax.errors import FedraxError
 from fedrax.experiments import backends, jobs
 from fedrax.experiments.jobs import ComparisonWatcher
 from fedrax.experiments.run_comparison import ComparisonResult, compare
-from tests.cli.conftest import SEARCHED, numbers
+from tests.cli.conftest import GRID_COMPARISON, events_by_run
 from tests.cli.conftest import Outcome as Printed
 
 ROOT = Path(__file__).parents[2]
@@ -32,10 +32,10 @@ PRELOAD = "from tests.cli.test_workers import as_here\nas_here()\n"
 
 @contextlib.contextmanager
 def process(module: str, *arguments: object, path: Path = ROOT) -> Iterator[subprocess.Popen]:
-    """A Python module as a process of its own, for as long as it is needed."""
+    """Run a Python module in a process until the end of the context."""
     command = [sys.executable, "-m", module, *map(str, arguments)]
     paths = os.pathsep.join([str(path), str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    started = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": paths})  # pytest shows what it says
+    started = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": paths})  # output is shown by pytest
     try:
         yield started
     finally:
@@ -44,7 +44,7 @@ def process(module: str, *arguments: object, path: Path = ROOT) -> Iterator[subp
 
 
 def wait_until(started: subprocess.Popen, is_ready: Callable[[], bool]) -> None:
-    """Wait for what a process is to do, however long it takes, but no longer than the process lives."""
+    """Wait until ``is_ready`` for at most as long as the process lives."""
     while not is_ready():
         assert started.poll() is None, f"it ended with status {started.returncode}"
         time.sleep(0.05)
@@ -52,7 +52,7 @@ def wait_until(started: subprocess.Popen, is_ready: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def dask(tmp_path: Path) -> Iterator[tuple[str, dict[str, subprocess.Popen]]]:
-    """The address of a scheduler, and its two workers by name."""
+    """Address of a scheduler, and its two workers by name."""
     file, options = tmp_path / "scheduler.json", ["--no-dashboard"]
     (tmp_path / "preload.py").write_text(PRELOAD)
     with contextlib.ExitStack() as stack:
@@ -69,7 +69,7 @@ def dask(tmp_path: Path) -> Iterator[tuple[str, dict[str, subprocess.Popen]]]:
 
 
 def kill_busy(address: str, workers: dict[str, subprocess.Popen], lost: list[str]) -> None:
-    """Kill the first worker as soon as it has been given a run."""
+    """Kill the first worker that has been assigned a run."""
     distributed = importlib.import_module("distributed")
     with distributed.Client(f"tcp://{address}", set_as_default=False) as client:
         while not lost:
@@ -80,22 +80,22 @@ def kill_busy(address: str, workers: dict[str, subprocess.Popen], lost: list[str
 
 
 @pytest.mark.slow
-def test_a_killed_workers_run_is_taken_up_by_another(
+def test_run_of_a_killed_dask_worker_is_repeated_by_another(
     dask: tuple[str, dict[str, subprocess.Popen]],
-    here: ComparisonResult,
+    local_comparison: ComparisonResult,
     tmp_path: Path,
 ) -> None:
-    """Of two workers one is left; the numbers are those of the same runs here, bit for bit."""
+    """The results are bitwise equal to those in this process."""
     address, workers = dask
-    (tmp_path / "t.toml").write_text(SEARCHED)
+    (tmp_path / "t.toml").write_text(GRID_COMPARISON)
     lost: list[str] = []
     thread = threading.Thread(target=kill_busy, args=(address, workers, lost), daemon=True)
     thread.start()
     there = compare(tmp_path / "t.toml", directory=tmp_path / "there", executor=f"dask://{address}")
     thread.join()
     assert lost and workers["first"].wait() == -9
-    assert dict(there.search_results["fedavg"].best.point) == dict(here.search_results["fedavg"].best.point)
-    assert numbers(tmp_path / "there") == numbers(here.directory)
+    assert dict(there.search_results["fedavg"].best.point) == dict(local_comparison.search_results["fedavg"].best.point)
+    assert events_by_run(tmp_path / "there") == events_by_run(local_comparison.directory)
 
 
 @pytest.mark.slow(keep=1)
@@ -109,28 +109,28 @@ def test_a_killed_workers_run_is_taken_up_by_another(
         ("dask://nobody", "cannot connect to a dask scheduler"),
     ],
 )
-def test_schedulers_that_are_none(
+def test_invalid_schedulers_are_rejected(
     fedrax: Callable[..., Printed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str, says: str
 ) -> None:
     monkeypatch.setattr(backends, "TIMEOUT", 1)
-    (tmp_path / "t.toml").write_text(SEARCHED)
+    (tmp_path / "t.toml").write_text(GRID_COMPARISON)
     printed = fedrax("compare", "t.toml", "--on", address, "--quiet", "--out", "c")
     assert printed.status == 2 and says in printed.err and len(printed.err.splitlines()) == 1, printed.err
     assert not (tmp_path / "c").exists()
 
 
-def test_trackers_do_not_see_what_runs_elsewhere(fedrax: Callable[..., Printed], tmp_path: Path) -> None:
-    (tmp_path / "t.toml").write_text(SEARCHED)
+def test_trackers_are_rejected_with_a_scheduler(fedrax: Callable[..., Printed], tmp_path: Path) -> None:
+    (tmp_path / "t.toml").write_text(GRID_COMPARISON)
     assert "leave out --on" in fedrax("compare", "t.toml", "--on", "dask://localhost:1", "--tensorboard").err
 
 
-def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(FedraxError, match="needs the package distributed: pip install 'distributed'"):
         backends.executor_factory("dask://localhost:8786")
 
 
-def test_runs_that_are_kept_elsewhere_are_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_run_directories_of_workers_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "FILE_TIMEOUT", 0.1)
     with pytest.raises(FedraxError, match="workers need the same file system"):
         jobs.wait_for_file(tmp_path / "run/experiment.toml", "FedAvg, seed 0")
@@ -138,27 +138,27 @@ def test_runs_that_are_kept_elsewhere_are_missed(tmp_path: Path, monkeypatch: py
 
 @pytest.fixture
 def ray(tmp_path: Path) -> Iterator[str]:
-    """The address of a real cluster of one node."""
+    """Address of a Ray cluster with one node."""
     pytest.importorskip("ray", reason="ray is not installed: make test-ray")
-    of_workers = f"    {PRELOAD.replace(chr(10), '; ')}"  # Ray has no preload, but Python has
+    of_workers = f"    {PRELOAD.replace(chr(10), '; ')}"  # Ray has no preload option, so use Python's sitecustomize
     condition = "import sys\nif any('default_worker' in word for word in sys.orig_argv):\n"
     (tmp_path / "sitecustomize.py").write_text(condition + of_workers)
     with contextlib.ExitStack() as stack:
         held = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
         head, client = (place.getsockname()[1] for place in held)
-    folder = tempfile.mkdtemp(prefix="ray")  # a short name: sockets lie there
+    folder = tempfile.mkdtemp(prefix="ray")  # paths of Unix sockets must be short
     options = ["--node-ip-address=127.0.0.1", "--include-dashboard=false", f"--temp-dir={folder}", "--num-cpus=2"]
     ports = [f"--port={head}", f"--ray-client-server-port={client}"]
     with process("ray.scripts.scripts", "start", "--head", "--block", *options, *ports, path=tmp_path) as started:
         wait_until(started, lambda: not socket.socket().connect_ex(("127.0.0.1", client)))
         yield f"127.0.0.1:{client}"
-        started.terminate()  # and with it its node
+        started.terminate()  # which ends the node as well
         started.wait()
     shutil.rmtree(folder, ignore_errors=True)
 
 
 class Killing(ComparisonWatcher):
-    """Kills the process of a run that has begun; remembers what was said."""
+    """Kills the process of a run as soon as it has begun, and records messages."""
 
     def __init__(self, directory: Path):
         self.said: list[str] = []
@@ -177,9 +177,9 @@ class Killing(ComparisonWatcher):
         self.said.append(text)
 
 
-def test_a_killed_worker_of_ray(ray: str, here: ComparisonResult, tmp_path: Path) -> None:
-    (tmp_path / "t.toml").write_text(SEARCHED)
+def test_run_of_a_killed_ray_worker_is_repeated(ray: str, local_comparison: ComparisonResult, tmp_path: Path) -> None:
+    (tmp_path / "t.toml").write_text(GRID_COMPARISON)
     watcher = Killing(tmp_path / "there")
     compare(tmp_path / "t.toml", directory=tmp_path / "there", executor=f"ray://{ray}", watcher=watcher)
     assert any("submitted again" in line for line in watcher.said), watcher.said
-    assert numbers(tmp_path / "there") == numbers(here.directory)
+    assert events_by_run(tmp_path / "there") == events_by_run(local_comparison.directory)

@@ -1,4 +1,4 @@
-"""The commands, on runs that take no time."""
+"""The commands on short runs."""
 
 import json
 import re
@@ -29,13 +29,13 @@ local = { blocks = 2, lr = 0.01 }
 
 
 def events(folder: Path) -> list[dict]:
-    """The events of a run without its times."""
+    """Events of a run without durations."""
     lines = (folder / "events.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if not k.startswith("seconds")} for line in lines]
 
 
-def test_help_is_instant() -> None:
-    """In a new process no library is imported for it, few modules of Python's own, and next to none of ours."""
+def test_help_imports_few_modules() -> None:
+    """No third-party library, few modules of the standard library, and almost none of fedrax."""
     code = "import sys; before = set(sys.modules); from fedrax.cli import main; main(['--help'])\n"
     code += "print(*set(sys.modules) - before, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1800)
@@ -47,25 +47,25 @@ def test_help_is_instant() -> None:
 
 
 @pytest.mark.parametrize("command", ["run", "compare", "resume", "profile", "show", "partition", "diagnose", "list"])
-def test_help(command: str, fedrax: Callable[..., Outcome]) -> None:
+def test_help_of_each_command(command: str, fedrax: Callable[..., Outcome]) -> None:
     outcome = fedrax(command, "--help")
     assert outcome.status == 0
     assert f"`fedrax {command}" in outcome.out
 
 
-def test_run_keeps_what_reproduces_it(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
+def test_run_directory_contains_the_experiment(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
     outcome = fedrax("run", tiny, "--algorithm", "scaffold", "--algorithm.local.lr", "0.2", "--out", "a", "--quiet")
     assert outcome == Outcome(0, "", "")
     written = tomllib.loads((tmp_path / "a" / "experiment.toml").read_text())
     assert written["algorithm"]["name"] == "scaffold"
     assert written["algorithm"]["local"]["lr"] == 0.2
-    assert written["algorithm"]["local"]["steps"] == 2  # the file's, kept across the change of name
+    assert written["algorithm"]["local"]["steps"] == 2  # the name in the file, although --out has another one
     assert fedrax("run", "a/experiment.toml", "--out", "b", "--quiet").status == 0
     assert events(tmp_path / "a") == events(tmp_path / "b")
     assert len(events(tmp_path / "a")) == 4
 
 
-def test_run_as_json(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
+def test_run_prints_events_as_json(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
     outcome = fedrax("run", tiny, "--out", "r", "--json")
     *lines, last = map(json.loads, outcome.out.splitlines())
     assert [line["round"] for line in lines] == [1, 2, 3, 4]
@@ -74,7 +74,7 @@ def test_run_as_json(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path)
     assert outcome.err == ""
 
 
-def test_warnings_of_the_data_are_said_beside_json(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
+def test_data_warnings_go_to_standard_error_with_json(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
     (tmp_path / "d.csv").write_text("a,label\n" + "".join(f"{i % 7},{('yes', 'NA')[i % 2]}\n" for i in range(60)))
     flags = ("--data", "csv", "--data.path", "d.csv", "--partition", "iid", "--partition.clients", 3)
     for command in (("run", "--run.cohort-size", "2", "--run.rounds", "1", "--model", "logistic"), ("partition",)):
@@ -83,13 +83,13 @@ def test_warnings_of_the_data_are_said_beside_json(fedrax: Callable[..., Outcome
         json.loads(outcome.out.splitlines()[-1])
 
 
-def test_default_directories_do_not_collide(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
+def test_default_output_directories_are_unique(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
     for _ in range(2):
         assert fedrax("run", tiny, "--run.rounds", "1").status == 0
     assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["tiny-fedavg-seed0", "tiny-fedavg-seed0-2"]
 
 
-def test_names_inside_names(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
+def test_flags_of_nested_parts(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
     flags = "--algorithm upcycled --algorithm.inner losac --algorithm.inner.local.prox l1"
     flags += " --algorithm.inner.local.prox.weight 0.01"
     assert fedrax("run", tiny, *flags.split(), "--out", "r", "--quiet").status == 0
@@ -99,7 +99,7 @@ def test_names_inside_names(fedrax: Callable[..., Outcome], tiny: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_own_algorithm_model_and_data(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
+def test_user_defined_algorithm_model_and_data(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "import jax, numpy as np\n"
         "from collections.abc import Callable\n"
@@ -139,8 +139,10 @@ OPTIONS = (
 )
 
 
-def test_options_without_annotations(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
-    """Their types are those of their defaults; without one, anything goes. What was written is read back."""
+def test_options_without_annotations_have_the_type_of_their_default(
+    fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path
+) -> None:
+    """Without a default any value is accepted. Written values are read back."""
     (tmp_path / "own.py").write_text(OPTIONS)
     keys = 'rate = [1, "a"]\nwide = true\nsizes = [5]\nmore = [0.5]\ntop = 2.5\nkind = "tanh"'
     tiny.write_text(TINY.replace('name = "logistic"', f'name = "own.py:model"\nrank = 8\n{keys}'))
@@ -153,10 +155,10 @@ AVAILABILITY = 'checkpoint_every = 1\n[run.participation]\nname = "availability"
 
 
 @pytest.mark.parametrize("given", ["file", "flags"])
-def test_a_relative_path_is_read_once(
+def test_relative_paths_are_resolved_once(
     given: str, fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is relative to the file, or to where the command was typed, and then the same from everywhere."""
+    """Relative to the file, or to the working directory for a flag; later commands may run anywhere."""
     (tmp_path / "trace.csv").write_text(TRACE)
     flags = "--run.participation availability --run.participation.trace ../elsewhere/../trace.csv"
     if given == "file":
@@ -192,8 +194,9 @@ def test_compare_resumes_from_another_directory(
     assert (run / "events.jsonl").read_text().splitlines() == whole
 
 
-def test_resume(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C after the second round, then resume: the events of the uninterrupted run."""
+def test_resume_after_ctrl_c_gives_the_events_of_the_uninterrupted_run(
+    fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import signal
 
     from fedrax.report import sinks
@@ -218,7 +221,7 @@ def test_resume(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path, monk
     assert events(tmp_path / "r") == events(tmp_path / "whole")
 
 
-def test_compare(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
+def test_compare_writes_table_and_pictures(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(COMPARE)
     outcome = fedrax("compare", "c.toml", "--out", "c", "--target", "0.11")
     assert outcome.status == 0, outcome.err
@@ -237,8 +240,9 @@ def test_compare(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_compare_resumes(fedrax: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second call simulates what is missing only: here a third seed."""
+def test_repeated_compare_runs_only_missing_seeds(
+    fedrax: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from fedrax.experiments import jobs
 
     (tmp_path / "c.toml").write_text(COMPARE)
@@ -247,11 +251,11 @@ def test_compare_resumes(fedrax: Callable[..., Outcome], tmp_path: Path, monkeyp
     assert len(first) == 4
     simulate, seeds = jobs.simulate, []
 
-    def counted(*args: object, **options: object) -> object:
+    def counting_simulate(*args: object, **options: object) -> object:
         seeds.append(args[3].seed)  # type: ignore[attr-defined]
         return simulate(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(jobs, "simulate", counted)
+    monkeypatch.setattr(jobs, "simulate", counting_simulate)
     outcome = fedrax("compare", "c.toml", "--seeds", "0", "1", "2", "--json")
     assert outcome.status == 0, outcome.err
     assert json.loads(outcome.out)["methods"][0]["seeds"] == 3
@@ -260,8 +264,8 @@ def test_compare_resumes(fedrax: Callable[..., Outcome], tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
-def test_compare_survives_divergence(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
-    """Whose two methods are one program."""
+def test_compare_continues_after_divergence(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
+    """The two methods share a compiled program."""
     diverging = '[[compare]]\nlabel = "far"\nlocal = { lr = 1e38 }\n'
     (tmp_path / "c.toml").write_text(f'{TINY}[[compare]]\nname = "fedavg"\n{diverging}')
     outcome = fedrax("compare", "c.toml", "--out", "c", "--seeds", "0", "--json")
@@ -272,14 +276,14 @@ def test_compare_survives_divergence(fedrax: Callable[..., Outcome], tmp_path: P
     assert fedrax("compare", "c.toml", "--out", "c", "--seeds", "0", "--quiet") == Outcome(1, "", "")
 
 
-def test_compare_several_files(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
+def test_compare_of_several_files(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
     for name in ("fedavg", "scaffold"):
         (tmp_path / f"{name}.toml").write_text(TINY.replace("fedavg", name))
     outcome = fedrax("compare", "fedavg.toml", "scaffold.toml", "--seeds", "0", "--json", "--out", "c")
     assert [row["label"] for row in json.loads(outcome.out)["methods"]] == ["fedavg", "scaffold"]
 
 
-def test_show(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
+def test_show_prints_a_run(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
     for seed in (0, 1):
         assert fedrax("run", tiny, "--run.seed", seed, "--out", f"a{seed}", "--quiet").status == 0
     fedrax("run", tiny, "--algorithm", "fedprox", "--out", "b", "--quiet")
@@ -294,7 +298,7 @@ def test_show(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> Non
     assert fedrax("show", ".", "--markdown").out.startswith("| method |")
 
 
-def test_list(fedrax: Callable[..., Outcome]) -> None:
+def test_list_prints_descriptions(fedrax: Callable[..., Outcome]) -> None:
     everything = json.loads(fedrax("list", "--json").out)
     assert {"algorithms", "datasets", "models", "partitions", "tasks", "optimizers", "schedules"} <= set(everything)
     assert {"adam", "sgd"} <= {entry["name"] for entry in everything["optimizers"]}
@@ -303,10 +307,10 @@ def test_list(fedrax: Callable[..., Outcome]) -> None:
     assert losac["settings"]["local"]["blocks"] == 5
     assert "scaffold" in fedrax("list", "algorithms").out
     assert "scaffold" not in fedrax("list", "models").out
-    assert not re.search(r"`|:\w+:", fedrax("list", "algorithms").out)  # the markup of docstrings
+    assert not re.search(r"`|:\w+:", fedrax("list", "algorithms").out)  # markup of docstrings is removed
 
 
-def test_partition(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
+def test_partition_prints_and_draws(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
     flags = "partition --partition shards --partition.clients 10 --partition.per-client 1 --picture p/labels"
     outcome = fedrax(*flags.split())
     assert outcome.status == 0, outcome.err
@@ -320,7 +324,7 @@ def test_partition(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_profile_prints_and_keeps_nothing(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
+def test_profile_prints_and_writes_no_files(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
     outcome = fedrax("profile", tiny, "--rounds", 2)
     assert outcome.status == 0 and outcome.err == ""
     for part in ("gather batches", "gradients", "aggregate", "evaluate", "host", "GFLOP/s", "GB/s", "compile"):
@@ -329,7 +333,7 @@ def test_profile_prints_and_keeps_nothing(fedrax: Callable[..., Outcome], tiny: 
 
 
 @pytest.mark.slow
-def test_profile_as_json_and_in_a_directory(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
+def test_profile_writes_json_and_a_directory(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
     tiny.write_text(tiny.read_text() + '[[compare]]\nname = "fedavg"\n')
     flags = ("--algorithm", "episode", "--rounds", 2, "--json", "--out", "kept", "--trace", "raw")
     outcome = fedrax("profile", tiny, *flags)

@@ -1,4 +1,4 @@
-"""Names of user methods, additional rounds, trackers, files read in Python, tasks and tables from flags."""
+"""Names of user-defined methods, additional rounds, trackers, files read in Python, tasks and tables from flags."""
 
 import json
 import re
@@ -26,7 +26,7 @@ OWN = (
 
 
 @pytest.mark.slow
-def test_own_methods_appear_by_their_names(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
+def test_user_defined_methods_appear_by_their_names(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     flags = ("--algorithms", "own.py:Mine", "--run.rounds", 2, "--seeds", 0, "--out", "c")
     outcome = fedrax("compare", tiny, *flags, "--tensorboard")
@@ -44,8 +44,8 @@ def test_own_methods_appear_by_their_names(fedrax: Callable[..., Outcome], tiny:
     assert "target" in outcome.out and "95 % of the best" in outcome.out and "best accuracy (round)" in outcome.out
 
 
-def test_a_finished_run_continues_with_more_rounds(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
-    """To the numbers of a run that was longer from the start, also with further evaluations."""
+def test_finished_run_continues_with_more_rounds(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
+    """The events are those of a longer run, also with more frequent evaluations."""
     assert fedrax("run", tiny, "--run.rounds", 2, "--out", "short", "--quiet").status == 0
     more = ("--run.rounds", 4, "--run.eval-every", 1, "--quiet")
     assert fedrax("resume", "short", *more) == Outcome(0, "", "")
@@ -60,7 +60,7 @@ def test_a_finished_run_continues_with_more_rounds(fedrax: Callable[..., Outcome
     assert outcome.status == 2 and "must be larger" in outcome.err
 
 
-def test_the_target_that_ends_all_runs_is_the_tables(fedrax: Callable[..., Outcome], tiny: Path) -> None:
+def test_target_of_the_runs_is_the_target_of_the_table(fedrax: Callable[..., Outcome], tiny: Path) -> None:
     flags = ("--algorithms", "scaffold", "--run.target", 0.15, "--seeds", 0, "--out", "c")
     outcome = fedrax("compare", tiny, *flags)
     assert outcome.status == 0 and "target 0.15: as given" in outcome.out, outcome
@@ -68,7 +68,7 @@ def test_the_target_that_ends_all_runs_is_the_tables(fedrax: Callable[..., Outco
     assert "target 0.2: as given" in fedrax("show", "c", "--target", 0.2).out
 
 
-def test_clients_that_the_default_partition_deals_out_anew_are_noted(fedrax: Callable[..., Outcome]) -> None:
+def test_default_partition_warns_if_it_ignores_natural_clients(fedrax: Callable[..., Outcome]) -> None:
     flags = ("run", "--data", "synthetic", "--data.devices", 12, "--run.rounds", 1, "--model", "linear", "--json")
     said = "warning: the data have 12 clients, and the partition shards assigns their rows to other clients"
     assert said in fedrax(*flags).err
@@ -76,7 +76,7 @@ def test_clients_that_the_default_partition_deals_out_anew_are_noted(fedrax: Cal
     assert "12 clients" not in fedrax(*flags, "--partition", "iid").err
 
 
-def test_a_run_says_what_of_its_file_it_leaves_out(fedrax: Callable[..., Outcome], tiny: Path) -> None:
+def test_run_warns_of_ignored_comparison_settings(fedrax: Callable[..., Outcome], tiny: Path) -> None:
     tiny.write_text("seeds = [3, 4]\ntarget = 0.5\n" + TINY)
     outcome = fedrax("run", tiny, "--out", "r")
     words = "seeds and target in the file are for fedrax compare; this is one run, with seed 0\n"
@@ -85,10 +85,10 @@ def test_a_run_says_what_of_its_file_it_leaves_out(fedrax: Callable[..., Outcome
 
 
 @pytest.mark.parametrize("given", ["file", "flag", "comparison"])
-def test_steps_and_epochs_replace_each_other(
+def test_local_steps_and_epochs_replace_each_other(
     given: str, fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path
 ) -> None:
-    """Who gives one of them does not mean the other's default, nor what a file says that flags change."""
+    """A given one replaces the default of the other, and a flag replaces either one in the file."""
     out, flags = ("--out", "r", "--run.rounds", 1, "--quiet"), ("--algorithm.local.epochs", 2)
     if given == "file":
         tiny.write_text(TINY.replace('"fedavg"', '"fedsgd"').replace("steps = 2", "epochs = 2"))
@@ -101,14 +101,14 @@ def test_steps_and_epochs_replace_each_other(
     assert (local.epochs, local.steps) == (2, None)
 
 
-def test_a_file_may_begin_with_a_mark_of_its_encoding(fedrax: Callable[..., Outcome], tiny: Path) -> None:
+def test_file_may_begin_with_a_byte_order_mark(fedrax: Callable[..., Outcome], tiny: Path) -> None:
     tiny.write_text("\ufeff" + TINY, encoding="utf-8")
     assert fedrax("run", tiny, "--run.rounds", 1, "--quiet") == Outcome(0, "", "")
 
 
 @pytest.mark.slow
 def test_tasks_and_tables_from_flags(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
-    """A table with texts and missing values, two classes and one logit; what was done to the columns is said."""
+    """A table with text, missing values, two classes and one logit; the conversion of columns is reported."""
     rows = [
         f"{i},{'' if i % 5 == 0 else i % 7},{'uv'[i % 2]},{'no' if i < 20 else 'yes'},{'ABCD'[i % 4]}"
         for i in range(48)
@@ -148,12 +148,14 @@ def test_tasks_and_tables_from_flags(fedrax: Callable[..., Outcome], tiny: Path,
         ("--task clasification", "did you mean 'classification'"),
     ],
 )
-def test_tasks_that_do_not_fit(fedrax: Callable[..., Outcome], tiny: Path, flags: str, words: str) -> None:
+def test_tasks_that_do_not_fit_the_data_are_rejected(
+    fedrax: Callable[..., Outcome], tiny: Path, flags: str, words: str
+) -> None:
     outcome = fedrax("run", tiny, *flags.split())
     assert outcome.status == 2 and re.search(words, outcome.err), outcome.err
 
 
-def test_a_comparisons_file_in_python(tmp_path: Path) -> None:
+def test_comparison_file_in_python(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(TINY + '[[compare]]\nname = "fedavg"\n')
     with pytest.raises(Exception, match=r"fedrax\.experiments\.read_file reads it"):
         experiment.read(tmp_path / "c.toml")
@@ -169,7 +171,7 @@ def test_a_comparisons_file_in_python(tmp_path: Path) -> None:
     assert len(result.events) == 4
 
 
-def test_methods_may_be_names_alone(tmp_path: Path) -> None:
+def test_methods_may_be_given_by_name(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text('compare = ["fedavg", "scaffold"]\n' + TINY.replace('name = "fedavg"\n', ""))
     compared = fedrax_package.experiments.read_file(tmp_path / "c.toml")
     assert isinstance(compared, Comparison) and [method.name for method in compared.methods] == ["fedavg", "scaffold"]
@@ -178,8 +180,8 @@ def test_methods_may_be_names_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_clients_own_results_are_in_the_table_and_the_curves(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
-    """Of personal models, of fine-tuned ones, and of the worst clients; the better end of each is marked."""
+def test_personal_metrics_are_in_the_table_and_the_curves(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
+    """Personal and fine-tuned models, and the worst clients; the best value of each column is bold."""
     lazy = 'label = "lazy"\ninner = { local = { lr = 1e-6 } }\n'
     methods = f'[[compare]]\nname = "ditto"\n[[compare]]\nname = "ditto"\n{lazy}'
     text = TINY.replace('name = "fedavg"\nlocal = { lr = 0.1, steps = 2 }', "")
@@ -208,7 +210,7 @@ def test_clients_own_results_are_in_the_table_and_the_curves(fedrax: Callable[..
 
 
 @pytest.mark.parametrize("flag", ["--algorithm.local.momentum none", "--algorithm.local.momentum=none"])
-def test_flags_say_none_as_files_do(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path, flag: str) -> None:
+def test_flags_accept_none(fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path, flag: str) -> None:
     tiny.write_text(TINY.replace("lr = 0.1", "lr = 0.1, momentum = 0.9"))
     assert "momentum = 0.9" in tiny.read_text()
     assert fedrax("run", tiny, *flag.split(), "--out", "a", "--quiet").status == 0
@@ -223,12 +225,14 @@ def test_flags_say_none_as_files_do(fedrax: Callable[..., Outcome], tiny: Path, 
         ("--algorithm losac --algorithm.local.epochs 1", "(local.blocks = 5; a default of LoSAC and FedSaga)"),
     ],
 )
-def test_a_file_is_not_blamed_for_a_flag(fedrax: Callable[..., Outcome], tiny: Path, flags: str, said: str) -> None:
+def test_errors_of_flags_name_the_command_line(
+    fedrax: Callable[..., Outcome], tiny: Path, flags: str, said: str
+) -> None:
     outcome = fedrax("run", tiny, *flags.split())
     assert outcome.status == 2 and said in outcome.err
 
 
-def test_flags_that_are_not_the_experiments_are_not_blamed(fedrax: Callable[..., Outcome], tiny: Path) -> None:
+def test_errors_of_the_file_do_not_name_unrelated_flags(fedrax: Callable[..., Outcome], tiny: Path) -> None:
     tiny.write_text(TINY.replace("lr = 0.1", "lr = 0.1, epochs = 1"))
     for flags in ("--out there", "--out=there --quiet", "--data-dir ."):
         assert f"{tiny.name}: give local steps" in fedrax("run", tiny, *flags.split()).err
@@ -236,13 +240,13 @@ def test_flags_that_are_not_the_experiments_are_not_blamed(fedrax: Callable[...,
         assert f"{tiny.name} with the flags given: give local" in fedrax("run", tiny, *flags.split()).err
 
 
-def test_another_key_than_name_is_told_which_one_chooses(fedrax: Callable[..., Outcome], tiny: Path) -> None:
+def test_wrong_key_for_the_class_suggests_name(fedrax: Callable[..., Outcome], tiny: Path) -> None:
     for key, value in (("kind", "dirichlet"), ("partitioner", "iid")):
         tiny.write_text(TINY.replace('name = "shards"', f'{key} = "{value}"'))
         assert f"[partition]: the key that chooses the partition is 'name', not '{key}'." in fedrax("run", tiny).err
 
 
-def test_a_table_that_can_be_of_one_class_alone_needs_no_name() -> None:
+def test_table_of_a_single_possible_class_needs_no_name() -> None:
     inside = {"name": "personalized", "personal_params": ["output/*"], "inner": {"name": "fedavg"}}
     tables = [{"epochs": 2, "lr": 0.05}, {"name": "local_sgd", "epochs": 2, "lr": 0.05}]
     made = [experiment.from_table({"algorithm": inside | {"alternate": table}}, "x", Path()) for table in tables]

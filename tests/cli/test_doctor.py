@@ -1,4 +1,4 @@
-"""`fedrax doctor`: its report on damaged runs, and repairs that never lose data."""
+"""``fedrax doctor``: its report on damaged runs, and repairs that never lose data."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Damage = Callable[[Path], None]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of four rounds with a checkpoint after each."""
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of four rounds with a checkpoint after each round."""
     from fedrax.cli import main
 
     folder = tmp_path_factory.mktemp("doctor")
@@ -29,8 +29,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "r"
 
 
-def flip(name: str) -> Damage:
-    """One bit of a file."""
+def flip_bit(name: str) -> Damage:
+    """Flip one bit of a file."""
 
     def damage(run: Path) -> None:
         content = bytearray((run / name).read_bytes())
@@ -40,8 +40,8 @@ def flip(name: str) -> Damage:
     return damage
 
 
-def cut(name: str) -> Damage:
-    """The second half of a file."""
+def truncate(name: str) -> Damage:
+    """Truncate a file to its second half."""
 
     def damage(run: Path) -> None:
         content = (run / name).read_bytes()
@@ -50,8 +50,8 @@ def cut(name: str) -> Damage:
     return damage
 
 
-def last_event(text: bytes | None) -> Damage:
-    """Another last line of the events; None: a number in it that could be true."""
+def replace_last_event(text: bytes | None) -> Damage:
+    """Replace the last line of the events; None changes a number in it to another valid number."""
 
     def damage(run: Path) -> None:
         *lines, last = (run / "events.jsonl").read_bytes().splitlines(keepends=True)
@@ -64,27 +64,27 @@ def last_event(text: bytes | None) -> Damage:
 
 STATE, BEFORE = "checkpoint/state.npz", "checkpoint/previous.npz"
 REPAIRS = {
-    "state flipped": (flip(STATE), "restore the previous checkpoint, of round 3"),
-    "state cut": (cut(STATE), "restore the previous checkpoint, of round 3"),
+    "state flipped": (flip_bit(STATE), "restore the previous checkpoint, of round 3"),
+    "state cut": (truncate(STATE), "restore the previous checkpoint, of round 3"),
     "state lost": (lambda run: (run / STATE).unlink(), "restore the previous checkpoint, of round 3"),
     "state a folder": (
         lambda run: ((run / STATE).unlink(), (run / STATE).mkdir()),
         "restore the previous checkpoint, of round 3",
     ),
-    "events": (last_event(b'{"round": 4, "clients": "three"}\n'), "keep the first 3 lines"),
-    "event changed": (last_event(None), "restore the previous checkpoint, of round 3"),
-    "previous": (flip(BEFORE), "rename the damaged previous checkpoint"),
+    "events": (replace_last_event(b'{"round": 4, "clients": "three"}\n'), "keep the first 3 lines"),
+    "event changed": (replace_last_event(None), "restore the previous checkpoint, of round 3"),
+    "previous": (flip_bit(BEFORE), "rename the damaged previous checkpoint"),
     "left over": (lambda run: (run / ".events.jsonl.part").write_text("{"), "remove .events.jsonl.part"),
     "failure": (lambda run: (run / "failure").mkdir(), "rename failure"),
 }
 
 
 @pytest.mark.parametrize("name", REPAIRS)
-def test_damaged_runs_are_repaired(name: str, whole: Path, tmp_path: Path, fedrax: Any):
-    """The run resumes to the same events; damaged files are kept."""
+def test_damaged_runs_are_repaired(name: str, finished_run: Path, tmp_path: Path, fedrax: Any):
+    """The run resumes with the same events, and damaged files are kept."""
     damage, says = REPAIRS[name]
     run = tmp_path / "r"
-    shutil.copytree(whole, run)
+    shutil.copytree(finished_run, run)
     damage(run)
     before = bytes_of(run)
     outcome = fedrax("doctor", "r")
@@ -96,7 +96,7 @@ def test_damaged_runs_are_repaired(name: str, whole: Path, tmp_path: Path, fedra
     assert all(content in after for file, content in before.items() if not file.endswith(".part"))
     assert fedrax("doctor", "r").status == 0
     assert fedrax("resume", "r", "--quiet") == Outcome(0, "", "")
-    assert events(run) == events(whole)
+    assert events(run) == events(finished_run)
     assert fedrax("show", "r").status == 0
 
 
@@ -106,20 +106,20 @@ def events(run: Path) -> list[dict]:
 
 LOST = {
     "all checkpoints": (
-        lambda run: (flip(STATE)(run), flip(BEFORE)(run)),
+        lambda run: (flip_bit(STATE)(run), flip_bit(BEFORE)(run)),
         "cannot be resumed: no checkpoint is intact",
     ),
     "no events": (lambda run: (run / "events.jsonl").unlink(), "cannot be resumed"),
-    "experiment": (cut("experiment.toml"), "experiment.toml is lost"),
+    "experiment": (truncate("experiment.toml"), "experiment.toml is lost"),
     "no experiment": (lambda run: (run / "experiment.toml").unlink(), "experiment.toml is lost"),
     "no checkpoint": (lambda run: shutil.rmtree(run / "checkpoint"), "resuming starts from the beginning"),
 }
 
 
 @pytest.mark.parametrize("name", LOST)
-def test_what_is_lost_is_reported(name: str, whole: Path, tmp_path: Path, fedrax: Any):
+def test_data_loss_is_reported(name: str, finished_run: Path, tmp_path: Path, fedrax: Any):
     damage, says = LOST[name]
-    shutil.copytree(whole, tmp_path / "r")
+    shutil.copytree(finished_run, tmp_path / "r")
     damage(tmp_path / "r")
     before = bytes_of(tmp_path / "r")
     outcome = fedrax("doctor", "r", "--repair")
@@ -128,18 +128,18 @@ def test_what_is_lost_is_reported(name: str, whole: Path, tmp_path: Path, fedrax
     assert all(content in after for content in before.values())
 
 
-def test_a_whole_run_is_left_alone(whole: Path, fedrax: Any):
-    before = bytes_of(whole)
-    outcome = fedrax("doctor", whole, "--repair", "--json")
+def test_intact_run_is_not_changed(finished_run: Path, fedrax: Any):
+    before = bytes_of(finished_run)
+    outcome = fedrax("doctor", finished_run, "--repair", "--json")
     found = json.loads(outcome.out)
     assert outcome.status == 0 and found["intact"] and not found["repairs"]
     assert {f["name"] for f in found["files"]} >= {"experiment.toml", "events.jsonl", STATE, BEFORE}
-    assert bytes_of(whole) == before
+    assert bytes_of(finished_run) == before
 
 
-def test_nothing_is_touched_while_a_run_is_writing(whole: Path, tmp_path: Path, fedrax: Any):
-    shutil.copytree(whole, tmp_path / "r")
-    flip(STATE)(tmp_path / "r")
+def test_locked_run_is_not_changed(finished_run: Path, tmp_path: Path, fedrax: Any):
+    shutil.copytree(finished_run, tmp_path / "r")
+    flip_bit(STATE)(tmp_path / "r")
     before = bytes_of(tmp_path / "r")
     with lock_directory(tmp_path / "r", resume=True):
         outcome = fedrax("doctor", "r", "--repair")
@@ -148,20 +148,20 @@ def test_nothing_is_touched_while_a_run_is_writing(whole: Path, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("where", ["nowhere", "x.toml"])
-def test_what_is_no_directory(where: str, tmp_path: Path, fedrax: Any):
+def test_paths_that_are_no_directories_are_rejected(where: str, tmp_path: Path, fedrax: Any):
     (tmp_path / "x.toml").write_text(TINY)
     outcome = fedrax("doctor", where)
     assert outcome.status == 2 and "is not a directory" in outcome.err and not (tmp_path / "nowhere").exists()
 
 
-def test_a_directory_of_no_run(whole: Path, tmp_path: Path, fedrax: Any):
+def test_directory_without_a_run_is_rejected(finished_run: Path, tmp_path: Path, fedrax: Any):
     (tmp_path / "r").mkdir()
     outcome = fedrax("doctor", "r")
     assert outcome.status == 2 and "r is not a run directory" in outcome.err
-    shutil.copytree(whole, tmp_path / "r" / "b" / "seed-0")
+    shutil.copytree(finished_run, tmp_path / "r" / "b" / "seed-0")
     outcome = fedrax("doctor", "r", "--repair")
     assert outcome.status == 2 and "r is not a run directory; the first of 1 below it is r/b/seed-0" in outcome.err
-    shutil.copytree(whole, tmp_path / "s" / "c" / "search" / "fedavg" / "local.lr=0.1" / "seed-0")
+    shutil.copytree(finished_run, tmp_path / "s" / "c" / "search" / "fedavg" / "local.lr=0.1" / "seed-0")
     for command in ("doctor", "resume"):
         outcome = fedrax(command, "s")
         deep = "the first of 1 below it is s/c/search/fedavg/local.lr=0.1/seed-0"

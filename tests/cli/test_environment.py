@@ -21,14 +21,14 @@ NOBODY = "import os, fedrax.files, pwd; os.setuid(54321); fedrax.files.cache_dir
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_a_user_unknown_to_the_container_has_no_home_directory():
+def test_unknown_user_without_home_directory():
     known = {name: value for name, value in os.environ.items() if name not in ("HOME", "FEDRAX_CACHE")}
     done = subprocess.run([sys.executable, "-c", NOBODY], env=known, stderr=subprocess.PIPE, text=True)
     assert "FedraxError: this user has no home directory" in done.stderr and "set FEDRAX_CACHE" in done.stderr
 
 
 @pytest.mark.parametrize("streams", [(0, 1, 2), pytest.param((1,), marks=pytest.mark.slow)], ids=str)
-def test_a_run_with_closed_streams_writes_its_events(streams: tuple[int, ...], tmp_path: Path):
+def test_run_with_closed_streams_writes_its_events(streams: tuple[int, ...], tmp_path: Path):
     closing = "".join(f"{number}>&- " for number in streams)
     call = [sys.executable, "-m", "fedrax", *RUN]
     paths = os.pathsep.join(path for path in sys.path if path)
@@ -38,7 +38,7 @@ def test_a_run_with_closed_streams_writes_its_events(streams: tuple[int, ...], t
     assert done.returncode == 0 and (tmp_path / "r/events.jsonl").read_text().count("\n") == 1
 
 
-def test_a_cache_that_cannot_be_written_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_unwritable_cache_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     (tmp_path / "file").touch()
     done = command(tmp_path, *RUN, "--quiet", FEDRAX_CACHE=str(tmp_path / "file"))
@@ -47,15 +47,15 @@ def test_a_cache_that_cannot_be_written_is_one_warning(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("platform", slow_cases(["of_no_kind", "cuda"]))
-def test_devices_that_are_not_there_raise_a_clear_error(platform: str, tmp_path: Path):
+def test_missing_devices_raise_a_clear_error(platform: str, tmp_path: Path):
     done = command(tmp_path, *RUN, JAX_PLATFORMS=platform)
     if done.returncode == 0:
-        pytest.skip("this machine has them")
+        pytest.skip("this machine has such a device")
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert f"no device of JAX_PLATFORMS={platform}" in done.stderr
 
 
-def test_a_current_directory_that_was_removed_raises_a_clear_error(
+def test_removed_working_directory_raises_a_clear_error(
     fedrax: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "gone").mkdir()
@@ -69,7 +69,7 @@ def test_a_current_directory_that_was_removed_raises_a_clear_error(
 
 
 @pytest.mark.slow
-def test_lists_show_only_names_without_docstrings(tmp_path: Path):
-    """In their place dataclasses have all of their fields."""
+def test_lists_work_without_docstrings(tmp_path: Path):
+    """Python -OO removes docstrings, and dataclasses then describe themselves by their fields."""
     done = command(tmp_path, "list", "partitions", PYTHONOPTIMIZE="2")
     assert done.returncode == 0 and "shards" in done.stdout and "Shards(" not in done.stdout

@@ -1,4 +1,4 @@
-"""Hyper-parameters chosen on validation data, and methods compared at their best."""
+"""Hyper-parameters chosen on validation data, and methods compared at their best settings."""
 
 import dataclasses
 import json
@@ -47,7 +47,7 @@ label = "other"
 grid = { algorithm.local.lr = [0.3, 0.1] }
 """
 )
-"""As many methods and points, which differ by floating numbers alone."""
+"""The same numbers of methods and points, which differ in float fields only."""
 
 
 @pytest.fixture
@@ -58,15 +58,15 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def quick(tmp_path: Path) -> Path:
+def one_program_file(tmp_path: Path) -> Path:
     path = tmp_path / "q.toml"
     path.write_text(ONE_PROGRAM)
     return path
 
 
 @pytest.mark.slow
-def test_each_method_at_its_own_best(fedrax: Callable[..., Outcome], file: Path, tmp_path: Path) -> None:
-    """The search is what simulations by hand on the held-out rows give, the table what runs on all rows give."""
+def test_methods_are_compared_at_their_best_points(fedrax: Callable[..., Outcome], file: Path, tmp_path: Path) -> None:
+    """The search equals separate simulations on the held-out rows, the table equals runs on all rows."""
     outcome = fedrax("compare", file, "--out", "c")
     assert outcome.status == 0, outcome.err
     made = json.loads((tmp_path / "c/comparison.json").read_text())
@@ -80,7 +80,7 @@ def test_each_method_at_its_own_best(fedrax: Callable[..., Outcome], file: Path,
             simulate(at.algorithm, task, held, at.run).metric("test_accuracy")[-1][1]
             for _, at in spec.candidates[method.name]
         ]
-        assert [trial["value"] for trial in found["trials"]] == pytest.approx(by_hand, abs=0.004)  # a row in 288
+        assert [trial["value"] for trial in found["trials"]] == pytest.approx(by_hand, abs=0.004)  # one row of 288
         best = found["trials"][by_hand.index(max(by_hand))]["point"]
         assert found["best"] == best
         row = next(row for row in made["methods"] if row["label"] == method.name)
@@ -93,32 +93,32 @@ def test_each_method_at_its_own_best(fedrax: Callable[..., Outcome], file: Path,
         assert mine.runs[1].events[-1]["test_accuracy"] == pytest.approx(final, abs=0.003)
         assert row["seeds"] == 2
     assert "local.lr 0.3" in outcome.out and "run.rounds 3" in outcome.out
-    assert "the best local.lr" in outcome.out  # of two values one is always at the end
+    assert "the best local.lr" in outcome.out  # of two values, one is always at an end of the grid
     assert "20 % of each client's training rows" in outcome.out
     assert (tmp_path / "c/grid.png").read_bytes().startswith(b"\x89PNG")
-    shown = json.loads(fedrax("show", "c", "--json").out)  # runs on validation data are none of the comparison
+    shown = json.loads(fedrax("show", "c", "--json").out)  # trials on validation data are not runs of the comparison
     assert sorted(row["label"] for row in shown["methods"]) == ["LoSAC", "fedavg"]
 
 
 @pytest.mark.slow
-def test_a_broken_off_grid_keeps_what_is_finished(
-    fedrax: Callable[..., Outcome], quick: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_interrupted_grid_search_keeps_finished_trials(
+    fedrax: Callable[..., Outcome], one_program_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only what is missing is run, and a larger grid runs its new points alone."""
+    """Only missing trials are run, and a larger grid runs only its new points."""
     seen: list[tuple[bool, int]] = []
     run = jobs.simulate
 
-    def counted(*args: object, **options: object) -> object:
+    def counting_simulate(*args: object, **options: object) -> object:
         seen.append((len(args[2].test.y) == 288, args[3].seed))  # type: ignore[attr-defined]
         if len(seen) == 4:
             raise KeyboardInterrupt
         return run(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(jobs, "simulate", counted)
+    monkeypatch.setattr(jobs, "simulate", counting_simulate)
     monkeypatch.setattr("fedrax.experiments.search.trials.should_vectorize", lambda *_: False)
-    assert fedrax("compare", quick, "--out", "c").status == 130
+    assert fedrax("compare", one_program_file, "--out", "c").status == 130
     assert [validation for validation, _ in seen] == [True] * 4
-    assert fedrax("compare", quick, "--out", "c", "--quiet").status == 0
+    assert fedrax("compare", one_program_file, "--out", "c", "--quiet").status == 0
     assert [validation for validation, _ in seen[4:]] == [True] + [False] * 4
     del seen[:]
     larger = ("--grid", "algorithm.local.lr=0.01,0.3,1e30", "--grid", "algorithm.local.weight-decay=1.0,none")
@@ -136,9 +136,11 @@ def test_a_broken_off_grid_keeps_what_is_finished(
 
 
 @pytest.mark.slow
-def test_flags_that_all_methods_take(fedrax: Callable[..., Outcome], quick: Path, tmp_path: Path) -> None:
+def test_grid_flags_apply_to_all_methods(
+    fedrax: Callable[..., Outcome], one_program_file: Path, tmp_path: Path
+) -> None:
     flags = ("--grid", "algorithm.local.weight-decay=none,0.5", "--algorithm.local.lr", "0.2", "--run.rounds", 1)
-    assert fedrax("compare", quick, *flags, "--seeds", 0, "--out", "c", "--quiet").status == 0
+    assert fedrax("compare", one_program_file, *flags, "--seeds", 0, "--out", "c", "--quiet").status == 0
     runs = [experiment.read(path) for path in (tmp_path / "c").rglob("experiment.toml")]
     assert len(runs) == 6
     assert {(run.algorithm.local.lr, run.run.rounds) for run in runs} == {(0.2, 1)}  # type: ignore[attr-defined]
@@ -174,8 +176,10 @@ def test_malformed_grids_are_rejected(
     assert not (tmp_path / "c").exists()
 
 
-def test_in_python(quick: Path, tmp_path: Path) -> None:
-    made = compare(quick, grid={"algorithm.local.lr": (0.01, 0.3)}, seeds=[0], directory=tmp_path / "c", target=0.11)
+def test_grid_search_in_python(one_program_file: Path, tmp_path: Path) -> None:
+    made = compare(
+        one_program_file, grid={"algorithm.local.lr": (0.01, 0.3)}, seeds=[0], directory=tmp_path / "c", target=0.11
+    )
     assert made.target == 0.11 and not made.diverged
     for choice in made.search_results.values():
         assert [dict(trial.point) for trial in choice.trials] == [{"algorithm.local.lr": lr} for lr in (0.01, 0.3)]
@@ -183,10 +187,10 @@ def test_in_python(quick: Path, tmp_path: Path) -> None:
     assert "| fedavg |" in repr(made) and all(math.isfinite(row.loss.mean) for row in made.rows if row.loss)
 
 
-def test_a_grid_of_one_point_is_not_searched(quick: Path, tmp_path: Path) -> None:
-    """Its methods are run with the point, and a search of the others continues from there."""
+def test_grid_of_one_point_is_not_searched(one_program_file: Path, tmp_path: Path) -> None:
+    """Methods run with the point, and a later search of other methods keeps these runs."""
     grid = {"algorithm.local.lr": [0.3], "algorithm.local.weight_decay": [0.5]}
-    alone = compare(quick, grid=grid, seeds=[0], directory=tmp_path / "c")
+    alone = compare(one_program_file, grid=grid, seeds=[0], directory=tmp_path / "c")
     assert not alone.search_results and not (tmp_path / "c/search").exists()
     assert [picture.name for picture in alone.pictures] == ["curves.png"] and not (tmp_path / "c/grid.png").exists()
     assert {method.settings for method in alone.methods} == {"local.lr 0.3, local.weight_decay 0.5"}
@@ -200,16 +204,16 @@ def test_a_grid_of_one_point_is_not_searched(quick: Path, tmp_path: Path) -> Non
     both = compare(spec, directory=tmp_path / "c")
     assert list(both.search_results) == [second.name] and not (tmp_path / "c/search" / first.name).exists()
     assert varied_paths(both.search_results) == ["algorithm.local.lr"]
-    assert both.methods[0].runs[0].events == alone.methods[0].runs[0].events  # of the finished run, times included
+    assert both.methods[0].runs[0].events == alone.methods[0].runs[0].events  # of the finished run, including durations
 
 
-def test_after_a_wider_grid_each_method_is_shown_once(
+def test_methods_are_shown_once_after_a_second_search(
     fedrax: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the settings that were chosen last; the runs of those before are kept beside them."""
+    """With the settings chosen last; earlier runs are kept beside them."""
     monkeypatch.setattr("fedrax.experiments.search.trials.should_vectorize", lambda *_: False)
-    alike = TINY.replace('"shards"', '"iid"').replace("rounds = 4", "rounds = 1")
-    (tmp_path / "w.toml").write_text(alike + '[[compare]]\nlabel = "mine"\n')
+    iid_text = TINY.replace('"shards"', '"iid"').replace("rounds = 4", "rounds = 1")
+    (tmp_path / "w.toml").write_text(iid_text + '[[compare]]\nlabel = "mine"\n')
     for values in ("1e-12", "1e-12,0.1"):
         flags = ("--grid", f"algorithm.local.lr={values}", "--metric", "loss", "--seeds", 0)
         outcome = fedrax("compare", "w.toml", *flags, "--out", "c", "--quiet")
@@ -224,8 +228,8 @@ def test_after_a_wider_grid_each_method_is_shown_once(
 
 
 @pytest.mark.slow
-def test_a_search_on_data_that_has_changed_is_rejected(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
-    """Before anything is run, although the trials, several in one program, left no checkpoint."""
+def test_search_is_not_continued_on_changed_data(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
+    """The trials, vectorized in one program, have no checkpoints that could be compared."""
     data = ["a,b,label", *(f"{i % 7},{i % 5},{i % 2}" for i in range(60))]
     (tmp_path / "d.csv").write_text("\n".join(data))
     (tmp_path / "s.toml").write_text(
@@ -236,7 +240,7 @@ def test_a_search_on_data_that_has_changed_is_rejected(fedrax: Callable[..., Out
     assert fedrax("compare", tmp_path / "s.toml", "--out", "c").status == 0
     for kept in ("comparison.json", *(p.name for p in (tmp_path / "c").iterdir() if p.is_dir() and p.name != "search")):
         found = tmp_path / "c" / kept
-        shutil.rmtree(found) if found.is_dir() else found.unlink()  # as if it had been broken off before the end
+        shutil.rmtree(found) if found.is_dir() else found.unlink()  # as if interrupted after the search
     (tmp_path / "d.csv").write_text("\n".join([*data[:-1], "9,9,1"]))
     outcome = fedrax("compare", tmp_path / "s.toml", "--out", "c")
     assert outcome.status != 0 and "holds the runs of a search, and its data differ" in outcome.err
@@ -254,7 +258,7 @@ def model(input_shape, num_outputs):
 
 
 @pytest.mark.slow
-def test_a_search_with_a_program_that_has_changed_is_rejected(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
+def test_search_is_not_continued_with_a_changed_program(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
     (tmp_path / "s.toml").write_text(
         "seeds = [0]\ngrid = { algorithm.local.lr = [0.01, 0.1] }\n"
         + TINY.replace('"logistic"', '"own.py:model"').replace("rounds = 4", "rounds = 1")
@@ -262,8 +266,8 @@ def test_a_search_with_a_program_that_has_changed_is_rejected(fedrax: Callable[.
 
     def compared(code: str) -> Outcome:
         (tmp_path / "own.py").write_text(code)
-        user_code._executed_files.clear()  # as another process
-        shutil.rmtree(tmp_path / "c/fedavg", ignore_errors=True)  # as if it had been broken off after the search
+        user_code._executed_files.clear()  # as in a new process
+        shutil.rmtree(tmp_path / "c/fedavg", ignore_errors=True)  # as if interrupted after the search
         return fedrax("compare", "s.toml", "--out", "c", "--quiet")
 
     assert compared(OWN.format(function="tanh")).status == 0
@@ -277,21 +281,21 @@ def test_a_search_with_a_program_that_has_changed_is_rejected(fedrax: Callable[.
 
 
 @pytest.mark.slow
-def test_interrupted_vectorized_trials_resume(
+def test_interrupted_vectorized_trials_are_repeated_together(
     fedrax: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cut while it keeps the last of them; all run once more, as alone the last one would differ by rounding."""
+    """Interrupted while the last trial is written; all are repeated, because a single one would differ by rounding."""
     (tmp_path / "s.toml").write_text(
         "seeds = [0]\ngrid = { algorithm.local.lr = [0.01, 0.1] }\n" + TINY.replace("rounds = 4", "rounds = 1")
     )
     last, kept = tmp_path / "c/search/fedavg/local.lr=0.1/seed-0", trials.EventFile
 
-    def cut_short(directory: Path, events: list) -> Any:
+    def interrupt_last_write(directory: Path, events: list) -> Any:
         if directory == Path("c/search/fedavg/local.lr=0.1/seed-0"):
             raise KeyboardInterrupt
         return kept(directory, events)
 
-    monkeypatch.setattr(trials, "EventFile", cut_short)
+    monkeypatch.setattr(trials, "EventFile", interrupt_last_write)
     assert fedrax("compare", "s.toml", "--out", "c", "--quiet").status == 130
     assert last.exists()
     monkeypatch.setattr(trials, "EventFile", kept)

@@ -1,4 +1,4 @@
-"""Names and labels with special characters are displayed verbatim or rejected before anything runs."""
+"""Names and labels with special characters are displayed verbatim, or rejected before the first run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def comparison(labels: list[str], more: str = "") -> str:
     return more + shared + "".join(f'[[compare]]\nlabel = "{label}"\n' for label in labels)
 
 
-def test_labels_are_shown_and_not_interpreted(tmp_path: Path, fedrax: Any):
+def test_labels_are_displayed_verbatim(tmp_path: Path, fedrax: Any):
     (tmp_path / "x.toml").write_text(comparison(LABELS, 'name = "$[/b]_<b>"\nseeds = [0]\n'))
     outcome = fedrax("compare", "x.toml", "--out", "c")
     assert outcome.status == 0, outcome.err
@@ -44,7 +44,7 @@ def test_labels_are_shown_and_not_interpreted(tmp_path: Path, fedrax: Any):
         assert label in outcome.out
     table = (tmp_path / "c" / "table.md").read_text()
     assert "<script>" not in table and table.count("\n") == 2 + len(labels)
-    picture = ElementTree.parse(tmp_path / "c" / "curves.svg")  # text lies in it as shapes, with the text as comments
+    picture = ElementTree.parse(tmp_path / "c" / "curves.svg")  # SVG contains text as paths, with the text in comments
     assert picture.getroot().tag.endswith("svg")
     drawn = (tmp_path / "c" / "curves.svg").read_text()
     assert drawn.count("line2d") > 4 * len(labels)
@@ -64,9 +64,7 @@ def test_labels_are_shown_and_not_interpreted(tmp_path: Path, fedrax: Any):
         ([" "], "is empty or not printable"),
     ],
 )
-def test_labels_that_cannot_be_are_rejected_before_anything_runs(
-    labels: list[str], says: str, tmp_path: Path, fedrax: Any
-):
+def test_invalid_labels_are_rejected_before_the_first_run(labels: list[str], says: str, tmp_path: Path, fedrax: Any):
     (tmp_path / "x.toml").write_text(comparison(labels))
     outcome = fedrax("compare", "x.toml", "--out", "c")
     assert outcome.status == 2 and says in outcome.err and not (tmp_path / "c").exists()
@@ -78,7 +76,7 @@ def test_all_seeds_are_checked_before_the_first_round(tmp_path: Path, fedrax: An
     assert outcome.status == 2 and "seed" in outcome.err and not (tmp_path / "c").exists()
 
 
-def test_classes_of_any_name_are_drawn_and_listed(tmp_path: Path, fedrax: Any):
+def test_class_names_are_displayed_verbatim(tmp_path: Path, fedrax: Any):
     names = ("$\\bad{$", "_hidden", "\x07bell", "<b>")
     y = np.arange(12) % 4
     made = Federation.from_arrays(np.ones((12, 2)), y, np.arange(12) % 3, class_names=names, name="$d$[/b]")
@@ -93,8 +91,8 @@ def test_classes_of_any_name_are_drawn_and_listed(tmp_path: Path, fedrax: Any):
     assert outcome.status == 0 and "$\\bad{$" in outcome.out and "_hidden" in outcome.out, outcome.err
 
 
-def test_folders_whose_names_are_no_text(tmp_path: Path, fedrax: Any):
-    """Runs are kept there; what an experiment's file would have to name is refused."""
+def test_folder_names_that_are_not_utf8(tmp_path: Path, fedrax: Any):
+    """Runs can be written there; paths in experiment files are rejected."""
     folder = tmp_path / os.fsdecode(b"caf\xe9")
     try:
         folder.mkdir()
@@ -109,8 +107,8 @@ def test_folders_whose_names_are_no_text(tmp_path: Path, fedrax: Any):
     assert outcome.status == 2 and "d.csv cannot be encoded as UTF-8" in outcome.err and outcome.err.count("\n") == 1
 
 
-def test_messages_hold_no_control_characters(tmp_path: Path, fedrax: Any):
-    """Names of files' columns and classes move no cursor, in notes and errors alike."""
+def test_messages_contain_no_control_characters(tmp_path: Path, fedrax: Any):
+    """Names of columns and classes in warnings and errors are escaped."""
     (tmp_path / "d.csv").write_text("\x1b[31mred,\x1b]0;title\x07\n1,2\n")
     for command in (("run",), ("partition",), ("compare", "--algorithms", "fedavg")):
         outcome = fedrax(*command, "--data", "csv", "--data.path", "d.csv")

@@ -17,14 +17,14 @@ import pytest
 
 from fedrax import signals
 from fedrax.cli import list_command
-from tests.cli.conftest import SEARCHED, TINY, Outcome
+from tests.cli.conftest import GRID_COMPARISON, TINY, Outcome
 from tests.slow import slow_cases
 
 Command = Callable[..., Outcome]
 
 
 def signal_in(monkeypatch: pytest.MonkeyPatch, place: str, number: int) -> None:
-    """Receive a signal whenever ``module.function`` or ``module.Class.method`` is called, before it does anything."""
+    """Send a signal at each call of ``module.function`` or ``module.Class.method``, before the call."""
     owner, _, name = place.rpartition(".")
     try:
         holder: Any = importlib.import_module(owner)
@@ -41,7 +41,7 @@ def signal_in(monkeypatch: pytest.MonkeyPatch, place: str, number: int) -> None:
 
 
 def assert_stopped(outcome: Outcome, number: int, advice: str, folder: Path) -> None:
-    """The status of the signal, one line about it, no result, and no file that is not complete."""
+    """Assert the exit status, one line about the signal, no result, and no partially written file."""
     assert outcome.status == 128 + number and not outcome.out, outcome
     lines = [line for line in outcome.err.splitlines() if line.startswith("fedrax: ")]
     assert lines[-1] == f"fedrax: interrupted{'; ' * bool(advice)}{advice}" and "Traceback" not in outcome.err
@@ -61,10 +61,10 @@ RUN_PHASES = {
 }
 
 
-def test_a_run_stops_at_each_phase_and_resumes(
+def test_run_stops_at_each_phase_and_resumes(
     fedrax: Command, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first two phases leave nothing; from the file of the experiment on, the run resumes, at each phase again."""
+    """Before the experiment is written nothing is left; afterwards the run resumes, also if interrupted again."""
     for i, (place, advice) in enumerate(RUN_PHASES.items()):
         number = (signal.SIGINT, signal.SIGTERM)[i % 2]
         begun = (tmp_path / "r/experiment.toml").exists()
@@ -97,10 +97,10 @@ COMPARISON_PHASES = (
 )
 
 
-def test_a_comparison_stops_at_each_phase_of_search_and_runs(
+def test_comparison_stops_at_each_phase_and_continues(
     fedrax: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "t.toml").write_text(SEARCHED)
+    (tmp_path / "t.toml").write_text(GRID_COMPARISON)
     monkeypatch.setattr("fedrax.experiments.search.trials.should_vectorize", lambda *_: True)
     for i, place in enumerate(COMPARISON_PHASES):
         number = (signal.SIGTERM, signal.SIGINT)[i % 2]
@@ -109,7 +109,7 @@ def test_a_comparison_stops_at_each_phase_of_search_and_runs(
             outcome = fedrax("compare", "t.toml", "--out", "c")
         assert_stopped(outcome, number, SAME, tmp_path)
     outcome = fedrax("compare", "t.toml", "--out", "c")
-    assert outcome.status == 0 and "2 seeds" in outcome.out and "of 2" not in outcome.err  # nothing was left to run
+    assert outcome.status == 0 and "2 seeds" in outcome.out and "of 2" not in outcome.err  # no run was left
 
 
 FLAGS = "--data digits --partition shards --partition.clients 8 --model logistic"
@@ -131,7 +131,7 @@ OTHERS = [
 
 @pytest.mark.slow(keep=6)
 @pytest.mark.parametrize(("line", "place"), OTHERS, ids=lambda text: text.partition(" ")[0].rpartition(".")[2])
-def test_the_other_commands_stop_at_once(
+def test_other_commands_stop_at_once(
     line: str, place: str, fedrax: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if line.endswith(" r"):
@@ -173,7 +173,7 @@ name = "fedavg"
 )
 
 
-def test_an_interrupt_while_the_source_of_a_nan_is_sought_begins_no_other_method(
+def test_interrupt_during_the_search_for_a_nan_stops_the_comparison(
     fedrax: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine.py").write_text(NAN)
@@ -189,17 +189,17 @@ def test_an_interrupt_while_the_source_of_a_nan_is_sought_begins_no_other_method
     assert again.status == 1 and "diverged" in again.out and "fedavg" in again.out and "looking" not in again.err
 
 
-@pytest.mark.parametrize("lost", slow_cases([1, 0]))
-def test_an_interrupt_that_a_callback_swallows_comes_again(
-    lost: int, fedrax: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_lost", slow_cases([1, 0]))
+def test_interrupt_swallowed_by_a_callback_is_sent_again(
+    num_lost: int, fedrax: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And again, where the first comes just before the system call that sleeps, which then knows nothing of it."""
+    """Also repeatedly, if the signal arrives just before a blocking system call and does not interrupt it."""
     before, handler, kill = sys.unraisablehook, signal.getsignal(signal.SIGINT), signal.pthread_kill
     sent: list[int] = []
 
     def send(thread: int, number: int) -> None:
         sent.append(number)
-        if len(sent) > lost:
+        if len(sent) > num_lost:
             kill(thread, number)
 
     monkeypatch.setattr(signal, "pthread_kill", send)
@@ -211,17 +211,17 @@ def test_an_interrupt_that_a_callback_swallows_comes_again(
     def busy(arguments: list[str]) -> int:
         gc.callbacks.append(interrupted)
         gc.collect()
-        time.sleep(30)  # in a while; the interrupt ends it
+        time.sleep(30)  # ended by the repeated interrupt
         return 0
 
     monkeypatch.setattr(list_command, "main", busy)
     began = time.monotonic()
     assert fedrax("list") == Outcome(130, "", "fedrax: interrupted\n")
-    assert time.monotonic() - began < 20 and len(sent) > lost
+    assert time.monotonic() - began < 20 and len(sent) > num_lost
     assert sys.unraisablehook is before and signal.getsignal(signal.SIGINT) is handler
 
 
-ALONE = """
+FAST_NOTICE_PROGRAM = """
 import atexit, sys, time
 from fedrax import cli, signals
 
@@ -229,8 +229,8 @@ signals.NOTICE_SECONDS, signals.GRACE_SECONDS = 0.6, 0.6
 atexit.register(time.sleep, 1000)
 sys.exit(cli.main())
 """
-"""The program ``fedrax``, with less patience, and with JAX at exit as if a computation took long."""
-FOREVER = """
+"""``fedrax`` with short delays, and an exit handler that blocks as JAX does during a long computation."""
+ENDLESS_METHOD = """
 import time
 import jax
 from fedrax import FedAvg, hyperparameters
@@ -251,27 +251,27 @@ class Forever(FedAvg):
 
 
 @pytest.mark.parametrize("name", slow_cases(["run", "profile"]))
-def test_a_computation_that_python_cannot_interrupt_does_not_keep_a_command(name: str, tmp_path: Path) -> None:
-    """Inside a run the first signal waits for the block of rounds, and says so; the second one ends the process."""
-    (tmp_path / "mine.py").write_text(FOREVER)
+def test_second_signal_ends_an_uninterruptible_computation(name: str, tmp_path: Path) -> None:
+    """In a run the first signal waits for the block of rounds and says so; the second one ends the process."""
+    (tmp_path / "mine.py").write_text(ENDLESS_METHOD)
     flags = "--model logistic --partition.clients 4 --run.cohort-size 2 --run.plan scan --run.devices 1"
     more = "--out r --quiet" if name == "run" else "--rounds 1"
     process = subprocess.Popen(
-        [sys.executable, "-c", ALONE, name, "mine.py:Forever", *flags.split(), *more.split()],
+        [sys.executable, "-c", FAST_NOTICE_PROGRAM, name, "mine.py:Forever", *flags.split(), *more.split()],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    last = threading.Timer(300, process.kill)  # instead of waiting for ever
+    last = threading.Timer(300, process.kill)  # if the test fails
     last.start()
     with process:
         assert process.stdout is not None and process.stderr is not None
         try:
             assert process.stdout.readline() == "computing\n"
             process.send_signal(signal.SIGTERM)
-            if name == "run":  # XLA may say something before
+            if name == "run":  # XLA may print something before
                 assert any("a second signal stops at once" in line for line in process.stderr)
                 process.send_signal(signal.SIGTERM)
             said = process.stderr.readlines()
@@ -283,8 +283,8 @@ def test_a_computation_that_python_cannot_interrupt_does_not_keep_a_command(name
     assert not list(tmp_path.rglob(".*.part"))
 
 
-def test_signals_of_one_request_are_not_the_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``timeout`` sends its signal twice, to the process and to its group."""
+def test_signals_in_quick_succession_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``timeout`` sends its signal to the process and to its group."""
 
     def received_twice(number: int) -> None:
         with signals.interrupt_flag() as flag:
@@ -294,7 +294,7 @@ def test_signals_of_one_request_are_not_the_second_one(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(signals, "ECHO_SECONDS", 1000.0)
     with pytest.raises(signals.Interrupted) as stopped:
-        received_twice(signal.SIGTERM)  # a second one would end this process
+        received_twice(signal.SIGTERM)  # a second request would end this process
     assert stopped.value.signal == signal.SIGTERM
     monkeypatch.setattr(signals, "ECHO_SECONDS", 0.0)
     with pytest.raises(KeyboardInterrupt) as at_once:
@@ -302,7 +302,7 @@ def test_signals_of_one_request_are_not_the_second_one(monkeypatch: pytest.Monke
     assert type(at_once.value) is KeyboardInterrupt
 
 
-def test_other_errors_of_such_functions_are_printed_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_unraisable_errors_reach_the_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", seen.append)
 
@@ -312,4 +312,4 @@ def test_other_errors_of_such_functions_are_printed_as_ever(monkeypatch: pytest.
 
     with signals.stop_signals_raise(print, None):
         Fails()
-    assert [lost.exc_type for lost in seen] == [ValueError]
+    assert [num_lost.exc_type for num_lost in seen] == [ValueError]

@@ -1,4 +1,4 @@
-"""Outputs that fail: full disks, narrow terminals, closed pipes; and errors of user code."""
+"""Outputs that fail (full disks, narrow terminals, closed pipes), and errors of user code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fedrax.cli import run_command
 from fedrax.contract import task as tasks
 from fedrax.report import comparison_table, sinks
 from fedrax.report.runs import MethodRuns, SavedRun, summarize
-from tests.cli.conftest import TINY, Outcome, numbers
+from tests.cli.conftest import TINY, Outcome, events_by_run
 from tests.cli.test_bad_input import file
 
 RUN = TINY.replace("eval_every", "seed = 0\neval_every")
@@ -32,8 +32,8 @@ EVENT = (
 
 
 @pytest.fixture
-def shown(tmp_path: Path) -> Path:
-    """A directory that can be shown, whose table has letters beyond ASCII."""
+def run_directory(tmp_path: Path) -> Path:
+    """A directory for ``show``, whose table contains letters beyond ASCII."""
     for seed in (0, 1):
         file(f"r{seed}/experiment.toml", RUN.replace("seed = 0", f"seed = {seed}"))(tmp_path)
         file(f"r{seed}/events.jsonl", EVENT)(tmp_path)
@@ -41,7 +41,7 @@ def shown(tmp_path: Path) -> Path:
 
 
 def command(folder: Path, *arguments: str, stdout: Any = subprocess.PIPE, **environment: str) -> Any:
-    """`fedrax ...` as a process of its own."""
+    """``fedrax ...`` in a process."""
     paths = os.pathsep.join(path for path in sys.path if path)
     return subprocess.run(
         [sys.executable, "-m", "fedrax", *arguments],
@@ -53,18 +53,18 @@ def command(folder: Path, *arguments: str, stdout: Any = subprocess.PIPE, **envi
     )
 
 
-def test_a_full_disk_behind_the_output_raises_a_clear_error(shown: Path):
+def test_full_disk_behind_standard_output_raises_a_clear_error(run_directory: Path):
     with open("/dev/full", "w") as full:
-        done = command(shown, "show", ".", "--json", stdout=full)
+        done = command(run_directory, "show", ".", "--json", stdout=full)
     assert (done.returncode, done.stderr) == (2, "fedrax: cannot write the output: No space left on device\n")
 
 
-def test_a_terminal_of_few_letters_shows_the_others_by_number(shown: Path):
-    done = command(shown, "show", ".", PYTHONIOENCODING="ascii")
+def test_ascii_terminal_shows_escapes(run_directory: Path):
+    done = command(run_directory, "show", ".", PYTHONIOENCODING="ascii")
     assert done.returncode == 0 and done.stderr == "" and "\\xb1" in done.stdout
 
 
-BROKEN_RUNS = {
+MALFORMED_RUNS = {
     "rounds": (RUN.replace("rounds = 4", "rounds = 'six'"), EVENT, "run.rounds must be a number, not 'six'"),
     "seed": (RUN.replace("seed = 0", "seed = 1.5"), EVENT, "run.seed must be a number, not 1.5"),
     "target": (RUN + "target = [1]\n", EVENT, "run.target must be a number, not [1]"),
@@ -87,9 +87,9 @@ BROKEN_RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN_RUNS)
-def test_broken_runs_raise_a_clear_error(name: str, tmp_path: Path, fedrax: Any):
-    written, events, says = BROKEN_RUNS[name]
+@pytest.mark.parametrize("name", MALFORMED_RUNS)
+def test_malformed_runs_raise_a_clear_error(name: str, tmp_path: Path, fedrax: Any):
+    written, events, says = MALFORMED_RUNS[name]
     file("r/experiment.toml", written)(tmp_path)
     file("r/events.jsonl", events)(tmp_path)
     outcome = fedrax("show", "r")
@@ -97,9 +97,9 @@ def test_broken_runs_raise_a_clear_error(name: str, tmp_path: Path, fedrax: Any)
 
 
 @pytest.mark.parametrize("name", ["experiment.toml", "events.jsonl"])
-def test_a_run_of_pipes_and_devices_does_not_hang(name: str, shown: Path, fedrax: Any):
-    (shown / "r0" / name).unlink()
-    os.mkfifo(shown / "r0" / name)
+def test_pipes_in_a_run_directory_are_not_read(name: str, run_directory: Path, fedrax: Any):
+    (run_directory / "r0" / name).unlink()
+    os.mkfifo(run_directory / "r0" / name)
     outcome = fedrax("doctor", "r0")
     assert outcome.status == 1 and "not a regular file" in outcome.out
     if name == "events.jsonl":
@@ -107,7 +107,7 @@ def test_a_run_of_pipes_and_devices_does_not_hang(name: str, shown: Path, fedrax
 
 
 @pytest.mark.parametrize("target", ["0", "7", "-7", "nan"])
-def test_targets_are_accuracies(target: str, shown: Path, fedrax: Any):
+def test_targets_must_be_accuracies(target: str, run_directory: Path, fedrax: Any):
     for arguments in (("show", "."), ("compare", "--algorithms", "fedavg")):
         outcome = fedrax(*arguments, "--target", target)
         assert outcome.status == 2 and "accuracy in (0, 1]" in outcome.err
@@ -115,14 +115,15 @@ def test_targets_are_accuracies(target: str, shown: Path, fedrax: Any):
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "name = 'x'\nnormalize = true\n"])
 @pytest.mark.parametrize("name", ["run", "compare", "partition", "profile"])
-def test_an_empty_file_runs_nothing(name: str, text: str, tmp_path: Path, fedrax: Any):
+def test_empty_file_is_rejected(name: str, text: str, tmp_path: Path, fedrax: Any):
     (tmp_path / "x.toml").write_text(text)
     outcome = fedrax(name, "x.toml")
     assert outcome.status == 2 and "x.toml is not an experiment" in outcome.err
     assert [path.name for path in tmp_path.iterdir()] == ["x.toml"]
 
 
-# -- own code ----------------------------------------------------------------------------------------------------------
+# -- user code
+# ----------------------------------------------------------------------------------------------------------
 
 OWN = """
 from fedrax import FedAvg
@@ -147,7 +148,7 @@ class Mine(FedAvg):
 
 @pytest.mark.parametrize("error", ["SystemExit(0)", "ValueError('gone')", "KeyError(3)", "OSError('no')"])
 @pytest.mark.parametrize(("part", "line"), [("data", 7), ("model", 13), ("algorithm", 18)])
-def test_errors_of_user_code_are_attributed_to_it(part: str, line: int, error: str, tmp_path: Path, fedrax: Any):
+def test_errors_of_user_code_name_its_line(part: str, line: int, error: str, tmp_path: Path, fedrax: Any):
     (tmp_path / "mine.py").write_text(OWN.format(error=error))
     name = {"data": "data", "model": "model", "algorithm": "Mine"}[part]
     outcome = fedrax("run", f"--{part}", f"mine.py:{name}", "--out", "r", "--quiet")
@@ -177,7 +178,7 @@ local = { lr = 0.1, steps = 2 }
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("changed", ["data", "program", "version"])
-def test_finished_runs_of_something_else_are_not_taken(
+def test_finished_runs_of_other_data_or_code_are_not_reused(
     changed: str, tmp_path: Path, fedrax: Any, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "d.csv").write_text("a,b,label\n" + TABLE)
@@ -207,14 +208,14 @@ def test_finished_runs_of_something_else_are_not_taken(
 
 
 @pytest.mark.slow
-def test_a_run_that_was_cut_short_before_its_last_checkpoint_is_run_again(tmp_path: Path, fedrax: Any):
+def test_run_without_its_last_checkpoint_is_repeated(tmp_path: Path, fedrax: Any):
     (tmp_path / "d.csv").write_text("a,b,label\n" + TABLE)
     (tmp_path / "c.toml").write_text(COMPARED)
     assert fedrax("compare", "c.toml", "--out", "c", "--quiet").status == 0
-    whole = numbers(tmp_path / "c")
-    shutil.rmtree(tmp_path / "c" / "fedavg" / "seed-0" / "checkpoint")  # all events are there
+    whole = events_by_run(tmp_path / "c")
+    shutil.rmtree(tmp_path / "c" / "fedavg" / "seed-0" / "checkpoint")  # all events are written
     assert fedrax("compare", "c.toml", "--out", "c", "--quiet").status == 0
-    assert numbers(tmp_path / "c") == whole
+    assert events_by_run(tmp_path / "c") == whole
     assert (tmp_path / "c" / "fedavg" / "seed-0" / "checkpoint" / "state.npz").exists()
 
 
@@ -227,7 +228,7 @@ FILES = (
 )
 
 
-def test_no_writer_of_a_comparison_follows_a_link(tmp_path: Path, fedrax: Any):
+def test_outputs_of_a_comparison_do_not_follow_links(tmp_path: Path, fedrax: Any):
     victim, out = tmp_path / "victim", tmp_path / "c"
     victim.write_text("precious")
     (tmp_path / "d.csv").write_text("a,b,label\n" + TABLE)
@@ -246,7 +247,7 @@ def test_no_writer_of_a_comparison_follows_a_link(tmp_path: Path, fedrax: Any):
 
 
 @pytest.mark.parametrize("columns", [40, 200])
-def test_a_terminal_too_narrow_for_the_table_has_it_method_by_method(columns: int):
+def test_narrow_terminal_shows_one_table_per_method(columns: int):
     run = SavedRun(Path("r"), {"run": {"seed": 0, "rounds": 1}}, [json.loads(EVENT)], None)
     rows = [summarize(MethodRuns(label, [run]), 0.4) for label in ("a method of a long name", "[b]other")]
     screen = Console(file=io.StringIO(), width=columns, force_terminal=True, color_system=None, markup=False)
@@ -258,7 +259,7 @@ def test_a_terminal_too_narrow_for_the_table_has_it_method_by_method(columns: in
     assert (printed.count("rounds to 0.4") == 1) == (columns == 200)
 
 
-def test_a_closed_pipe_is_no_failure(tmp_path: Path) -> None:
+def test_closed_pipe_is_no_failure(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as pipe:
@@ -266,17 +267,17 @@ def test_a_closed_pipe_is_no_failure(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_run_whose_reader_leaves_stops_with_a_checkpoint(
+def test_run_with_a_closed_pipe_stops_with_a_checkpoint(
     fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     say = sinks.JsonSink.event
 
-    def left(self: sinks.JsonSink, event: dict) -> None:
+    def raise_broken_pipe(self: sinks.JsonSink, event: dict) -> None:
         if event["round"] == 2:
             raise BrokenPipeError
         say(self, event)
 
-    monkeypatch.setattr(sinks.JsonSink, "event", left)
+    monkeypatch.setattr(sinks.JsonSink, "event", raise_broken_pipe)
     outcome = fedrax("run", tiny, "--run.checkpoint-every", 1, "--out", "r", "--json")
     assert outcome.status == 141 and "fedrax resume r" in outcome.err
     monkeypatch.setattr(sinks.JsonSink, "event", say)
@@ -298,7 +299,7 @@ SMALL = "--data digits --partition shards --partition.clients 8 --model logistic
         f"diagnose {SMALL} --comparison None --tune never --run.rounds 1 --run.cohort-size 2",
     ],
 )
-def test_results_are_printed_even_if_the_picture_cannot_be_written(
+def test_results_are_printed_if_the_picture_cannot_be_written(
     arguments: str, fedrax: Callable[..., Outcome], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("no folder")
@@ -307,26 +308,26 @@ def test_results_are_printed_even_if_the_picture_cannot_be_written(
     assert len(outcome.out) > 200 and "file/p" not in outcome.out
 
 
-def test_a_profile_does_not_take_the_place_of_a_run(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
+def test_profile_does_not_overwrite_a_run(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
     (tmp_path / "r").mkdir()
     (tmp_path / "r/events.jsonl").write_text("")
-    refused = fedrax("profile", "--out", "r")
-    assert refused.status == 2 and "r holds a run" in refused.err and "choose another --out" in refused.err
+    rejected = fedrax("profile", "--out", "r")
+    assert rejected.status == 2 and "r holds a run" in rejected.err and "choose another --out" in rejected.err
 
 
-GOING_ON = [sys.executable, "-m", "fedrax", "run", "tiny.toml", "--run.rounds", "1000000", "--out", "r"]
+LONG_RUN = [sys.executable, "-m", "fedrax", "run", "tiny.toml", "--run.rounds", "1000000", "--out", "r"]
 
 
-def test_an_interrupt_with_closed_streams_leaves_a_checkpoint(tiny: Path) -> None:
-    """As of `fedrax run ... 2>&1 | tee log`, where Ctrl-C ends both."""
+def test_interrupt_with_closed_streams_writes_a_checkpoint(tiny: Path) -> None:
+    """As with `fedrax run ... 2>&1 | tee log`, where Ctrl-C ends both processes."""
     reader, writer = os.pipe()
     paths, events = os.pathsep.join(path for path in sys.path if path), tiny.parent / "r/events.jsonl"
     with subprocess.Popen(
-        GOING_ON, cwd=tiny.parent, env=os.environ | {"PYTHONPATH": paths}, stdout=writer, stderr=writer
+        LONG_RUN, cwd=tiny.parent, env=os.environ | {"PYTHONPATH": paths}, stdout=writer, stderr=writer
     ) as process:
         os.close(reader)
         os.close(writer)
-        while not (events.exists() and events.read_bytes()):  # the file is made before the first round
+        while not (events.exists() and events.read_bytes()):  # the file is created before the first round
             assert process.poll() is None
             time.sleep(0.05)
         process.terminate()
@@ -334,7 +335,7 @@ def test_an_interrupt_with_closed_streams_leaves_a_checkpoint(tiny: Path) -> Non
     assert (tiny.parent / "r/checkpoint/state.npz").exists()
 
 
-def test_a_connection_that_breaks_is_no_reader_that_has_seen_enough(
+def test_broken_connection_of_a_tracker_is_an_error(
     fedrax: Callable[..., Outcome], tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object, **__: object) -> None:

@@ -27,15 +27,15 @@ class Mine(fedrax.FedAvg):
 
 
 @pytest.fixture
-def proof(tmp_path: Path) -> Path:
-    """Is there once the code has run."""
+def evidence(tmp_path: Path) -> Path:
+    """A file that user code creates when it is run."""
     return tmp_path / "proof"
 
 
-def write(folder: Path, proof: Path) -> None:
-    """mine.py, and an experiment that names it."""
+def write(folder: Path, evidence: Path) -> None:
+    """Write mine.py, and an experiment that names it."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "mine.py").write_text(METHOD.format(proof=str(proof)))
+    (folder / "mine.py").write_text(METHOD.format(evidence=str(evidence)))
     (folder / "x.toml").write_text(TINY.replace('"fedavg"', '"mine.py:Mine"'))
 
 
@@ -50,69 +50,69 @@ def write(folder: Path, proof: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("command", ["run", "partition", "profile", "compare"])
-def test_a_file_names_no_function_of_other_packages(part: str, name: str, command: str, tmp_path: Path, fedrax: Any):
+def test_files_cannot_name_functions_of_other_packages(part: str, name: str, command: str, tmp_path: Path, fedrax: Any):
     (tmp_path / "x.toml").write_text(f'[{part}]\nname = "{name}"\npath = "{tmp_path}"\n')
     outcome = fedrax(command, "x.toml")
     assert outcome.status == 2 and "not a package that registers an entry point" in outcome.err
     assert (tmp_path / "x.toml").exists()
 
 
-def test_a_file_names_code_beside_it_alone(tmp_path: Path, proof: Path, fedrax: Any):
-    write(tmp_path / "elsewhere", proof)
+def test_files_can_name_code_in_their_folder_only(tmp_path: Path, evidence: Path, fedrax: Any):
+    write(tmp_path / "elsewhere", evidence)
     (tmp_path / "here").mkdir()
     for name in ("../elsewhere/mine.py", str(tmp_path / "elsewhere" / "mine.py")):
         (tmp_path / "here" / "x.toml").write_text(TINY.replace('"fedavg"', f'"{name}:Mine"'))
         outcome = fedrax("run", "here/x.toml")
-        assert outcome.status == 2 and "is outside of" in outcome.err and not proof.exists()
+        assert outcome.status == 2 and "is outside of" in outcome.err and not evidence.exists()
     (tmp_path / "here" / "link.py").symlink_to(tmp_path / "elsewhere" / "mine.py")
     (tmp_path / "here" / "x.toml").write_text(TINY.replace('"fedavg"', '"link.py:Mine"'))
-    assert fedrax("run", "here/x.toml").status == 2 and not proof.exists()
+    assert fedrax("run", "here/x.toml").status == 2 and not evidence.exists()
     assert fedrax("run", "here/x.toml", "--algorithm", "elsewhere/mine.py:Mine").status == 2  # the file is read first
-    assert fedrax("run", "elsewhere/mine.py:Mine", "--run.rounds", 1, "--quiet").status == 0 and proof.exists()
+    assert fedrax("run", "elsewhere/mine.py:Mine", "--run.rounds", 1, "--quiet").status == 0 and evidence.exists()
 
 
-def test_the_grid_of_a_file_names_code_beside_it_alone(tmp_path: Path, proof: Path, fedrax: Any):
-    write(tmp_path / "elsewhere", proof)
+def test_grids_can_name_code_in_the_folder_of_the_file_only(tmp_path: Path, evidence: Path, fedrax: Any):
+    write(tmp_path / "elsewhere", evidence)
     (tmp_path / "here").mkdir()
     for name in ("../elsewhere/mine.py", str(tmp_path / "elsewhere" / "mine.py")):
         grid = f'grid = {{ algorithm.name = ["fedavg", "{name}:Mine"] }}\n'
         for text in (grid + TINY, f"{TINY}[[compare]]\n{grid}"):
             (tmp_path / "here" / "x.toml").write_text(text)
             outcome = fedrax("compare", "here/x.toml", "--out", "c")
-            assert outcome.status == 2 and "is outside of" in outcome.err and not proof.exists()
+            assert outcome.status == 2 and "is outside of" in outcome.err and not evidence.exists()
     grid = 'grid = { algorithm.name = ["fedavg", "mine.py:Mine"] }\n'
     (tmp_path / "elsewhere" / "x.toml").write_text(grid + TINY)
     from fedrax.experiments import comparison
 
     read = comparison.read([Path("elsewhere/x.toml")])
     read.check()
-    assert proof.exists() and [type(found).__name__ for found in algorithms(read)] == ["FedAvg", "Mine"]
+    assert evidence.exists() and [type(found).__name__ for found in algorithms(read)] == ["FedAvg", "Mine"]
 
 
 def algorithms(read: Any) -> list[Any]:
-    """Of the points of a comparison's grid."""
+    """Algorithms at the points of a comparison's grid."""
     return [spec.algorithm for candidates in read.candidates.values() for _, spec in candidates]
 
 
 @pytest.mark.slow
-def test_resume_runs_user_code_with_trust_alone(tmp_path: Path, proof: Path, fedrax: Any):
-    write(tmp_path, proof)
+def test_resume_runs_user_code_only_with_trust(tmp_path: Path, evidence: Path, fedrax: Any):
+    write(tmp_path, evidence)
     assert fedrax("run", "x.toml", "--out", "r", "--quiet").status == 0
-    proof.unlink()
+    evidence.unlink()
 
-    def resume(*more: str) -> subprocess.CompletedProcess[str]:  # a process of its own has trusted no code yet
+    def resume(*more: str) -> subprocess.CompletedProcess[str]:  # in a new process, which trusts no code yet
         command = [sys.executable, "-m", "fedrax", "resume", "r", "--quiet", *more]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
 
     rejected = resume()
-    assert rejected.returncode == 2 and "add --trust to fedrax resume" in rejected.stderr and not proof.exists()
-    assert resume("--trust").returncode == 0 and proof.exists()
+    assert rejected.returncode == 2 and "add --trust to fedrax resume" in rejected.stderr and not evidence.exists()
+    assert resume("--trust").returncode == 0 and evidence.exists()
 
 
-def test_no_command_runs_the_code_of_a_run_that_was_sent(tmp_path: Path, proof: Path, fedrax: Any):
-    write(tmp_path, proof)
+def test_commands_do_not_run_code_of_a_received_run_directory(tmp_path: Path, evidence: Path, fedrax: Any):
+    write(tmp_path, evidence)
     assert fedrax("run", "x.toml", "--out", "r", "--quiet").status == 0
-    (tmp_path / "r" / "sent.py").write_text(METHOD.format(proof=str(tmp_path / "sent")))
+    (tmp_path / "r" / "sent.py").write_text(METHOD.format(evidence=str(tmp_path / "sent")))
     file = tmp_path / "r" / "experiment.toml"
     made = file.read_text()
     file.write_text(made.replace(str(tmp_path / "mine.py"), "sent.py"))
@@ -126,11 +126,13 @@ def test_no_command_runs_the_code_of_a_run_that_was_sent(tmp_path: Path, proof: 
     assert not (tmp_path / "sent").exists()
     (tmp_path / "r" / "experiment.toml").write_text(made)
     (tmp_path / "copied.toml").write_text(made)
-    assert fedrax("run", "copied.toml", "--out", "again", "--quiet").status == 0  # beside the code that it names
+    assert (
+        fedrax("run", "copied.toml", "--out", "again", "--quiet").status == 0
+    )  # in the folder of the code that it names
 
 
 @pytest.mark.parametrize("code", ["raise SystemExit(0)", "raise KeyError('gone')", "import nothing_of_this_name"])
-def test_code_that_ends_the_process_is_an_error(code: str, tmp_path: Path, fedrax: Any):
+def test_user_code_that_fails_on_import_is_an_error(code: str, tmp_path: Path, fedrax: Any):
     (tmp_path / "mine.py").write_text(f"\n\n{code}")
     outcome = fedrax("run", "mine.py:Mine")
     assert outcome.status == 2 and "mine.py, line 3, cannot be imported" in outcome.err
@@ -140,7 +142,7 @@ def test_code_that_ends_the_process_is_an_error(code: str, tmp_path: Path, fedra
     ("apply", "says"),
     [("lambda params: params", "takes 1 positional argument"), ("lambda params, x, y, z: x", "missing 1 required")],
 )
-def test_a_model_of_other_arguments_raises_a_clear_error(apply: str, says: str, tmp_path: Path, fedrax: Any):
+def test_model_with_wrong_arguments_raises_a_clear_error(apply: str, says: str, tmp_path: Path, fedrax: Any):
     (tmp_path / "mine.py").write_text(
         f"from fedrax.models import Model\n\ndef model():\n    return Model(lambda key: 1.0, {apply})\n"
     )
@@ -149,7 +151,7 @@ def test_a_model_of_other_arguments_raises_a_clear_error(apply: str, says: str, 
     assert says in outcome.err and len(outcome.err.splitlines()) == 1
 
 
-def test_a_model_without_parameters_is_none(tmp_path: Path, fedrax: Any):
+def test_model_without_parameters_is_rejected(tmp_path: Path, fedrax: Any):
     (tmp_path / "mine.py").write_text(
         "from fedrax.models import Model\n\ndef model():\n    return Model(lambda key: {}, lambda params, x, key: x)\n"
     )
@@ -157,7 +159,7 @@ def test_a_model_without_parameters_is_none(tmp_path: Path, fedrax: Any):
     assert outcome.status == 2 and "the model has no parameters" in outcome.err
 
 
-def test_a_default_that_no_file_could_give_stays(tmp_path: Path, fedrax: Any):
+def test_defaults_that_no_file_can_express_are_kept(tmp_path: Path, fedrax: Any):
     (tmp_path / "mine.py").write_text(
         "import optax\nfrom fedrax import FedAvg, LocalSGD, hyperparameters\nfrom fedrax.optim import Optax\n\n\n"
         "@hyperparameters\nclass Mine(FedAvg):\n"
@@ -179,7 +181,7 @@ def model(input_shape, num_outputs, width: int = WIDTH):
 
 
 def test_user_code_imports_modules_of_its_folder(tmp_path: Path) -> None:
-    """And nothing of an equal name that lies beside other code."""
+    """And not modules of the same name beside other user code."""
     before = list(sys.path)
     for folder, width in (("a", 3), ("b", 5)):
         (tmp_path / folder).mkdir()
@@ -190,7 +192,7 @@ def test_user_code_imports_modules_of_its_folder(tmp_path: Path) -> None:
 
 
 def test_files_of_one_folder_share_its_modules(tmp_path: Path) -> None:
-    """Also where code of another folder has imported a module of that name in between."""
+    """Also if code of another folder imported a module of the same name in between."""
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "shared_parts.py").write_text("class Part:\n    pass\n")
@@ -215,8 +217,8 @@ NAMED = {
 
 
 @pytest.mark.parametrize("part", NAMED)
-def test_a_parameter_called_name_is_rejected(part: str, tmp_path: Path) -> None:
-    """In a file that key says whose parameters they are, so that this one would keep its default."""
+def test_parameter_called_name_is_rejected(part: str, tmp_path: Path) -> None:
+    """In a file this key selects the class, so that the parameter would keep its default."""
     (tmp_path / "mine.py").write_text(HEAD + NAMED[part])
     with pytest.raises(FedraxError, match=r"has a parameter or field called name, .*: rename it"):
         experiment.from_table({part: {"name": "mine.py:thing"}}, "x", tmp_path)
@@ -232,7 +234,7 @@ class Mine:
 """
 
 
-def test_a_partition_need_not_be_frozen(tmp_path: Path) -> None:
+def test_user_defined_partition_need_not_be_frozen(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(HEAD + PARTITION)
     made = experiment.from_table({"partition": {"name": "mine.py:Mine", "clients": 12}}, "x", tmp_path)
     assert experiment.load_federation(made).num_clients == 12
@@ -256,8 +258,8 @@ class Prox:
 """
 
 
-def test_a_part_of_a_method_may_be_user_code(tmp_path: Path) -> None:
-    """A schedule in a file, as in Python, and in the file that a run keeps; one that is none is a sentence."""
+def test_parts_of_a_method_may_be_user_code(tmp_path: Path) -> None:
+    """A schedule in a file, in Python, and in the file of a run; a class that is no schedule is rejected."""
     (tmp_path / "mine.py").write_text(SCHEDULE)
 
     def made(name: str, **fields: int) -> experiment.Experiment:
@@ -287,10 +289,10 @@ def load(data_dir):
     ("given", "variable", "path"),
     [(None, "", None), (None, "e", Path("e")), ("g", "e", Path("g")), (Path("g"), "", Path("g"))],
 )
-def test_own_data_gets_the_directory_of_data_files(
+def test_user_defined_data_gets_the_data_directory(
     given: str | Path | None, variable: str, path: Path | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same here and on workers, to which it goes as a string."""
+    """Also on workers, which receive it as a string."""
     monkeypatch.setenv("FEDRAX_DATA", variable)
     (tmp_path / "mine.py").write_text(DATA)
     table = {"data": {"name": "mine.py:load"}, "partition": {"name": "iid", "clients": 3}}

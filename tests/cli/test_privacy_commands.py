@@ -29,16 +29,16 @@ eval_every = 2
 
 
 @pytest.fixture
-def private(tmp_path: Path) -> Path:
-    """A file of a private run that takes no time."""
+def private_file(tmp_path: Path) -> Path:
+    """File of an experiment with a short private run."""
     path = tmp_path / "private.toml"
     path.write_text(PRIVATE)
     return path
 
 
-def test_privacy_says_what_the_run_will_spend(fedrax: Any, private: Path, tmp_path: Path):
-    said = json.loads(fedrax("privacy", private, "--json", "--epsilons", "20", "60").out)
-    assert fedrax("run", private, "--out", "kept", "--quiet").status == 0
+def test_privacy_prints_the_guarantee_of_the_run(fedrax: Any, private_file: Path, tmp_path: Path):
+    said = json.loads(fedrax("privacy", private_file, "--json", "--epsilons", "20", "60").out)
+    assert fedrax("run", private_file, "--out", "kept", "--quiet").status == 0
     events = [json.loads(line) for line in (tmp_path / "kept" / "events.jsonl").read_text().splitlines()]
     for event, foretold in zip(events, said["events"], strict=True):
         assert foretold.items() <= event.items()
@@ -46,36 +46,36 @@ def test_privacy_says_what_the_run_will_spend(fedrax: Any, private: Path, tmp_pa
     assert said["noise_fields"] == {"sigma": 0.5}
     first = said["answers"][0]
     louder = [f"--algorithm.sigma={0.5 * first['factor']}", "--picture", "None", "--json"]
-    assert json.loads(fedrax("privacy", private, *louder).out)["spent"]["epsilon"] == pytest.approx(20, rel=4e-3)
+    assert json.loads(fedrax("privacy", private_file, *louder).out)["spent"]["epsilon"] == pytest.approx(20, rel=4e-3)
     for answer in said["answers"]:
         for event in said["events"]:
             assert (event["epsilon"] <= answer["epsilon"]) == (event["round"] <= answer["rounds"])
 
 
-def test_privacy_prints_releases_answers_and_the_flag_for_them(fedrax: Any, private: Path):
-    shown = fedrax("privacy", private)
+def test_privacy_prints_releases_and_the_noise_for_a_target(fedrax: Any, private_file: Path):
+    shown = fedrax("privacy", private_file)
     assert shown.status == 0
     for text in ("replacement of a client", "composed", "epsilon by the paper", "--algorithm.sigma for epsilon 0.5: "):
         assert text in shown.out
-    amplified = fedrax("privacy", private, "--algorithm", "clientdp", "--picture", "None")
+    amplified = fedrax("privacy", private_file, "--algorithm", "clientdp", "--picture", "None")
     assert "amplified by sampling of cohorts" in amplified.out and "picture" not in amplified.out
 
 
-def test_privacy_says_what_no_number_holds_of(fedrax: Any, private: Path):
-    silent = fedrax("privacy", private, "--algorithm.sigma", "0", "--picture", "None")
+def test_privacy_names_releases_without_a_guarantee(fedrax: Any, private_file: Path):
+    silent = fedrax("privacy", private_file, "--algorithm.sigma", "0", "--picture", "None")
     assert silent.status == 0 and "there is no finite epsilon, and no budget" in silent.out
     leaks = PRIVATE.replace('"fedavg", local = { lr = 0.5, steps = 3 }', '"qfedavg", local = { steps = 3 }')
-    private.write_text(leaks)
-    refused = fedrax("privacy", private, "--picture", "None")
+    private_file.write_text(leaks)
+    refused = fedrax("privacy", private_file, "--picture", "None")
     assert refused.status == 2 and "QFedAvg also sends upload/params/output/bias, computed from data" in refused.err
 
 
-def test_a_warning_raises_a_clear_error_too(fedrax: Any, private: Path, monkeypatch: pytest.MonkeyPatch):
+def test_errors_are_printed_after_warnings(fedrax: Any, private_file: Path, monkeypatch: pytest.MonkeyPatch):
     seen = []
     show = lambda w: seen.append(warnings.formatwarning(w.message, w.category, w.filename, w.lineno))  # noqa: E731
-    monkeypatch.setattr(warnings, "_showwarnmsg_impl", show)  # pytest's own keeps them without a format
+    monkeypatch.setattr(warnings, "_showwarnmsg_impl", show)  # pytest's own handler has no format
     before = warnings.formatwarning
-    assert fedrax("privacy", private, "--run.delta", "0.3", "--picture", "None").status == 0
+    assert fedrax("privacy", private_file, "--run.delta", "0.3", "--picture", "None").status == 0
     assert warnings.formatwarning is before
     assert seen == [
         "fedrax: delta = 0.3 is not below 1/8: a method that publishes the data of one client of 8 would satisfy"
@@ -83,10 +83,10 @@ def test_a_warning_raises_a_clear_error_too(fedrax: Any, private: Path, monkeypa
     ]
 
 
-def test_a_run_that_ends_with_its_budget_says_so(fedrax: Any, private: Path, tmp_path: Path):
-    budget = json.loads(fedrax("privacy", private, "--json").out)["events"][1]["epsilon"]
+def test_run_that_ends_with_its_budget_says_so(fedrax: Any, private_file: Path, tmp_path: Path):
+    budget = json.loads(fedrax("privacy", private_file, "--json").out)["events"][1]["epsilon"]
     options = ["--run.epsilon-budget", budget + 1e-6, "--run.rounds", 12]
-    stopped = fedrax("run", private, "--out", "kept", *options)
+    stopped = fedrax("run", private_file, "--out", "kept", *options)
     assert stopped.status == 0 and "stopped: round " in stopped.out and "would exceed the budget of" in stopped.out
     run = read_run(tmp_path / "kept")
     assert run.finished and run.state.startswith("budget spent in round ")
@@ -115,21 +115,21 @@ def test_a_run_that_ends_with_its_budget_says_so(fedrax: Any, private: Path, tmp
         (["run", "--algorithm", "fedavg", "--run.epsilon-budget", "3"], "FedAvg adds no noise"),
     ],
 )
-def test_bad_input_raises_a_clear_error(fedrax: Any, arguments: list[str], sentence: str):
+def test_invalid_input_raises_a_clear_error(fedrax: Any, arguments: list[str], sentence: str):
     said = fedrax(*arguments)
     assert said.status == 2 and sentence in said.err and said.err.count("\n") == 1
 
 
-def test_audit_prints_what_is_proven_beside_what_is_claimed(fedrax: Any, private: Path):
-    audited = fedrax("audit", private, "--runs", "200", "--canaries", "8", "--json")
+def test_audit_prints_lower_bound_and_claim(fedrax: Any, private_file: Path):
+    audited = fedrax("audit", private_file, "--runs", "200", "--canaries", "8", "--json")
     assert audited.status == 0
     watched, guessed = json.loads(audited.out)
-    assert 0 < watched["proven"] <= watched["claimed"] and watched["claimed_paper"] is None  # which is of one sample
+    assert 0 < watched["proven"] <= watched["claimed"] and watched["claimed_paper"] is None  # of one sample
     assert guessed["unit"] == "client" and guessed["rounds"] == 4 and not guessed["refuted"]
-    assert "replacement of a client" in fedrax("audit", private, "--runs", "40").out
+    assert "replacement of a client" in fedrax("audit", private_file, "--runs", "40").out
     drawn = ["--algorithm", "clientdp", "--run.participation", "poisson", "--runs", "40", "--drawn"]
-    assert "presence of a client" in fedrax("audit", private, *drawn).out
+    assert "presence of a client" in fedrax("audit", private_file, *drawn).out
 
 
-def test_noise_that_python_gives_as_a_whole_number_is_found():
+def test_integer_noise_is_accepted():
     assert noise_fields(ClientDP(noise=2, clip=1)) == {"noise": 2}

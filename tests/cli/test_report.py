@@ -1,4 +1,4 @@
-"""A report is one self-contained page that a browser renders whatever the names in it."""
+"""Reports are self-contained pages that a browser renders safely for any names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VOID = {"meta", "input", "wbr"}
 
 
 class Page(HTMLParser):
-    """What a parser makes of a page: well-formed, texts, elements with their attributes."""
+    """Parsed page: checked to be well-formed, with its texts, and its elements with attributes."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -57,7 +57,7 @@ class Page(HTMLParser):
 
 
 def browse(page: Path, *options: str) -> str:
-    """The document as a browser without a network has it once scripts have run."""
+    """The document after a headless browser has run its scripts without network."""
     if CHROMIUM is None:
         pytest.skip("there is no Chromium to render the page")
     profile = page.parent / "profile"
@@ -69,8 +69,8 @@ def browse(page: Path, *options: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of a comparison with a grid, of two methods and two seeds with metrics per client."""
+def comparison_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a comparison with a grid, two methods, two seeds and metrics per client."""
     folder = tmp_path_factory.mktemp("compared")
     methods = '[[compare]]\nname = "fedavg"\n[[compare]]\nname = "scaffold"\n'
     head = "seeds = [0, 1]\ngrid = { algorithm.local.lr = [0.01, 3e38] }\n"
@@ -81,9 +81,9 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "c"
 
 
-def test_a_comparison_is_one_page_that_loads_nothing(compared: Path):
-    text = (compared / "report.html").read_text()
-    page, table = Page(text), json.loads((compared / "comparison.json").read_text())
+def test_comparison_page_is_self_contained(comparison_page: Path):
+    text = (comparison_page / "report.html").read_text()
+    page, table = Page(text), json.loads((comparison_page / "comparison.json").read_text())
     shown = " ".join(page.texts)
     for row in table["methods"]:
         assert f"{row['accuracy']['mean']:.4f} ± {row['accuracy']['std']:.4f}" in shown
@@ -97,29 +97,33 @@ def test_a_comparison_is_one_page_that_loads_nothing(compared: Path):
     policy = next(a["content"] for tag, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
     assert policy is not None and policy.startswith("default-src 'none'; style-src 'sha256-")
     circles = sum(tag == "circle" for tag, _ in page.elements)
-    assert circles > 60 and "every run diverged" in shown  # dots of curves and of the partition, and the grid's end
+    assert (
+        circles > 60 and "every run diverged" in shown
+    )  # points of curves and of the partition, and the end of the grid
 
 
-def test_a_browser_shows_what_is_under_the_pointer(compared: Path):
-    text = (compared / "report.html").read_text()
+def test_browser_shows_values_under_the_pointer(comparison_page: Path):
+    text = (comparison_page / "report.html").read_text()
     moved = (
         "const s = document.querySelector('svg[data-curves]'), b = s.getBoundingClientRect();"
         "s.dispatchEvent(new PointerEvent('pointermove', {clientX: b.right - 5, clientY: b.top + 9}));"
     )
     loose = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
-    (compared / "moved.html").write_text(loose.replace("</body>", f"<script>{moved}</script></body>"))
-    found = browse(compared / "moved.html")
+    (comparison_page / "moved.html").write_text(loose.replace("</body>", f"<script>{moved}</script></body>"))
+    found = browse(comparison_page / "moved.html")
     tip = found[found.index('<div id="tip"') :].split("</body>")[0]
-    value = json.loads((compared / "comparison.json").read_text())["methods"][0]["accuracy"]
+    value = json.loads((comparison_page / "comparison.json").read_text())["methods"][0]["accuracy"]
     assert "communication rounds 4" in tip and f"{value['mean']:.4g} ± {value['std']:.4g}" in tip
-    assert 'data-ready="yes"' in browse(compared / "report.html")  # its own script runs under its own policy
+    assert 'data-ready="yes"' in browse(
+        comparison_page / "report.html"
+    )  # the page's script is allowed by its content security policy
 
 
 @pytest.mark.parametrize(
     ("width", "medium"), [(400, "screen"), (1200, "screen"), (1025, "print")], ids=["narrow", "wide", "printed"]
 )
-def test_nothing_is_cut_off(compared: Path, width: int, medium: str):
-    """On a telephone tables scroll by themselves; on paper, 271 mm wide, nothing does."""
+def test_page_fits_narrow_wide_and_printed_media(comparison_page: Path, width: int, medium: str):
+    """On narrow screens tables scroll; printed pages are 271 mm wide."""
     measured = (
         "const over = [...document.querySelectorAll('body *')].filter(e => e.getBoundingClientRect().width &&"
         " e.getBoundingClientRect().right > innerWidth + 1);"
@@ -127,18 +131,20 @@ def test_nothing_is_cut_off(compared: Path, width: int, medium: str):
         "document.documentElement.dataset.over = over.length - scrolling.length;"
         "document.documentElement.dataset.wide = document.documentElement.scrollWidth > innerWidth;"
     )
-    loose = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", (compared / "report.html").read_text())
+    loose = re.sub(
+        r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", (comparison_page / "report.html").read_text()
+    )
     if medium == "print":
         loose = loose.replace("@media print {", "@media all {").replace("@media screen", "@media speech")
-        for labels in ("fedavg", "scaffold"):  # eight methods to compare
+        for labels in ("fedavg", "scaffold"):  # eight methods
             loose = re.sub(rf"(<th>{labels}</th>)", r"\1" * 4, loose)
-    (compared / "cut.html").write_text(loose.replace("</body>", f"<script>{measured}</script></body>"))
-    found = browse(compared / "cut.html", f"--window-size={width},900", "--hide-scrollbars")
+    (comparison_page / "cut.html").write_text(loose.replace("</body>", f"<script>{measured}</script></body>"))
+    found = browse(comparison_page / "cut.html", f"--window-size={width},900", "--hide-scrollbars")
     assert 'data-over="0"' in found and 'data-wide="false"' in found
 
 
-def test_no_script_of_a_name_runs(tmp_path: Path, fedrax: Any):
-    """Names of methods, comparisons, clients, settings and directories, and one that breaks out of every quote."""
+def test_names_cannot_inject_scripts(tmp_path: Path, fedrax: Any):
+    """Names of methods, comparisons, clients, settings and directories, and one that closes every kind of quote."""
     break_out = "\\\"'></script></style></title></svg><script>document.documentElement.dataset.broken='yes'</script>"
     image = "<img src=x onerror=document.documentElement.dataset.broken='yes'>"
     head = f'name = "{break_out}"\nseeds = [0]\n'
@@ -183,7 +189,7 @@ def test_running_failed_and_unstarted_runs_are_shown(tmp_path: Path, fedrax: Any
         assert words in shown, words
 
 
-def test_a_run_without_a_round_is_a_page(tmp_path: Path, fedrax: Any):
+def test_run_without_events_is_shown(tmp_path: Path, fedrax: Any):
     (tmp_path / "r").mkdir()
     (tmp_path / "r/experiment.toml").write_text(RUN)
     assert fedrax("report", "r").status == 0
@@ -226,7 +232,7 @@ def test_missing_directories_and_malformed_targets_are_rejected(tmp_path: Path, 
 
 
 def make(folder: Path, *events: dict[str, Any], seed: int = 0) -> None:
-    """The directory of a run with an event a round, of which these are the metrics."""
+    """A run directory with one event for each entry of the metrics."""
     folder.mkdir(parents=True)
     (folder / "experiment.toml").write_text(RUN.replace("seed = 0", f"seed = {seed}"))
     bare = {name: value for name, value in json.loads(EVENT).items() if name != "test_accuracy"}
@@ -235,7 +241,7 @@ def make(folder: Path, *events: dict[str, Any], seed: int = 0) -> None:
 
 
 def make_comparison(folder: Path, search_results: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The file of a comparison, whose search tried these."""
+    """The file of a comparison with these results of its search."""
     kept: dict[str, Any] = {"name": folder.name, "methods": []}
     if search_results is not None:
         kept["search"] = {"methods": search_results, "validation": 0.2, "seeds": [0]}
@@ -244,12 +250,12 @@ def make_comparison(folder: Path, search_results: dict[str, Any] | None = None) 
 
 
 def charts_of(text: str) -> list[dict[str, Any]]:
-    """What a page's script is given, which must be JSON."""
+    """The data of the page's charts, which must be valid JSON."""
     found = re.findall(r'data-curves="([^"]*)"', text)
     return [json.loads(html.unescape(data), parse_constant=pytest.fail) for data in found]
 
 
-def test_runs_without_a_bound_of_privacy_are_read_like_others(tmp_path: Path, fedrax: Any):
+def test_runs_with_undefined_epsilon_are_shown(tmp_path: Path, fedrax: Any):
     make(tmp_path / "r", *({"test_accuracy": 0.5, "epsilon": None, "epsilon_paper": 3.5 * r} for r in (1, 2)))
     outcome = fedrax("show", "r")
     assert outcome.status == 0 and "epsilon by the paper" in outcome.out and " 7 " in outcome.out, outcome
@@ -257,7 +263,7 @@ def test_runs_without_a_bound_of_privacy_are_read_like_others(tmp_path: Path, fe
     assert "intact: 2 rounds" in fedrax("doctor", "r").out
 
 
-def test_the_head_names_the_models_of_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_header_names_the_models_of_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     for folder, model in (("a", "logistic"), ("b", "2nn")):
         make(Path(folder), {"test_accuracy": 0.5})
@@ -265,7 +271,7 @@ def test_the_head_names_the_models_of_all_runs(tmp_path: Path, monkeypatch: pyte
     assert "model logistic, 2nn · seed 0" in page(gather([Path("a"), Path("b")]))
 
 
-def test_directories_of_one_name_are_distinguished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_directories_with_equal_names_are_distinguished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     for folder, accuracy in (("a", 0.3), ("b", 0.9)):
         make(Path(folder, "x", "m", "seed-0"), {"test_accuracy": accuracy})
@@ -276,7 +282,7 @@ def test_directories_of_one_name_are_distinguished(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("losses", [(1e200, 3e200), (1.7e308, 1.2e308)])
-def test_losses_that_cannot_be_squared_or_summed(losses: tuple[float, float], tmp_path: Path, fedrax: Any):
+def test_losses_near_overflow_are_shown(losses: tuple[float, float], tmp_path: Path, fedrax: Any):
     for seed, loss in enumerate(losses):
         make(tmp_path / "r" / str(seed), {"test_loss": 2.0}, {"test_loss": loss}, seed=seed)
     outcome = fedrax("show", "r", "--json", "--curves", "c")
@@ -291,7 +297,7 @@ def test_losses_that_cannot_be_squared_or_summed(losses: tuple[float, float], tm
         assert data["series"][0]["points"][-1][1] == pytest.approx(row["loss"]["mean"])
 
 
-def test_what_is_not_finite_is_null_in_json(tmp_path: Path, fedrax: Any):
+def test_json_contains_null_for_nonfinite_values(tmp_path: Path, fedrax: Any):
     for seed, loss in enumerate((-1.7e308, 1.7e308)):
         make(tmp_path / "r" / str(seed), {"test_loss": loss}, seed=seed)
     (row,) = json.loads(fedrax("show", "r", "--json").out, parse_constant=pytest.fail)["methods"]
@@ -300,13 +306,13 @@ def test_what_is_not_finite_is_null_in_json(tmp_path: Path, fedrax: Any):
     assert charts_of((tmp_path / "r" / "report.html").read_text())
 
 
-def test_seeds_that_end_in_different_rounds_are_drawn_to_their_ends(tmp_path: Path):
+def test_curves_extend_to_the_longest_seed(tmp_path: Path):
     make(tmp_path / "0", {}, {"test_accuracy": 0.5}, {"test_accuracy": 0.6})
     make(tmp_path / "1", {}, {"test_accuracy": 0.5}, {}, {"test_accuracy": 0.7}, seed=1)
     assert 'class="run"' in page(gather([tmp_path]))
 
 
-def test_each_run_is_shown_once_and_seeds_together(tmp_path: Path):
+def test_runs_are_shown_once_and_grouped_by_method(tmp_path: Path):
     for seed in (0, 1):
         make(tmp_path / "runs" / f"x-seed{seed}", {"test_accuracy": 0.5}, seed=seed)
     for asked in (["runs", "runs/x-seed1"], ["runs/x-seed0", "runs/x-seed1"], ["runs/x-seed1", "runs"]):
@@ -318,7 +324,7 @@ def test_each_run_is_shown_once_and_seeds_together(tmp_path: Path):
     assert {method.label: len(method.runs) for method in methods} == {"c: tiny": 1, "runs: tiny": 2}
 
 
-def test_settings_that_are_lists_are_shown(tmp_path: Path, fedrax: Any):
+def test_list_settings_are_shown(tmp_path: Path, fedrax: Any):
     make(tmp_path / "r", {"test_accuracy": 0.5})
     deep: Any = 3
     for _ in range(50):
@@ -333,8 +339,8 @@ def test_settings_that_are_lists_are_shown(tmp_path: Path, fedrax: Any):
     assert "[3, 6]" in Page((tmp_path / "r" / "report.html").read_text()).texts
 
 
-def test_values_that_were_drawn_are_dots(tmp_path: Path):
-    """Of a file that does not say so, as earlier ones do not, they are a line."""
+def test_random_search_is_drawn_as_points(tmp_path: Path):
+    """A file without the field, as older ones are, is drawn as a line."""
     make(tmp_path / "r", {"test_accuracy": 0.5})
     trials = tuple(Trial({"algorithm.local.lr": 0.01 * k}, 1.0 + k, 1) for k in range(1, 31))
     choice = SearchResult("loss", True, trials, {"algorithm.local.lr": SearchRange(0.001, 1.0, True)})
@@ -349,20 +355,20 @@ def test_values_that_were_drawn_are_dots(tmp_path: Path):
 
 
 def section(text: str) -> str:
-    """That of the search."""
+    """The section about the search."""
     return text.split('id="hyper-parameter-search"')[1].split("</section>")[0]
 
 
 LATE = chart([ChartCurve("m", 0, [(1234567.0, 0.5, 0.0), (2345678.0, 0.6, 0.0)])], "rounds", "test accuracy")
 
 
-def test_late_rounds_keep_their_place():
+def test_ticks_of_large_round_numbers_are_distinct():
     (data,) = charts_of(LATE)
     assert [point[0] for point in data["series"][0]["points"]] == [1234567, 2345678]
     assert "m, 2345678: 0.6" in LATE
 
 
-def test_a_browser_tells_late_rounds_in_full(tmp_path: Path):
+def test_browser_shows_large_round_numbers_in_full(tmp_path: Path):
     script = resources.files("fedrax.report").joinpath("page.js").read_text("utf-8")
     moved = (
         "const s = document.querySelector('svg[data-curves]'), b = s.getBoundingClientRect();"

@@ -1,4 +1,4 @@
-"""Tables of runs that diverged, stopped early or have other metrics, and flags of one run among many."""
+"""Tables of runs that diverged, stopped early or have different metrics, and flags for single runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(rounds: int, seed: int = 0, spent: bool = False, failure: str | None = N
     return SavedRun(Path(f"seed-{seed}"), table, events, failure, spent)
 
 
-def test_budgets_that_end_in_different_rounds():
+def test_privacy_budgets_that_end_in_different_rounds_are_shown():
     state = lambda *runs: summarize(MethodRuns("m", runs), None).state  # noqa: E731
     assert state(run(7, 0, spent=True), run(9, 1, spent=True)) == "budget spent in rounds 7 to 9"
     assert state(run(40, 0), run(9, 1, spent=True)) == "finished"
@@ -39,7 +39,7 @@ def test_budgets_that_end_in_different_rounds():
     assert state(run(7, 0, spent=True), run(7, 1, spent=True)) == "budget spent in round 7"
 
 
-def test_a_run_made_twice_is_one_seed(fedrax: Callable[..., Outcome], tmp_path: Path):
+def test_repeated_runs_count_as_one_seed(fedrax: Callable[..., Outcome], tmp_path: Path):
     (made,) = group([run(4, 0), run(40, 0), run(40, 1)])
     assert [len(one.events) for one in made.runs] == [40, 40]
     (tmp_path / "x.toml").write_text(TINY)
@@ -48,7 +48,7 @@ def test_a_run_made_twice_is_one_seed(fedrax: Callable[..., Outcome], tmp_path: 
     assert '"seeds": 1' in fedrax("show", "runs", "--json").out
 
 
-def test_the_default_target_is_of_methods_that_did_not_diverge():
+def test_default_target_ignores_diverged_methods():
     good, lost = (
         MethodRuns("a", [run(40, test_accuracy=0.8)]),
         MethodRuns("b", [run(9, failure="x", test_accuracy=0.9)]),
@@ -58,7 +58,7 @@ def test_the_default_target_is_of_methods_that_did_not_diverge():
     assert target_of([MethodRuns("c", [run(40, test_accuracy=0.01)])]) == (None, False)
 
 
-def test_a_target_of_a_loss_is_called_so():
+def test_targets_of_losses_are_labeled():
     row = lambda **last: summarize(MethodRuns("m", [run(40, **last)]), 0.5)  # noqa: E731
     assert "until the test loss first" in legend(0.5, True, [row(test_loss=0.4)])
     assert "until the test accuracy first" in legend(0.5, True, [row(test_loss=0.4, test_accuracy=0.9)])
@@ -67,7 +67,7 @@ def test_a_target_of_a_loss_is_called_so():
 @pytest.mark.parametrize(
     ("loss", "says"), [(3.14159e-6, "3.142e-06"), (0.25, "0.25"), (12.3456, "12.35"), (1e30, "1e+30")]
 )
-def test_what_is_no_share_has_four_digits_whatever_its_size(loss: float, says: str):
+def test_losses_have_four_significant_digits(loss: float, says: str):
     row = summarize(MethodRuns("m", [run(40, test_loss=loss, test_auc=0.75)]), None, "test_loss")
     shown = [text for text, _ in cells([row], None, "test_loss").rows[0]]
     assert {says, f"{says} (40)", "0.7500"} <= set(shown)
@@ -88,8 +88,8 @@ RESULTS = SavedResults(
 )
 
 
-def test_a_table_for_latex():
-    """Names are escaped, the best is bold, deviations and powers of ten are set."""
+def test_latex_table():
+    """Names are escaped, the best value is bold, deviations and powers of ten are typeset."""
     begin, *lines, end = RESULTS.to_latex().splitlines()
     assert (begin, end) == (r"\begin{tabular}{llrrrrrrrrr}  % \usepackage{booktabs}", r"\end{tabular}")
     assert (lines[0], lines[2], lines[-1]) == (r"\toprule", r"\midrule", r"\bottomrule")
@@ -112,7 +112,7 @@ def test_a_table_for_latex():
     assert running[0].startswith(r"\begin{tabular}{lrrrrl}") and running[4].endswith(r"& 1 & round 7 of 40 \\")
 
 
-def test_a_method_of_many_gradients_is_named():
+def test_methods_with_more_gradients_are_noted():
     work = lambda *counts: legend(  # noqa: E731
         None,
         False,
@@ -122,7 +122,7 @@ def test_a_method_of_many_gradients_is_named():
     assert work(150, 100, 0) == "gradients: of single samples, by all clients."
 
 
-def test_a_table_as_numbers():
+def test_csv_table_contains_numbers():
     table = RESULTS.table()
     first, second = table.rows(named=True)
     assert (first["method"], first["seeds"], second["settings"], second["state"]) == (
@@ -138,7 +138,7 @@ def test_a_table_as_numbers():
     assert table.write_csv().startswith("method,settings,seeds,state,test_accuracy,test_accuracy_std,test_loss,")
 
 
-def test_rounds_as_numbers():
+def test_csv_rounds_contain_numbers():
     rounds = RESULTS.to_polars()
     assert len(rounds) == 120 and rounds.columns[:3] == ["method", "seed", "round"]
     last = rounds.filter(pl.col("test_loss").is_not_null())
@@ -155,8 +155,7 @@ def test_rounds_as_numbers():
 
 
 @pytest.mark.parametrize("flag", ["--csv", "--latex", "--markdown", "--json"])
-def test_formats_of_the_table(flag: str, fedrax: Callable[..., Outcome], tmp_path: Path):
-    """Of a comparison while it is made, and of its directory."""
+def test_show_and_compare_support_all_formats(flag: str, fedrax: Callable[..., Outcome], tmp_path: Path):
     (tmp_path / "x.toml").write_text("seeds = [0, 1]\n" + TINY.replace("rounds = 4", "rounds = 1"))
     assert fedrax("compare", "x.toml", "--out", "c", "--quiet").status == 0
     results = read_results(tmp_path / "c")
@@ -170,7 +169,7 @@ def test_formats_of_the_table(flag: str, fedrax: Callable[..., Outcome], tmp_pat
     assert refused.status == 2 and "are both given: choose one" in refused.err
 
 
-def test_an_undefined_metric_is_called_so_and_seeds_that_have_it_count():
+def test_undefined_metrics_are_labeled_and_defined_seeds_are_averaged():
     nothing: dict[str, Any] = {"test_auc": None, "test_accuracy": 0.5}
     some = MethodRuns("m", [run(40, **nothing), run(40, 1, test_auc=0.75)])
     for methods, text in ((some, "0.7500"), (MethodRuns("n", [run(40, **nothing)]), "undefined")):
@@ -181,7 +180,7 @@ def test_an_undefined_metric_is_called_so_and_seeds_that_have_it_count():
     assert SavedResults([MethodRuns("n", [run(40, **nothing)])]).table()["test_auc"].to_list() == [None]
 
 
-def test_seeds_without_a_metric_do_not_hide_the_others():
+def test_metrics_missing_in_some_seeds_are_shown():
     table = curve(MethodRuns("m", [run(3, 0, test_auc=0.5), run(3, 1, test_auc=0.7), run(3, 2)]), "test_auc")
     assert table["round"].to_list() == [3] and table["mean"].to_list() == [pytest.approx(0.6)]
     apart = curve(MethodRuns("m", [run(2, 0, test_auc=0.5), run(3, 1, test_auc=0.7)]), "test_auc")
@@ -191,16 +190,14 @@ def test_seeds_without_a_metric_do_not_hide_the_others():
 @pytest.mark.parametrize(
     ("flag", "instead"), [("--algorithm", "--algorithms adds methods"), ("--run.seed", "--seeds gives several")]
 )
-def test_flags_of_one_run_do_not_pass_unnoticed(
-    flag: str, instead: str, fedrax: Callable[..., Outcome], tmp_path: Path
-):
+def test_flags_of_single_runs_are_rejected(flag: str, instead: str, fedrax: Callable[..., Outcome], tmp_path: Path):
     (tmp_path / "x.toml").write_text(TINY)
     for flags in ([flag, "7"], [f"{flag}=7"]):
         refused = fedrax("compare", "x.toml", *flags)
         assert refused.status == 2 and instead in refused.err
 
 
-def test_a_start_that_is_no_number_does_not_replace_a_sound_one():
+def test_failed_prediction_of_a_search_value_is_skipped():
     def predict(known: Any, data: Any, classes: Any) -> Any:
         return ({"w": jnp.sqrt(data.x).sum(0)},)
 

@@ -34,10 +34,10 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_search_and_the_same_again(
+def test_repeated_search_proposes_the_same_trials(
     fedrax: Callable[..., Outcome], file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Values are those of simulations by hand on the held-out rows; a search broken off proposes the same again."""
+    """Scores equal those of separate simulations on the held-out rows; an interrupted search continues identically."""
     monkeypatch.setattr("fedrax.experiments.search.trials.should_vectorize", lambda *_: False)
     printed = fedrax("compare", file, "--out", "c")
     assert printed.status == 0, printed.err
@@ -46,7 +46,7 @@ def test_a_search_and_the_same_again(
     trials = found["methods"]["fedavg"]["trials"]
     assert found["trials"] == 6 and len(trials) == 6
     assert all(0.001 <= trial["point"]["algorithm.local.lr"] <= 1e30 for trial in trials)
-    assert any(trial["value"] is None for trial in trials)  # a step size of 1e30 diverges
+    assert any(trial["value"] is None for trial in trials)  # a learning rate of 1e30 diverges
     sound = [trial for trial in trials if trial["value"] is not None]
     best = max(sound, key=lambda trial: trial["value"])
     assert found["methods"]["fedavg"]["best"] == best["point"]
@@ -57,17 +57,17 @@ def test_a_search_and_the_same_again(
     assert best["value"] == pytest.approx(by_hand, abs=0.004)
     runs, run = [], jobs.simulate
 
-    def counted(*args: object, **options: object) -> object:
+    def counting_simulate(*args: object, **options: object) -> object:
         runs.append(options["directory"])
         if len(runs) == 4:
             raise KeyboardInterrupt
         return run(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(jobs, "simulate", counted)
+    monkeypatch.setattr(jobs, "simulate", counting_simulate)
     with pytest.raises(KeyboardInterrupt):
         compare(file, directory=tmp_path / "d")
     again = compare(file, directory=tmp_path / "d").search_results["fedavg"].trials
-    assert len(runs) == 1 + 6 + 1  # the one that was broken off begins again; six trials, and the best on all rows
+    assert len(runs) == 1 + 6 + 1  # the interrupted trial is repeated; six trials, and the best one on all rows
     assert [dict(trial.point) for trial in again] == [trial["point"] for trial in trials]
     del runs[:]
     assert compare(file, directory=tmp_path / "d").search_results["fedavg"].trials == again and not runs
@@ -80,8 +80,8 @@ def study(file: Path, grid: str, trials: int, seed: int = 0) -> OptunaStudy:
     return OptunaStudy(axes, trials, seed, lower_is_better=True)
 
 
-def made(file: Path, seed: int) -> SearchResult:
-    """Forty settings, judged by a function whose least value is at lr 0.03, 3 rounds and no weight decay."""
+def propose(file: Path, seed: int) -> SearchResult:
+    """Forty proposals, judged by a function with its minimum at lr 0.03, 3 rounds and no weight decay."""
     grid = 'algorithm.local.lr = "1e-5..10:log", run.rounds = "1..9", algorithm.local.weight_decay = ["none", 0.5]'
     one = study(file, grid, 40, seed)
     while not one.done:
@@ -98,9 +98,9 @@ def made(file: Path, seed: int) -> SearchResult:
     return one.result("loss")
 
 
-def test_proposals_come_closer_and_are_those_of_their_seed(file: Path) -> None:
-    choice = made(file, 1)
-    assert choice.trials == made(file, 1).trials != made(file, 2).trials
+def test_proposals_improve_and_depend_on_the_seed_only(file: Path) -> None:
+    choice = propose(file, 1)
+    assert choice.trials == propose(file, 1).trials != propose(file, 2).trials
     points = [trial.point for trial in choice.trials]
     assert all(1e-5 <= point["algorithm.local.lr"] <= 10 for point in points)
     assert all(type(point["run.rounds"]) is int and 1 <= point["run.rounds"] <= 9 for point in points)
@@ -113,7 +113,7 @@ def test_proposals_come_closer_and_are_those_of_their_seed(file: Path) -> None:
     assert both.startswith("warning: m, n: the best lr, 0.97, is near")
 
 
-def test_a_grid_that_is_small_enough_is_tried_whole(file: Path) -> None:
+def test_small_grid_is_tried_completely(file: Path) -> None:
     grid = 'algorithm.local.lr = [0.01, 0.3, 1.0], algorithm.local.weight_decay = ["none", 0.5]'
     for trials, sampled in ((5, True), (6, False)):
         file.write_text(f"search = {{ trials = {trials} }}\ngrid = {{ {grid} }}\n{TINY}")
@@ -121,7 +121,7 @@ def test_a_grid_that_is_small_enough_is_tried_whole(file: Path) -> None:
         assert spec.is_sampled("fedavg") is sampled and len(spec.search_runs("fedavg")) == (0 if sampled else 6)
 
 
-def test_ranges() -> None:
+def test_ranges_are_parsed() -> None:
     assert range_of("1..10", "x") == SearchRange(1, 10) and SearchRange(1, 10).is_integer
     assert range_of("1e-3..1:log", "x") == SearchRange(0.001, 1, True) and not SearchRange(0.001, 1).is_integer
     assert range_of("-1..0.5", "x") == SearchRange(-1, 0.5)
@@ -155,7 +155,7 @@ def test_malformed_searches_are_rejected(
     assert not (tmp_path / "c").exists()
 
 
-def test_without_optuna(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_optuna_is_named(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(FedraxError, match="pip install optuna"):
         compare(file, directory=tmp_path / "c")
@@ -163,10 +163,10 @@ def test_without_optuna(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_another_search_of_the_same_name_goes_elsewhere(
+def test_different_search_of_the_same_name_has_another_directory(
     fedrax: Callable[..., Outcome], file: Path, tmp_path: Path
 ) -> None:
-    """What Optuna proposes is not known beforehand: its trials are known by all that is not searched."""
+    """Optuna's proposals are not known in advance: trials are identified by all settings that are not searched."""
     file.write_text(FILE.replace("trials = 6", "trials = 2").replace("1e30", "1"))
     assert fedrax("compare", file).status == 0
     assert fedrax("compare", file).status == 0

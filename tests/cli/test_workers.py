@@ -15,12 +15,12 @@ import pytest
 from fedrax.errors import FedraxError
 from fedrax.experiments.jobs import ComparisonWatcher
 from fedrax.experiments.run_comparison import ComparisonResult, compare
-from tests.cli.conftest import SEARCHED, numbers
-from tests.compiler import compile_quickly
+from tests.cli.conftest import GRID_COMPARISON, events_by_run
+from tests.compiler import set_fast_compilation
 
 
-class Heard(ComparisonWatcher):
-    """Remembers what was said."""
+class RecordingProgress(ComparisonWatcher):
+    """Records messages."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -29,20 +29,20 @@ class Heard(ComparisonWatcher):
         self.said.append(text)
 
 
-def as_here() -> None:
-    """A worker with the devices and the compiler of this process."""
+def initialize_worker() -> None:
+    """Give a worker the devices and the compiler options of this process."""
     jax.config.update("jax_num_cpu_devices", 2)
-    compile_quickly()
+    set_fast_compilation()
 
 
 def pool() -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(2, mp_context=get_context("spawn"), initializer=as_here)
+    return ProcessPoolExecutor(2, mp_context=get_context("spawn"), initializer=initialize_worker)
 
 
 @pytest.mark.slow
-def test_a_killed_workers_run_is_taken_up(here: ComparisonResult, tmp_path: Path) -> None:
-    """One of two processes is killed in its first run; the numbers are those of the same runs here."""
-    (tmp_path / "t.toml").write_text(SEARCHED)
+def test_run_of_a_killed_worker_is_repeated(local_comparison: ComparisonResult, tmp_path: Path) -> None:
+    """One of two processes is killed during its first run; the results equal local ones."""
+    (tmp_path / "t.toml").write_text(GRID_COMPARISON)
     made: list[ProcessPoolExecutor] = []
 
     def make() -> ProcessPoolExecutor:
@@ -51,22 +51,22 @@ def test_a_killed_workers_run_is_taken_up(here: ComparisonResult, tmp_path: Path
             threading.Thread(target=kill_one, args=(made[0], tmp_path / "there"), daemon=True).start()
         return made[-1]
 
-    heard = Heard()
+    heard = RecordingProgress()
     there = compare(tmp_path / "t.toml", directory=tmp_path / "there", executor=make, watcher=heard)
     assert len(made) >= 2 and any("submitted again" in line for line in heard.said)
-    assert dict(there.search_results["fedavg"].best.point) == dict(here.search_results["fedavg"].best.point)
-    assert numbers(tmp_path / "there") == numbers(here.directory)
+    assert dict(there.search_results["fedavg"].best.point) == dict(local_comparison.search_results["fedavg"].best.point)
+    assert events_by_run(tmp_path / "there") == events_by_run(local_comparison.directory)
 
 
 def kill_one(executor: ProcessPoolExecutor, directory: Path) -> None:
-    """Kill a worker of the pool as soon as one has begun a run."""
+    """Kill a worker of the pool as soon as a run has begun."""
     while not list(directory.rglob("experiment.toml")):
         time.sleep(0.01)
     os.kill(next(iter(executor._processes)), signal.SIGKILL)
 
 
-class Fragile(ThreadPoolExecutor):
-    """Breaks with its first task."""
+class BreakingExecutor(ThreadPoolExecutor):
+    """An executor that breaks with its first task."""
 
     def submit(self, *arguments: object, **options: object):  # type: ignore[override]
         return super().submit(broken)
@@ -76,9 +76,9 @@ def broken() -> None:
     raise BrokenProcessPool("a worker was killed")
 
 
-def test_what_cannot_be_taken_up_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "t.toml").write_text(SEARCHED)
-    with Fragile(1) as fragile, pytest.raises(FedraxError, match="call again with a new one"):
+def test_repeatedly_broken_executors_are_reported(tmp_path: Path) -> None:
+    (tmp_path / "t.toml").write_text(GRID_COMPARISON)
+    with BreakingExecutor(1) as fragile, pytest.raises(FedraxError, match="call again with a new one"):
         compare(tmp_path / "t.toml", directory=tmp_path / "a", executor=fragile)
     with pytest.raises(FedraxError, match="3 executors broke"):
-        compare(tmp_path / "t.toml", directory=tmp_path / "a", executor=lambda: Fragile(1))
+        compare(tmp_path / "t.toml", directory=tmp_path / "a", executor=lambda: BreakingExecutor(1))
