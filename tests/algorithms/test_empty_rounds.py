@@ -8,7 +8,7 @@ import fedrax
 from fedrax.experiments.method_registry import find_algorithm
 from fedrax.optim.proximal import L1
 from fedrax.participation import Poisson
-from tests.contract.test_settings import NORM
+from tests.contract.test_settings import NORM_TASK
 from tests.simulation.problems import run
 
 SEED = 0
@@ -60,7 +60,7 @@ def test_weight_decay_and_prox_do_not_act_in_an_empty_round(name: str):
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("plan", ["scan", "vmap", "loop", "debug"])
 def test_empty_round_does_not_change_running_statistics(plan: str):
-    settings = {"cohort_size": 1, "participation": Poisson(), "seed": SEED, "task": NORM, "plan": plan}
+    settings = {"cohort_size": 1, "participation": Poisson(), "seed": SEED, "task": NORM_TASK, "plan": plan}
     one, two = (run(find_algorithm("fedavg")(), rounds=rounds, **settings) for rounds in (1, 2))
     assert one.events[0]["clients"] and not two.events[1]["clients"]
     assert any(np.any(leaf != 1) and np.any(leaf != 0) for leaf in jax.tree.leaves(one.statistics))

@@ -16,7 +16,7 @@ from fedrax.contract.algorithm import Algorithm
 from fedrax.optim import InverseTimeDecay, Optax
 from fedrax.optim.proximal import L1
 from fedrax.personalization import Ditto, Personalized
-from tests.contract.test_settings import NORM
+from tests.contract.test_settings import NORM_TASK
 from tests.simulation.problems import make_federation, run
 
 CARRIED = LocalSGD(optimizer=Optax.of(optax.adam), carry=True)
@@ -26,18 +26,19 @@ CARRIED = LocalSGD(optimizer=Optax.of(optax.adam), carry=True)
 @pytest.mark.parametrize("method", [SignSGD, NaiveParallelClip])
 def test_running_statistics_equal_those_of_one_fedavg_step(method: Any):
     """At a tiny learning rate, over several rounds."""
-    still, options = LocalSGD(lr=1e-9, steps=1, batch_size=6), {"task": NORM, "federation": make_federation((6,) * 8)}
-    ours, theirs = (run(m(local=still), rounds=2, **options).statistics for m in (method, FedAvg))
+    no_motion = LocalSGD(lr=1e-9, steps=1, batch_size=6)
+    options = {"task": NORM_TASK, "federation": make_federation((6,) * 8)}
+    ours, theirs = (run(m(local=no_motion), rounds=2, **options).statistics for m in (method, FedAvg))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ours, theirs)
-    before = run(method(local=still), rounds=1, **options).statistics
+    before = run(method(local=no_motion), rounds=1, **options).statistics
     assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (before, ours)), strict=True))
 
 
 def test_full_gradients_do_not_update_running_statistics():
     with pytest.raises(FedraxError, match="FedSGD does not support running statistics"):
-        run(FedSGD(), task=NORM, rounds=1)
+        run(FedSGD(), task=NORM_TASK, rounds=1)
     with pytest.raises(FedraxError, match=r"takes steps on batches: set local.batch_size"):
-        run(SignSGD(LocalSGD(batch_size="full")), task=NORM, rounds=1)
+        run(SignSGD(LocalSGD(batch_size="full")), task=NORM_TASK, rounds=1)
 
 
 @pytest.mark.parametrize(

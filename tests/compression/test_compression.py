@@ -1,4 +1,4 @@
-"""Quantized and sparse uploads: bytes sent, values at the server, and error feedback."""
+"""Quantized and sparse uploads: message sizes, values at the server, and error feedback."""
 
 from __future__ import annotations
 
@@ -27,35 +27,33 @@ LEAVES, NUMBERS = 2, MODEL_BYTES // 4
 
 
 class Server(NamedTuple):
-    """Parameters and what came up, summed over rounds."""
+    """Parameters, and the sum of all uploads."""
 
     params: Any
     total: Any
 
 
 @hyperparameters
-class NonNegativeInt(Algorithm):
-    """Uploads whole numbers that depend on client and round, so that every sum is exact."""
+class IntegerUploads(Algorithm):
+    """Uploads integers that depend on client and round, so that all sums are exact."""
 
     def init(self, params: Any, num_clients: int) -> Server:
-        """Nothing came up yet."""
         return Server(params, tree.zeros_like(params))
 
     def client(self, message: Any, state: Any, data: ClientData) -> ClientOutput:
-        """Numbers from -50 to 50."""
+        """Integers from -50 to 50."""
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(9), data.round), data.assignment.client)
         draw = lambda a: jax.random.randint(key, a.shape, -50, 51).astype(a.dtype)  # noqa: E731
         return ClientOutput(upload=jax.tree.map(draw, message))
 
     def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
-        """Add the sum over the cohort."""
         return Server(
             server.params, jax.tree.map(lambda t, m: t + jnp.round(m * cohort.size), server.total, cohort.mean)
         ), {}
 
 
-def sums(method: Algorithm, **options: Any) -> tuple[fedrax.Result, Any]:
-    """(result, what the server has summed) of four clients that always take part."""
+def run_and_sum(method: Algorithm, **options: Any) -> tuple[fedrax.Result, Any]:
+    """(result, sum of uploads at the server) of four clients that take part in all rounds."""
     result = run(method, script=Script(cohorts=[[0, 1, 2, 3]] * 5), rounds=5, **options)
     return result, (result.server.inner if hasattr(result.server, "inner") else result.server).total
 
@@ -64,15 +62,15 @@ def sums(method: Algorithm, **options: Any) -> tuple[fedrax.Result, Any]:
 
 
 def received(method: Quantized | RandomK, upload: Any, key: jax.Array) -> Any:
-    """What the server makes of an upload."""
+    """An upload as the server decodes it."""
     data = ClientData.alone(TASK, np.zeros((1, 4)), np.zeros(1, int), key, round=0, num_clients=1, cohort_size=1)
     output, _ = method.around_client(lambda *_: ClientOutput(upload=upload), (), (), (), data, True)
     return method.around_receive(lambda sent: sent, output.upload)
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
-def test_quantization_is_right_in_the_mean(bits: int):
-    """Over 4000 keys, within four and a half standard errors; never further than one level."""
+def test_quantization_is_unbiased(bits: int):
+    """Over 4000 keys, within 4.5 standard errors; each error is at most one level."""
     rng, draws = np.random.default_rng(0), 4000
     upload = {"a": jnp.asarray(rng.normal(size=(5, 7)), jnp.float32), "b": jnp.asarray([3e-4, -1e-4, 0.0])}
     method = Quantized(bits=bits)  # type: ignore[arg-type]
@@ -87,11 +85,11 @@ def test_quantization_is_right_in_the_mean(bits: int):
 
 @pytest.mark.parametrize(("bits", "up"), [(4, NUMBERS // 2 + 1), (8, NUMBERS), (16, 2 * NUMBERS)])
 def test_bytes_of_quantized_uploads(bits: int, up: int):
-    """15 numbers of 12 and 3: at four bits the odd array's last half byte counts."""
+    """Arrays of 12 and 3 entries: with four bits, the last half byte of the odd array counts."""
     assert travels(Quantized(FEDAVG, bits=bits)) == (MODEL_BYTES, up + 4 * LEAVES)  # type: ignore[arg-type]
 
 
-def test_zero_and_whole_numbers_and_short_floats_travel():
+def test_quantization_of_zeros_integers_and_bfloat16():
     upload = {"zero": jnp.zeros(3), "count": jnp.int32([7]), "short": jnp.asarray([1.0, -0.5], jnp.bfloat16)}
     got = received(Quantized(bits=16), upload, jax.random.key(0))
     np.testing.assert_array_equal(got["zero"], 0)
@@ -100,19 +98,19 @@ def test_zero_and_whole_numbers_and_short_floats_travel():
     np.testing.assert_allclose(got["short"], [1, -0.5], atol=1e-4)
 
 
-# -- the largest numbers -------------------------------------------------------------------------------------------
+# -- TopK ----------------------------------------------------------------------------------------------------------
 
 
-WRAPPED = {"alone": TopK, "inside": lambda *a: Upcycled(TopK(*a), a=0.0)}
-ON = [(plan, wrap) for wrap in WRAPPED for plan in ("scan", "vmap", "loop", "debug")]
-TOLD_APART = [("vmap", "alone"), ("debug", "alone"), ("scan", "inside"), ("loop", "inside")]
+WRAPS = {"alone": TopK, "inside": lambda *a: Upcycled(TopK(*a), a=0.0)}
+PLAN_CASES = [(plan, wrap) for wrap in WRAPS for plan in ("scan", "vmap", "loop", "debug")]
+IN_MAKE_TEST = [("vmap", "alone"), ("debug", "alone"), ("scan", "inside"), ("loop", "inside")]
 
 
 @pytest.mark.slow(keep=2)
-@pytest.mark.parametrize(("plan", "wrap"), slow_cases(ON, TOLD_APART))
-def test_what_was_sent_and_what_is_left_make_up_all_updates(plan: str, wrap: str):
-    _, everything = sums(NonNegativeInt())
-    result, sent = sums(WRAPPED[wrap](NonNegativeInt(), 0.2), plan=plan)
+@pytest.mark.parametrize(("plan", "wrap"), slow_cases(PLAN_CASES, IN_MAKE_TEST))
+def test_uploads_and_error_feedback_sum_to_all_updates(plan: str, wrap: str):
+    _, everything = run_and_sum(IntegerUploads())
+    result, sent = run_and_sum(WRAPS[wrap](IntegerUploads(), 0.2), plan=plan)
     rests = [result.client_state(client).own[0] for client in range(4)]
     jax.tree.map(
         lambda all, sent, *rest: np.testing.assert_array_equal(all, sent + sum(rest)), everything, sent, *rests
@@ -120,7 +118,7 @@ def test_what_was_sent_and_what_is_left_make_up_all_updates(plan: str, wrap: str
     assert any(np.any(leaf) for leaf in jax.tree.leaves(rests))
 
 
-def test_the_largest_are_sent():
+def test_topk_uploads_the_largest_entries():
     values = {"a": jnp.asarray([[1.0, -7.0], [3.0, 0.5]]), "b": jnp.asarray([-4.0, 2.0])}
     sent = Sparse.largest(values, 3)
     assert sorted(np.asarray(sent.indices).tolist()) == [1, 2, 4]
@@ -133,7 +131,7 @@ def test_the_largest_are_sent():
 
 
 @pytest.mark.slow
-def test_with_all_numbers_it_is_the_method_inside():
+def test_topk_of_all_entries_is_the_inner_method():
     for method in (FEDAVG, Episode(local=LOCAL, gamma=0.1)):
         whole, sparse = run(method), run(TopK(method, fraction=1.0))
         inside = [np.asarray(leaf) for leaf in jax.tree.leaves(whole.server)]
@@ -148,14 +146,16 @@ def test_bytes_of_sparse_uploads(fraction: float, k: int):
     assert travels(TopK(FEDAVG, fraction)) == (MODEL_BYTES, 8 * k)
 
 
-def test_a_share_of_numbers_is_rounded_up_and_not_by_its_rounding():
-    """0.07 x 100 is 7.000000000000001 in floats."""
+def test_fraction_of_entries_is_rounded_up_exactly():
+    """0.07 x 100 is 7.000000000000001 in float64."""
     shares = [(0.07, 7), (0.14, 14), (0.071, 8), (0.001, 1)]
     assert [len(TopK(fraction=share).compress([np.zeros(100)]).values) for share, _ in shares] == [k for _, k in shares]
 
 
-def test_each_part_travels_in_its_own_form():
-    """Quantized around TopK: whole indices, one byte a value. FedAvg's update inside SCAFFOLD's upload: sparse."""
+def test_each_part_of_an_upload_has_its_own_encoding():
+    """Quantized around TopK: uncompressed indices, one byte per value. FedAvg's update inside SCAFFOLD's upload is
+    sparse.
+    """
     assert travels(Quantized(TopK(FEDAVG, 0.2)))[1] == 3 * (4 + 1) + 4
     assert travels(TopK(Scaffold(local=LOCAL), 0.2))[1] == 3 * 8 + MODEL_BYTES
 
@@ -175,11 +175,11 @@ def test_misuse_raises_a_clear_error(method: Algorithm, sentence: str):
         run(method, rounds=1)
 
 
-# -- others --------------------------------------------------------------------------------------------------------
+# -- RandomK and signs -----------------------------------------------------------------------------------------------
 
 
-def test_random_numbers_are_right_in_the_mean():
-    """Over 4000 keys within four and a half standard errors; a fifth of 37 numbers, rounded up, at a time."""
+def test_randomk_is_unbiased():
+    """Over 4000 keys, within 4.5 standard errors; a fifth of 37 entries, rounded up, is drawn."""
     rng, draws = np.random.default_rng(0), 4000
     upload = {"a": jnp.asarray(rng.normal(size=(5, 7)), jnp.float32), "b": jnp.asarray([3.0, -1.0]), "n": jnp.int32(7)}
     method = RandomK(fraction=0.2)
@@ -194,12 +194,12 @@ def test_random_numbers_are_right_in_the_mean():
     assert (np.abs(flat.mean(0) - true[0]) <= 4.5 * flat.std(0) / np.sqrt(draws)).all()
 
 
-def test_with_all_numbers_drawn_it_is_the_method_inside():
+def test_randomk_of_all_entries_is_the_inner_method():
     one, other = (run(m, rounds=1).params for m in (FEDAVG, RandomK(FEDAVG, fraction=1.0)))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), one, other)
 
 
-def test_what_has_no_floats_left_is_not_drawn_from():
+def test_randomk_rejects_uploads_without_floats():
     with pytest.raises(FedraxError, match="the upload of Quantized has none: apply quantization outside"):
         run(RandomK(Quantized(FEDAVG)), rounds=1)
 
@@ -216,11 +216,11 @@ def test_what_has_no_floats_left_is_not_drawn_from():
     ],
     ids=["signs", "signs inside SCAFFOLD", "random", "random and short", "down", "both ways"],
 )
-def test_bytes_are_counted_as_packed(method: Algorithm, up: int, down: int):
+def test_bytes_are_those_of_the_packed_encoding(method: Algorithm, up: int, down: int):
     assert travels(method) == (down, up)
 
 
-# -- both ----------------------------------------------------------------------------------------------------------
+# -- all ---------------------------------------------------------------------------------------------------------------
 
 COMPRESSED = {
     "four bits of two phases": Quantized(Episode(local=LOCAL, gamma=0.1), bits=4),
@@ -247,13 +247,13 @@ def test_a_resumed_run_keeps_the_compression_error(tmp_path):
 
 
 class LayerCalledDense(NamedTuple):
-    """A user's model, with a layer that has the name of a method of what travels."""
+    """A model with a layer that has the name of a method of the encodings."""
 
     dense: Any
 
 
 class LayerCalledParams(NamedTuple):
-    """One with a layer that has the name of what many methods call the model itself."""
+    """A model with a layer that has the name of a field of many broadcast messages."""
 
     params: Any
 
@@ -262,7 +262,7 @@ class LayerCalledParams(NamedTuple):
 @pytest.mark.parametrize("model", [LayerCalledDense, LayerCalledParams])
 @pytest.mark.parametrize("method", [TopK(Scaffold(local=LOCAL)), EFSign(FEDAVG), TopK(FEDAVG), Ditto(FEDAVG)])
 def test_layers_may_have_any_names(method: Algorithm, model: Any):
-    """SCAFFOLD also sends the change of its control variate, in the shape of the model, which travels whole."""
+    """SCAFFOLD also uploads the change of its control variate, which has the structure of the model."""
     task = dataclasses.replace(
         TASK,
         init=lambda key: model(TASK.init(key)),

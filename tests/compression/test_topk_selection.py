@@ -1,4 +1,4 @@
-"""The largest entries of a vector against a stable sort."""
+"""Indices of the largest entries of a vector against a stable sort."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def expected(values: np.ndarray, k: int) -> np.ndarray:
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
-def test_as_a_stable_sort_finds_them(dtype: str) -> None:
-    """Vectors of distinct numbers, with many equal ones, of all zeros, and with the smallest and largest there are."""
+def test_topk_agrees_with_a_stable_sort(dtype: str) -> None:
+    """Vectors with distinct entries, many ties, zeros only, and the smallest and largest numbers of the dtype."""
     rng = np.random.default_rng(0)
     with jax.enable_x64(dtype == "float64"):
         edge = [float(jnp.finfo(dtype).tiny), float(jnp.finfo(dtype).max), np.inf, -np.inf, 0.0, -0.0, 5e-8, -2.0]
@@ -29,6 +29,6 @@ def test_as_a_stable_sort_finds_them(dtype: str) -> None:
             np.testing.assert_array_equal([largest(vector, k) for vector in vectors], wanted)
 
 
-def test_nan_counts_as_the_largest() -> None:
-    """As for ``jax.lax.top_k``: whoever sends them is found out by what arrives."""
+def test_nan_is_the_largest() -> None:
+    """As in ``jax.lax.top_k``, so that divergence is not hidden."""
     np.testing.assert_array_equal(largest(jnp.array([1.0, jnp.nan, 3.0, jnp.inf]), 2), [1, 3])

@@ -1,4 +1,4 @@
-"""Every public function called with wrong arguments, in each position, raises one clear error of fedrax."""
+"""Every public function raises one clear FedraxError for a wrong argument in each position."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ UNCHECKED = {
     "fedrax.contract.hyperparameters": "the same",
     "fedrax.data.tokenize": "called for each text of a data set; it checks its argument itself",
 }
-"""Namespaces and functions without the checks, with the reason."""
+"""Namespaces and functions without checks, with the reason."""
 
 
 def public_functions() -> dict[str, Callable]:
-    """The functions of the public namespaces, once each, and the constructors of federations, by name."""
+    """Functions of the public namespaces, each once, and constructors of federations, by name."""
     found: dict[str, Callable] = {}
     for namespace in NAMESPACES:
         for name, value in exports(namespace).items():
@@ -42,20 +42,20 @@ def public_functions() -> dict[str, Callable]:
 
 
 FUNCTIONS = public_functions()
-SMALL = {"rounds": 1, "cohort_size": 2}
+SHORT_RUN = {"rounds": 1, "cohort_size": 2}
 X, Y, OWNER = np.eye(6, 4, dtype=np.float32), np.arange(6) % 3, np.arange(6) // 2
 
 
 @functools.cache
 def examples() -> dict[str, Any]:
-    """Arguments that functions take, by the name of the parameter."""
+    """Valid arguments by the name of the parameter."""
     model = Logistic().build((4,), 3)
     task = fedrax.classification(model)
     federation = fedrax.Federation.from_arrays(X, Y, OWNER, test=(X, Y))
     params = task.init(jax.random.key(0))
     return {
         "algorithm": fedrax.FedAvg(), "algorithms": [fedrax.FedAvg()], "task": task, "federation": federation,
-        "model": model, "params": params, "settings": fedrax.Settings(**SMALL),
+        "model": model, "params": params, "settings": fedrax.Settings(**SHORT_RUN),
         "loss": lambda outputs, y: outputs[:, 0],
         "x": X, "y": Y, "client_ids": OWNER, "array": X, "share": 0.5, "path": "missing", "directory": "missing",
         "directories": "missing", "dataset": fedrax.data.load("digits"), "partition": fedrax.data.Iid(2), "seed": 0,
@@ -72,14 +72,14 @@ def examples() -> dict[str, Any]:
 
 
 def parameters(function: Callable) -> Iterator[inspect.Parameter]:
-    """The parameters that a caller gives, one each."""
+    """Parameters other than ``*args`` and ``**kwargs``."""
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             yield parameter
 
 
 def call(name: str, /, **given: Any) -> Any:
-    """Call a function with ``given`` and examples for the other parameters without a default."""
+    """Call a function with ``given``, and examples for the other required parameters."""
     function = FUNCTIONS[name]
     arguments = {p.name: examples()[p.name] for p in parameters(function) if p.default is p.empty} | given
     if name == "fedrax.flower.federate":
@@ -89,7 +89,7 @@ def call(name: str, /, **given: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_arguments_that_the_signature_does_not_take(name: str):
+def test_missing_superfluous_and_unknown_arguments_are_rejected(name: str):
     function = FUNCTIONS[name]
     few = [p for p in parameters(function) if p.default is p.empty]
     if few:
@@ -103,28 +103,28 @@ def test_arguments_that_the_signature_does_not_take(name: str):
             function(no_such=1)
 
 
-ANY = ("Any", Any, "Tree", "object", "Tree | None")
-POSITIONS = [(name, p.name, p.annotation in ANY) for name, f in FUNCTIONS.items() for p in parameters(f)]
+ANY_TYPE = ("Any", Any, "Tree", "object", "Tree | None")
+POSITIONS = [(name, p.name, p.annotation in ANY_TYPE) for name, f in FUNCTIONS.items() for p in parameters(f)]
 
 
 @pytest.mark.parametrize(
     ("name", "parameter"), [(name, parameter) for name, parameter, any_type in POSITIONS if not any_type]
 )
-def test_a_wrong_argument_is_named(name: str, parameter: str):
-    """An object of no use in place of each argument that is not of any type."""
+def test_argument_of_a_wrong_type_is_named(name: str, parameter: str):
+    """A plain object in place of each argument with a type."""
     with pytest.raises(FedraxError, match=rf"{parameter} must be .*, not an object") as caught:
         call(name, **{parameter: object()})
     assert "\n" not in str(caught.value)
 
 
-SPARED = {"fedrax.flower.federate": "it waits for clients", "fedrax.privacy.observe_client": "it compiles rounds"}
-"""Functions that an argument without a type would start, with the reason."""
-UNTYPED = [(name, parameter) for name, parameter, any_type in POSITIONS if any_type and name not in SPARED]
+NOT_CALLED = {"fedrax.flower.federate": "it waits for clients", "fedrax.privacy.observe_client": "it compiles rounds"}
+"""Functions that would run with any value of an untyped argument, with the reason."""
+UNTYPED = [(name, parameter) for name, parameter, any_type in POSITIONS if any_type and name not in NOT_CALLED]
 
 
 @pytest.mark.parametrize(("name", "parameter"), UNTYPED)
-def test_an_argument_of_any_type_raises_no_error_of_python(name: str, parameter: str):
-    """Trees, arrays, modules and files: what is no such thing is rejected by fedrax or has no effect."""
+def test_untyped_arguments_raise_fedrax_errors_only(name: str, parameter: str):
+    """Invalid trees, arrays, modules and files are rejected by fedrax or have no effect."""
     for wrong in (object(), "text", {"a": "b"}, [object()], 3, lambda: None, type("Empty", (), {})):
         with contextlib.suppress(FedraxError):
             call(name, **{parameter: wrong})
@@ -136,14 +136,14 @@ def sample(
     kind: Literal["a", "b"] = "a", path: Path | str | None = None, scores: np.ndarray | None = None,
     methods: tuple[fedrax.Algorithm, ...] = (), *, progress: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
-    """All arguments but the model."""
+    """All arguments except the model."""
     return {name: value for name, value in locals().items() if name != "model"}
 
 
 MODEL = Logistic().build((4,), 3)
 
 
-def test_numbers_and_lists_become_those_of_the_annotation():
+def test_numbers_and_lists_are_converted_to_the_annotated_type():
     given = sample(MODEL, np.int64(3), 2, "b", scores=[1, 2], progress=np.bool_(False))
     assert [type(given[name]) for name in ("count", "rate", "progress")] == [int, float, bool]
     assert given["rate"] == 2.0 and isinstance(given["scores"], np.ndarray) and given["kind"] == "b"
@@ -175,12 +175,12 @@ def test_numbers_and_lists_become_those_of_the_annotation():
         ({"modell": 1}, "unknown argument of sample: 'modell'; did you mean 'model'"),
     ],
 )
-def test_what_is_wrong_is_said(given: dict[str, Any], says: str):
+def test_messages_explain_wrong_arguments(given: dict[str, Any], says: str):
     with pytest.raises(FedraxError, match=says):
         sample(**{"model": MODEL} | given)
 
 
-def test_arguments_of_constructors_are_checked():
+def test_constructor_arguments_are_checked():
     for make, says in (
         (lambda: fedrax.optim.Optax(), "Optax needs the field transform"),
         (lambda: fedrax.FedAvg(1, 2, 3, 4, 5), r"FedAvg takes .* by position, not 5 arguments"),

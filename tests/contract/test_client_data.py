@@ -1,4 +1,4 @@
-"""What a client's local training reads: its message, its samples and the index of a local step."""
+"""Data of a client's local training: its message, its samples and the index of a local step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.simulation.problems import FEDERATION, LOCAL, TASK, make_federation, 
 PLANS = ["scan", "vmap", "loop", "debug"]
 
 
-def test_changing_the_message_in_one_client_does_not_reach_others():
+def test_message_modified_in_place_does_not_reach_other_clients():
     @hyperparameters
     class Moved(FedAvg):
         def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
@@ -40,8 +40,8 @@ def test_changing_the_message_in_one_client_does_not_reach_others():
 
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("plan", PLANS)
-def test_the_index_of_a_local_step_is_an_array_on_every_plan(plan: str):
-    """It selects a row of an array, and every local step has its own random key."""
+def test_local_step_index_is_an_array_on_every_plan(plan: str):
+    """It can index an array, and every local step has its own random key."""
 
     @hyperparameters
     class Slowing(FedAvg):
@@ -61,15 +61,15 @@ def test_the_index_of_a_local_step_is_an_array_on_every_plan(plan: str):
     assert made.events[0]["sum"] == pytest.approx(run(Slowing(LOCAL), rounds=2).events[0]["sum"], rel=1e-5)
 
 
-def test_a_client_may_take_no_local_step():
+def test_client_may_take_no_local_step():
     @hyperparameters
-    class Chance(FedAvg):
+    class OptionalTraining(FedAvg):
         def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
             steps = jnp.where(data.assignment.client % 2 == 0, 0, 2)
             result = self.local.run(data.with_steps(steps), message, mean_gradient=True)
             return ClientOutput(upload=tree.sub(result.params, message), info=result.info)
 
-    made = run(Chance(LocalSGD(lr=0.05, batch_size=2)), rounds=4)
+    made = run(OptionalTraining(LocalSGD(lr=0.05, batch_size=2)), rounds=4)
     assert all(np.isfinite(event["train_loss"]) for event in made.events) and made.stopped != "diverged"
 
 
@@ -83,8 +83,8 @@ class WithoutTheLast(FedAvg):
 
 
 @pytest.mark.parametrize("local", [LocalSGD(batch_size=2, order="stored"), LocalSGD(blocks=2, steps=6)])
-def test_with_samples_and_size_excludes_the_remaining_samples(local: LocalSGD):
-    """Each sample changes one weight of the model, so the weights that changed name the samples that were used."""
+def test_with_samples_excludes_samples_beyond_the_size(local: LocalSGD):
+    """Each sample changes one weight of the model, so that the changed weights identify the used samples."""
     rows = np.eye(8, dtype=np.float32)
     federation = fedrax.Federation.from_arrays(rows, np.ones(8, np.float32), np.arange(8) // 4)
     task = fedrax.regression(Model(lambda key: jnp.zeros(8), lambda params, x, key=None: x @ params))
@@ -95,8 +95,8 @@ def test_with_samples_and_size_excludes_the_remaining_samples(local: LocalSGD):
 
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("plan", ["scan", "vmap", "debug"])
-def test_all_samples_are_those_of_the_client_alone(plan: str):
-    """The sum over clients of different sizes contains no sample of another client."""
+def test_all_samples_contain_no_sample_of_other_clients(plan: str):
+    """Sums over clients of different sizes."""
 
     class Sums(NamedTuple):
         params: Any
@@ -136,7 +136,7 @@ MICROBATCHES = {
 @pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("federation", [FEDERATION, EQUAL], ids=["unequal", "equal"])
 @pytest.mark.parametrize("name", MICROBATCHES)
-def test_microbatches_take_the_same_steps(name: str, federation: fedrax.Federation):
+def test_microbatches_do_not_change_the_steps(name: str, federation: fedrax.Federation):
     local = dataclasses.replace(MICROBATCHES[name], lr=0.05)
     whole = dataclasses.replace(local, microbatches=1)
     for plan in ("scan", "vmap") if name == "uneven" else ("scan",):
@@ -148,8 +148,8 @@ def test_microbatches_take_the_same_steps(name: str, federation: fedrax.Federati
 
 
 @pytest.mark.filterwarnings("ignore:.*MultiSteps restarts")
-def test_microbatches_are_the_accumulation_of_optax():
-    """One step on microbatches of the first samples, and one update of an optimizer after as many of their own."""
+def test_microbatches_equal_multisteps_of_optax():
+    """One step with microbatches, and one update of ``optax.MultiSteps`` after the same microbatches."""
     rule = fedrax.optim.Optax(optax.MultiSteps(optax.sgd(0.1), 3).gradient_transformation())
     steps = LocalSGD(steps=3, batch_size=2, order="stored", optimizer=rule)
     one = LocalSGD(lr=0.1, steps=1, batch_size=6, microbatches=3, order="stored")
@@ -168,7 +168,7 @@ def test_microbatches_are_the_accumulation_of_optax():
     ids=["FedSGD", "MimeSVRG", "QFedAvg", "Scaffold"],
 )
 def test_full_gradients_are_computed_in_microbatches(method: Any):
-    """No product of the program has the rows of a whole client."""
+    """No matrix product of the program has the number of rows of a client."""
     local = LocalSGD(lr=0.05, steps=1, batch_size=4, microbatches=2)
     if method is fedrax.algorithms.FedSGD:
         local = LocalSGD(batch_size="full", microbatches=4)
@@ -181,8 +181,8 @@ def test_full_gradients_are_computed_in_microbatches(method: Any):
     assert 12 in rows(dataclasses.replace(local, microbatches=1)) and 12 not in rows(local)
 
 
-def test_activations_of_one_microbatch_are_in_memory():
-    """A sample has 40 kB of them in each of several layers, of which the backward pass reads some."""
+def test_memory_is_that_of_the_activations_of_one_microbatch():
+    """A sample has 40 kB of activations in each of several layers, some of which the backward pass reads."""
 
     def apply(scale: Any, x: Any, key: Any = None) -> Any:
         hidden = jnp.tanh(scale * jnp.outer(x.sum(1), jnp.linspace(0, 1, 10_000)))
@@ -208,8 +208,8 @@ class Normalized(nnx.Module):
         return self.out(self.norm(x))
 
 
-def test_batch_norm_sees_one_microbatch_after_another():
-    """Statistics and gradients of a batch in two halves are those of two batches."""
+def test_batch_norm_is_applied_to_each_microbatch():
+    """Statistics and gradients of a batch in two microbatches are those of two batches."""
     task = fedrax.classification(from_nnx(Normalized))
     x, y = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32), np.arange(6) % 3
     facts = {"round": 0, "num_clients": 1, "cohort_size": 1}
@@ -228,7 +228,7 @@ def test_batch_norm_sees_one_microbatch_after_another():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
 
 
-def test_microbatches_that_cannot_be_raise_a_clear_error():
+def test_invalid_microbatches_raise_a_clear_error():
     with pytest.raises(FedraxError, match=r"local.microbatches = 5 is more than the samples of a batch"):
         run(FedAvg(LocalSGD(batch_size=4, microbatches=5)))
     inner = FedAvg(LocalSGD(steps=2, batch_size=4, microbatches=2))

@@ -33,22 +33,22 @@ class Mine(fedrax.FedAvg):
 def hits(params, batch):
     return near(TASK.outputs(params, batch.x).argmax(-1), batch.y).astype(jnp.float32)
 """
-"""A cell: a method, a metric, and what they call."""
+"""A notebook cell with a method, a metric and helper functions."""
 
 
-def notebook() -> dict[str, Any]:
+def run_cell() -> dict[str, Any]:
     cells: dict[str, Any] = {"__name__": "__main__", "TASK": TASK}
     exec(compile(METHOD, "cell-1.py", "exec"), cells)
     return cells
 
 
-def moved(algorithm: fedrax.Algorithm, **options: Any) -> np.ndarray:
-    """What one round adds to the starting parameters."""
+def update_of_a_round(algorithm: fedrax.Algorithm, **options: Any) -> np.ndarray:
+    """Change of the parameters by one round."""
     result = run(algorithm, rounds=1, trajectory=True, **options)
-    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(result.params)]) - start()
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(result.params)]) - initial_parameters()
 
 
-def start() -> np.ndarray:
+def initial_parameters() -> np.ndarray:
     params = TASK.init(jax.random.fold_in(jax.random.key(0), 0))
     return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(params)])
 
@@ -56,12 +56,12 @@ def start() -> np.ndarray:
 @pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("plan", ["scan", "vmap", "loop", "debug"])
 @pytest.mark.parametrize("edit", ["STRENGTH = 3.0", "def changed(update):\n    return 3.0 * update"])
-def test_an_edited_helper_or_number(plan: str, edit: str):
-    cells = notebook()
+def test_edited_helpers_and_numbers_take_effect(plan: str, edit: str):
+    cells = run_cell()
     method = cells["Mine"](local=fedrax.LocalSGD(lr=0.05, steps=2, batch_size=2))
-    before = moved(method, plan=plan)
+    before = update_of_a_round(method, plan=plan)
     exec(compile(edit, "cell-2.py", "exec"), cells)
-    np.testing.assert_allclose(moved(method, plan=plan), 3 * before, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(update_of_a_round(method, plan=plan), 3 * before, rtol=1e-4, atol=1e-6)
 
 
 LOSS = """
@@ -95,19 +95,19 @@ def loss(params, batch, key):
     ],
     ids=["penalty", "backward"],
 )
-def test_what_a_loss_calls(plan: str, edit: str):
+def test_edited_functions_called_by_a_loss_take_effect(plan: str, edit: str):
     cells: dict[str, Any] = {"__name__": "__main__", "TASK": TASK}
     exec(compile(LOSS, "cell-1.py", "exec"), cells)
     task = fedrax.Task(TASK.init, cells["loss"], TASK.metrics)
-    before = moved(fedrax.FedAvg(), task=task, plan=plan)
+    before = update_of_a_round(fedrax.FedAvg(), task=task, plan=plan)
     exec(compile(edit, "cell-2.py", "exec"), cells)
-    after = moved(fedrax.FedAvg(), task=task, plan=plan)
+    after = update_of_a_round(fedrax.FedAvg(), task=task, plan=plan)
     assert not np.allclose(after, before, rtol=1e-3)
     fresh = fedrax.Task(TASK.init, lambda params, batch, key: cells["loss"](params, batch, key), TASK.metrics)
-    np.testing.assert_allclose(after, moved(fedrax.FedAvg(), task=fresh, plan=plan), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(after, update_of_a_round(fedrax.FedAvg(), task=fresh, plan=plan), rtol=1e-5, atol=1e-7)
 
 
-NAMED = """
+NAMED_VALUE = """
 import jax, jax.numpy as jnp, numpy as np
 VALUE = {value}
 class Own:
@@ -122,26 +122,26 @@ class Own:
     [("jax.nn.relu", "jax.nn.gelu"), ("jnp.float32", "jnp.bfloat16"), ("np.float32(1)", "np.float32(3)"),
      ("(0.5, 0.5)", "(0.9, 0.1)"), ("{'a': 1}", "{'a': 2}"), ("'sum'", "'mean'")],
 )  # fmt: skip
-def test_what_a_name_may_mean(one: str, other: str):
+def test_fingerprint_depends_on_the_values_of_global_names(one: str, other: str):
     cells: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(NAMED.replace("{value}", one), "cell-1.py", "exec"), cells)
+    exec(compile(NAMED_VALUE.replace("{value}", one), "cell-1.py", "exec"), cells)
     before = CodeFingerprint(cells["Own"])
     assert CodeFingerprint(cells["Own"]) == before
     exec(compile(f"VALUE = {other}", "cell-2.py", "exec"), cells)
     assert CodeFingerprint(cells["Own"]) != before
 
 
-def test_attributes_are_no_names():
-    """A loop over ``mu``, or data called ``x``, are not what ``self.mu`` and ``batch.x`` mean."""
+def test_fingerprint_does_not_depend_on_globals_named_like_attributes():
+    """Global variables ``mu`` and ``shape`` are not those of ``self.mu`` and ``x.shape``."""
     cells: dict[str, Any] = {"__name__": "__main__", "mu": 0.1, "shape": 3}
-    exec(compile(NAMED.replace("{value}", "0"), "cell-1.py", "exec"), cells)
+    exec(compile(NAMED_VALUE.replace("{value}", "0"), "cell-1.py", "exec"), cells)
     before = CodeFingerprint(cells["Own"])
     cells |= {"mu": 0.2, "shape": np.zeros(3)}
     assert CodeFingerprint(cells["Own"]) == before
 
 
-def test_an_edited_metric():
-    cells = notebook()
+def test_edited_metric_takes_effect():
+    cells = run_cell()
     task = fedrax.Task(TASK.init, TASK.loss, {"hits": cells["hits"]}, outputs=TASK.outputs)
     share = fedrax.simulate(fedrax.FedAvg(), task, FEDERATION, rounds=1, cohort_size=3).events[-1]["test_hits"]
     assert 0 < share < 1
@@ -150,21 +150,22 @@ def test_an_edited_metric():
     assert again == pytest.approx(1 - share)
 
 
-def test_what_was_not_edited_is_the_same():
-    """Counts, histories and fields are no edits, nor is a cell that is run again as it was."""
-    cells, other = notebook(), notebook()
+def test_fingerprint_ignores_counters_and_repeated_cells():
+    """Neither changed counters, histories and fields nor the same cell run again are edits."""
+    cells, other = run_cell(), run_cell()
     assert CodeFingerprint(cells["Mine"]()) == CodeFingerprint(cells["Mine"](local=fedrax.LocalSGD(lr=0.3)))
     assert hash(CodeFingerprint(cells["Mine"]())) == hash(CodeFingerprint(other["Mine"]())) and CodeFingerprint(
         cells["Mine"]()
     ) == CodeFingerprint(other["Mine"]())
     cells["STRENGTH"] = 2.0
     assert CodeFingerprint(cells["Mine"]()) != CodeFingerprint(other["Mine"]())
-    assert CodeFingerprint(fedrax.FedAvg()) == CodeFingerprint(fedrax.Scaffold())  # the package's own are not looked at
+    assert CodeFingerprint(fedrax.FedAvg()) == CodeFingerprint(
+        fedrax.Scaffold()
+    )  # code of fedrax itself is not fingerprinted
 
 
-def test_a_metric_that_was_edited_is_another_run(tmp_path: Any):
-    """A finished run's numbers are of the old one: they are not gone on with."""
-    cells = notebook()
+def test_finished_run_is_not_reused_after_an_edited_metric(tmp_path: Any):
+    cells = run_cell()
     task = fedrax.Task(TASK.init, TASK.loss, {"hits": cells["hits"]}, outputs=TASK.outputs)
     fedrax.simulate(fedrax.FedAvg(), task, FEDERATION, rounds=1, cohort_size=3, directory=tmp_path)
     exec(compile("def near(predicted, y):\n    return predicted != y", "cell-2.py", "exec"), cells)
@@ -172,8 +173,8 @@ def test_a_metric_that_was_edited_is_another_run(tmp_path: Any):
         fedrax.simulate(fedrax.FedAvg(), task, FEDERATION, rounds=2, cohort_size=3, directory=tmp_path, resume=True)
 
 
-def test_a_field_that_is_a_function_is_known_again(tmp_path: Any):
-    """By its name: where it lies in memory differs from process to process."""
+def test_function_fields_are_identified_by_name_across_processes(tmp_path: Any):
+    """Their addresses differ between processes."""
 
     @fedrax.hyperparameters
     class Bent(fedrax.FedAvg):

@@ -27,19 +27,19 @@ from tests.slow import slow_cases
 
 SIZES = (3, 7, 4, 12, 6, 5)
 ROUNDS, COHORT = 3, 2
-EVERY = pytest.mark.parametrize("kind", algorithms().values(), ids=algorithms().keys())
-IN_DETAIL = (Episode, Scaffold)
-"""Methods that tests/algorithms/test_plans.py follows to the last digits, on vmap and loop among other plans."""
+every_algorithm = pytest.mark.parametrize("kind", algorithms().values(), ids=algorithms().keys())
+TESTED_IN_TEST_PLANS = (Episode, Scaffold)
+"""Methods whose plans vmap and loop are compared more precisely in tests/algorithms/test_plans.py."""
 ON_PLANS = [
     pytest.param(kind, plan, id=f"{plan}-{name}")
     for plan in ("vmap in float64", "vmap", "loop", "debug")
     for name, kind in algorithms().items()
-    if not (kind in IN_DETAIL and plan in ("vmap", "loop"))
+    if not (kind in TESTED_IN_TEST_PLANS and plan in ("vmap", "loop"))
 ]
 
 
 def federation() -> Federation:
-    """Clients of unlike sizes whose labels and inputs differ."""
+    """Clients of different sizes, labels and inputs."""
     rng = np.random.default_rng(0)
     owner = np.repeat(np.arange(len(SIZES)), SIZES)
     x = (rng.normal(size=(len(owner), 4)) + 0.5 * rng.normal(size=(len(SIZES), 4))[owner]).astype(np.float32)
@@ -52,41 +52,39 @@ FEDERATION = federation()
 
 
 def run(algorithm: Algorithm, **changes: Any) -> Result:
-    """A short run."""
     settings = {"rounds": ROUNDS, "cohort_size": COHORT, "plan": "scan", "checkpoint_every": 1}
     return simulate(algorithm, TASK, FEDERATION, **(settings | changes))  # type: ignore[arg-type]
 
 
 @cache
 def reference(kind: type[Algorithm]) -> Result:
-    """What the other runs are compared with."""
+    """The run to which others are compared."""
     return run(example(kind))
 
 
 @cache
 def in_float64(kind: type[Algorithm]) -> Result:
-    """The same with clients side by side and twice the digits: one more program for the questions of both."""
+    """The run in float64 with plan vmap, which serves the tests of both."""
     return run(example(kind), plan="vmap", dtype="float64")
 
 
 def assert_close(a: Any, b: Any) -> None:
-    """The same tree up to rounding."""
+    """Assert equality of two trees up to rounding."""
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5), a, b)
 
 
-def kinds(state: Any) -> dict[str, tuple]:
-    """Shapes and types by name."""
+def shapes_and_dtypes(state: Any) -> dict[str, tuple]:
     leaves = zip(tree.leaf_names(state), jax.tree.leaves(state), strict=True)
     return {name: (a.shape, str(a.dtype)) for name, a in leaves}
 
 
 def without_times(events: list[dict]) -> list[dict]:
-    """Events as they must repeat."""
+    """Events without durations."""
     return [{k: v for k, v in event.items() if not k.startswith("seconds")} for event in events]
 
 
 class Crash:
-    """A sink that ends the run when a round is over, as a power cut would."""
+    """A sink that raises after a round, like a crash."""
 
     def __init__(self, round: int):
         self.round = round
@@ -95,7 +93,7 @@ class Crash:
         """Nothing to do."""
 
     def event(self, event: Event) -> None:
-        """Fail."""
+        """Raise after the given round."""
         if event["round"] == self.round:
             raise RuntimeError("power cut")
 
@@ -103,21 +101,21 @@ class Crash:
         """Nothing to do."""
 
 
-@EVERY
+@every_algorithm
 def test_defaults_are_in_bounds_and_explained(kind: type[Algorithm]):
     check(kind())
     assert inspect.getdoc(kind) != inspect.getdoc(Algorithm)
     assert kind.__module__.startswith("fedrax.")
 
 
-@EVERY
-def test_is_final(kind: type[Algorithm]):
+@every_algorithm
+def test_is_not_overridden(kind: type[Algorithm]):
     known = set(algorithms().values())
     assert not known.intersection(kind.__mro__[1:]), "a method of the package overrides another one"
 
 
-@EVERY
-def test_is_a_pytree_with_its_numbers_as_leaves(kind: type[Algorithm]):
+@every_algorithm
+def test_is_a_pytree_with_its_floats_as_leaves(kind: type[Algorithm]):
     algorithm = example(kind)
     leaves, structure = jax.tree.flatten(algorithm)
     assert structure.unflatten(leaves) == algorithm
@@ -127,10 +125,10 @@ def test_is_a_pytree_with_its_numbers_as_leaves(kind: type[Algorithm]):
 
 
 @pytest.mark.slow(keep=5)
-@EVERY
-def test_training_moves_and_is_counted(kind: type[Algorithm]):
+@every_algorithm
+def test_training_moves_the_parameters_and_is_counted(kind: type[Algorithm]):
     result = reference(kind)
-    assert any(np.any(np.asarray(leaf) != 0) for leaf in jax.tree.leaves(result.params))  # it starts at zero
+    assert any(np.any(np.asarray(leaf) != 0) for leaf in jax.tree.leaves(result.params))  # lr begins at zero
     last, size = result.events[-1], tree.num_bytes(result.params)
     sends_less = {"bytes_up": (EFSign, Quantized, RandomK, SignSGD, TopK), "bytes_down": (QuantizedBroadcast,)}
     for way, kinds_of_less in sends_less.items():
@@ -142,7 +140,7 @@ def test_training_moves_and_is_counted(kind: type[Algorithm]):
 @pytest.mark.slow(keep=6)
 @pytest.mark.parametrize(("kind", "plan"), slow_cases(ON_PLANS, len(algorithms())))
 def test_plans_agree(kind: type[Algorithm], plan: str):
-    rounds = 1 if plan == "debug" else ROUNDS  # operation by operation a round takes long
+    rounds = 1 if plan == "debug" else ROUNDS  # operations run one by one
     one = run(example(kind), rounds=rounds) if plan == "debug" else reference(kind)
     other = in_float64(kind) if plan == "vmap in float64" else run(example(kind), plan=plan, rounds=rounds)
     assert_close(other.server, one.server)
@@ -152,7 +150,7 @@ def test_plans_agree(kind: type[Algorithm], plan: str):
 
 
 @pytest.mark.slow(keep=9)
-@EVERY
+@every_algorithm
 def test_order_of_the_cohort_does_not_matter(kind: type[Algorithm]):
     sampler = cohort_sampler(Settings(cohort_size=COHORT), FEDERATION.sizes)
     backwards = Script(cohorts=[sampler.cohort(round)[::-1] for round in range(ROUNDS)])
@@ -160,21 +158,21 @@ def test_order_of_the_cohort_does_not_matter(kind: type[Algorithm]):
 
 
 @pytest.mark.slow(keep=12)
-@EVERY
+@every_algorithm
 @pytest.mark.parametrize("dtype", slow_cases(["float32", "float64"]))
 def test_states_keep_their_shapes_and_precision(kind: type[Algorithm], dtype: str):
     algorithm = example(kind)
     result = reference(kind) if dtype == "float32" else in_float64(kind)
     with jax.enable_x64(dtype == "float64"):
         params = jax.tree.map(lambda a: a.astype(dtype), TASK.init(jax.random.key(0)))
-        assert kinds(result.params) == kinds(params)
-        assert kinds(result.server) == kinds(algorithm.init(params, len(SIZES)))
+        assert shapes_and_dtypes(result.params) == shapes_and_dtypes(params)
+        assert shapes_and_dtypes(result.server) == shapes_and_dtypes(algorithm.init(params, len(SIZES)))
         for client in range(len(SIZES)):
-            assert kinds(result.client_state(client)) == kinds(algorithm.init_client(params))
+            assert shapes_and_dtypes(result.client_state(client)) == shapes_and_dtypes(algorithm.init_client(params))
 
 
 @pytest.mark.slow(keep=9)
-@EVERY
+@every_algorithm
 def test_resumed_run_equals_the_uninterrupted_one(kind: type[Algorithm], tmp_path: Path):
     algorithm, whole = example(kind), reference(kind)
     with pytest.raises(RuntimeError, match="power cut"):
@@ -185,8 +183,8 @@ def test_resumed_run_equals_the_uninterrupted_one(kind: type[Algorithm], tmp_pat
     jax.tree.map(np.testing.assert_array_equal, resumed.server, whole.server)
 
 
-@EVERY
-def test_experiment_file_gives_it_back(kind: type[Algorithm], tmp_path: Path):
+@every_algorithm
+def test_experiment_file_restores_it(kind: type[Algorithm], tmp_path: Path):
     spec = Experiment(algorithm=example(kind))
     experiment.write(spec, tmp_path / "experiment.toml")
     assert experiment.read(tmp_path / "experiment.toml").algorithm == spec.algorithm

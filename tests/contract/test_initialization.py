@@ -1,4 +1,4 @@
-"""Initial parameters: one compiled program for runs with equal initializers, and never those of another run."""
+"""Initial parameters: one compiled program for equal initializers, and never the parameters of another task."""
 
 from concurrent.futures import Future
 
@@ -13,7 +13,7 @@ from fedrax.contract.initialization import initial_parameters
 from fedrax.models import MLP
 
 
-def own_task(init: object) -> Task:
+def task_with_init(init: object) -> Task:
     return Task(init, lambda params, batch, key: batch.x @ params["w"])  # type: ignore[arg-type]
 
 
@@ -26,15 +26,15 @@ def test_initialization_is_compiled_once_for_all_seeds_and_equal_tasks():
     assert initialization._cached_init.cache_info().misses == before + 1
 
 
-def test_another_scale_is_another_program():
+def test_different_scale_is_not_shared():
     for scale in (1.0, 2.0):
-        task = own_task(lambda key, scale=scale: {"w": scale * jax.random.normal(key, (4,))})
+        task = task_with_init(lambda key, scale=scale: {"w": scale * jax.random.normal(key, (4,))})
         drawn = initial_parameters(task, jax.random.key(3), None)["w"]
         np.testing.assert_allclose(drawn, scale * jax.random.normal(jax.random.key(3), (4,)), rtol=1e-6)
 
 
-def test_a_compilation_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch):
-    task = own_task(lambda key: {"w": 3 * jax.random.uniform(key, (5,))})
+def test_failed_compilation_is_repeated(monkeypatch: pytest.MonkeyPatch):
+    task = task_with_init(lambda key: {"w": 3 * jax.random.uniform(key, (5,))})
     failed: Future = Future()
     failed.set_exception(MemoryError("none left"))
     with monkeypatch.context() as patch:
@@ -44,19 +44,19 @@ def test_a_compilation_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatc
     assert initial_parameters(task, jax.random.key(0), None)["w"].shape == (5,)
 
 
-def test_numbers_that_come_from_elsewhere_are_those_of_each_task():
-    """A start of NumPy's own generator is another one in each task, though their programs read alike."""
+def test_initializers_with_numpy_generators_are_not_shared():
+    """NumPy's generator draws different parameters for each task, although their programs have the same text."""
     numbers = np.random.default_rng(0)
     for make in (
-        lambda: own_task(lambda key: {"w": jnp.asarray(numbers.normal(size=4))}),
-        lambda: own_task(lambda key: {"w": jax.pure_callback(numbers.normal, jnp.zeros(()), 0.0) * jnp.ones(4)}),
+        lambda: task_with_init(lambda key: {"w": jnp.asarray(numbers.normal(size=4))}),
+        lambda: task_with_init(lambda key: {"w": jax.pure_callback(numbers.normal, jnp.zeros(()), 0.0) * jnp.ones(4)}),
     ):
         one, other = (np.asarray(initial_parameters(make(), jax.random.key(0), None)["w"]) for _ in range(2))
         assert not np.array_equal(one, other)
 
 
-def test_given_parameters_that_are_not_finite_are_rejected():
-    task = own_task(lambda key: {"w": jnp.zeros(4)})
+def test_nonfinite_given_parameters_are_rejected():
+    task = task_with_init(lambda key: {"w": jnp.zeros(4)})
     for spoiled in (np.array([0, np.nan, 0, 0], np.float32), jnp.array([jnp.inf, 0, 0, 0], jnp.bfloat16)):
         with pytest.raises(FedraxError, match="the initial parameters are not finite: w has entries"):
             initial_parameters(task, jax.random.key(0), {"w": spoiled})

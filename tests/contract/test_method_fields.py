@@ -63,7 +63,7 @@ def test_enumeration_fields_are_checked_and_read_from_files(tmp_path: Path):
 
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("options", [{"plan": "debug"}, {"plan": "loop"}, {"devices": 1}], ids=str)
-def test_a_field_may_hold_the_parameters_of_an_earlier_run(options: dict[str, Any]):
+def test_field_may_contain_parameters(options: dict[str, Any]):
     @hyperparameters
     class Towards(FedAvg):
         teacher: Leaf[Any] = ()
@@ -88,13 +88,13 @@ class Weighed(FedAvg):
         return output._replace(upload=tree.scale(1 - self.mu, output.upload))
 
 
-def test_a_float_field_may_be_a_numpy_scalar():
+def test_float_field_may_be_a_numpy_scalar():
     one, other = (run(Weighed(LOCAL, mu=mu), rounds=1).params for mu in (0.1, np.float32(0.1)))  # type: ignore[arg-type]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), one, other)
 
 
 @pytest.mark.slow
-def test_a_method_with_a_numpy_scalar_keeps_the_rules():
+def test_check_algorithm_accepts_numpy_scalars():
     check_algorithm(Weighed(mu=np.float32(0.1)))  # type: ignore[arg-type]
 
 
@@ -109,8 +109,8 @@ FLOATS = [
 
 
 @pytest.mark.parametrize(("cls", "name"), FLOATS, ids=lambda value: getattr(value, "__name__", value))
-def test_numbers_in_float_fields_are_floats(cls: type, name: str):
-    """Whatever their type; a field that also takes integers keeps them."""
+def test_numbers_in_float_fields_become_floats(cls: type, name: str):
+    """Of any numeric type; a field that also accepts integers keeps them."""
     given = getattr(cls, name)
     needed = {f.name: FedAvg() for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
     for kind in (np.float32, np.float64, np.array, Fraction):
@@ -122,9 +122,7 @@ def test_numbers_in_float_fields_are_floats(cls: type, name: str):
         assert value == 1 and type(value) is (int if int in kinds else float)
 
 
-def test_numbers_of_items_and_trees_of_fields():
-    """Items of tuples are converted; trees of JAX, whose leaves may be anything, are not."""
-
+def test_numbers_in_tuples_become_floats_and_trees_are_kept():
     @hyperparameters
     class Ranges:
         box: tuple[float, float] = (0.0, 1.0)
@@ -137,4 +135,4 @@ def test_numbers_of_items_and_trees_of_fields():
     assert jax.tree.leaves(jax.tree.map(lambda leaf: 0, made)) == [0, 0]
     assert type(jax.tree.leaves(jax.tree.map(lambda leaf: 0, made))[0]) is int
     assert isinstance(Ranges(rate=jax.numpy.float32(1)).rate, jax.Array)
-    assert type(FedAvg(local=LocalSGD(lr=10**400)).local.lr) is float  # infinite, which check rejects
+    assert type(FedAvg(local=LocalSGD(lr=10**400)).local.lr) is float  # infinite, which ``check`` rejects

@@ -21,8 +21,8 @@ class State(NamedTuple):
 
 
 @hyperparameters
-class Own(FedAvg):
-    """FedAvg with a server state of another structure."""
+class WithExtraState(FedAvg):
+    """FedAvg with an additional field of the server state."""
 
     def init(self, params: Any, n: int) -> State:
         return State(params, self.extra(n))
@@ -34,15 +34,15 @@ class Own(FedAvg):
         return server._replace(params=tree.add(server.params, cohort.mean)), {}
 
 
-def test_parameters_of_a_method_may_have_any_names():
-    jax.tree.map(np.testing.assert_array_equal, run(Own(LOCAL)).params, run(FedAvg(LOCAL)).params)
+def test_arguments_of_methods_may_have_any_names():
+    jax.tree.map(np.testing.assert_array_equal, run(WithExtraState(LOCAL)).params, run(FedAvg(LOCAL)).params)
 
 
-def test_numpy_arrays_in_a_state_are_kept_in_32_bits():
-    """NumPy makes 64-bit arrays, which the server state cannot keep without JAX's x64 mode."""
+def test_float64_numpy_arrays_in_a_state_become_float32():
+    """The server state cannot contain 64-bit arrays without JAX's x64 mode."""
 
     @hyperparameters
-    class Counting(Own):
+    class Counting(WithExtraState):
         def extra(self, n: int) -> Any:
             return np.zeros(n), np.log(n), np.arange(n)
 
@@ -50,9 +50,9 @@ def test_numpy_arrays_in_a_state_are_kept_in_32_bits():
     assert [leaf.dtype.itemsize for leaf in jax.tree.leaves(kept)] == [4, 4, 4]
 
 
-def test_a_state_that_starts_infinite_is_rejected():
+def test_infinite_initial_state_is_rejected():
     @hyperparameters
-    class Best(Own):
+    class Best(WithExtraState):
         def extra(self, n: int) -> Any:
             return {"best": jnp.inf}
 
@@ -62,9 +62,9 @@ def test_a_state_that_starts_infinite_is_rejected():
 
 
 @pytest.mark.parametrize("where", ["server", "client"])
-def test_a_random_key_in_a_state_is_rejected(where: str):
+def test_random_key_in_a_state_is_rejected(where: str):
     @hyperparameters
-    class Drawing(Own):
+    class Drawing(WithExtraState):
         def extra(self, n: int) -> Any:
             return jax.random.key(0) if where == "server" else ()
 
@@ -75,7 +75,7 @@ def test_a_random_key_in_a_state_is_rejected(where: str):
         run(Drawing(LOCAL))
 
 
-def test_a_client_state_that_starts_as_none_is_rejected():
+def test_initial_client_state_none_is_rejected():
     @hyperparameters
     class Later(FedAvg):
         def init_client(self, params: Any) -> Any:

@@ -26,13 +26,13 @@ FEDERATION = make_federation(test_rows=0)
 
 
 class State(NamedTuple):
-    """Of a client."""
+    """Client state."""
 
     a: Any
 
 
-class Counting(NamedTuple):
-    """Of a server."""
+class CountingServer(NamedTuple):
+    """Server state."""
 
     params: Any
     count: Any
@@ -48,30 +48,30 @@ def client(output: Callable) -> FedAvg:
     return method(client=lambda self, message, state, data: output(message, state, data))
 
 
-def stateful(first: Any, output: Callable) -> FedAvg:
-    """The same with a state."""
+def client_with_state(first: Any, output: Callable) -> FedAvg:
+    """FedAvg with a client state."""
     run = lambda self, m, s, d: ClientOutput(upload=m, state=output(s))  # noqa: E731
     return method(client=run, init_client=lambda self, params: first)
 
 
-def directed(direction: Callable, memory: Any = None) -> FedAvg:
-    """FedAvg whose local steps follow this."""
+def client_with_direction(direction: Callable, memory: Any = None) -> FedAvg:
+    """FedAvg whose local steps follow this direction."""
     return client(lambda m, s, d: ClientOutput(upload=LocalSGD(steps=2).run(d, m, direction, memory).params))
 
 
-def counted(number: Any) -> FedAvg:
-    """FedAvg whose server's info is this."""
+def server_with_info(number: Any) -> FedAvg:
+    """FedAvg whose server returns this info."""
     return method(server=lambda self, server, cohort: (server, number))
 
 
 def check(self: Any) -> None:
-    """User code that raises errors of Python."""
+    """A check that raises a Python error."""
     raise ValueError("too small")
 
 
 @dataclasses.dataclass(frozen=True)
 class Halved:
-    """A schedule that lacks the decorator."""
+    """A schedule without the decorator."""
 
     def __call__(self, round: Any) -> float:
         return 0.5
@@ -87,30 +87,32 @@ CASES = {
     "Mine.client gives the info 'test_accuracy', a name that is reserved": client(
         lambda m, s, d: ClientOutput(upload=m, info={"test_accuracy": 1.0})
     ),
-    "Mine.server gives the info 'bytes_up', a name that is reserved": counted({"bytes_up": 1.0}),
+    "Mine.server gives the info 'bytes_up', a name that is reserved": server_with_info({"bytes_up": 1.0}),
     "passes a traced value to NumPy": client(lambda m, s, d: ClientOutput(upload=jax.tree.map(np.asarray, m))),
     "asks for the truth of a traced": client(lambda m, s, d: ClientOutput(upload=m if d.size > 3 else s)),
     "as a Python index or size": client(lambda m, s, d: ClientOutput(upload=[m for _ in range(d.size)])),
     "but no client has one: define init_client": client(lambda m, s, d: ClientOutput(upload=m, state=m)),
-    r"a is of shape \(\), but init_client": stateful(State(jnp.zeros(3)), lambda s: State(1.0)),
-    "of type float32, but init_client makes it int32": stateful(State(jnp.int32(3)), lambda s: State(s.a + 0.5)),
-    "Mine.init_client returns in its state something": stateful("x", lambda s: s),
-    "Mine.init_client returns nothing: return the state": stateful(None, lambda s: ()),
+    r"a is of shape \(\), but init_client": client_with_state(State(jnp.zeros(3)), lambda s: State(1.0)),
+    "of type float32, but init_client makes it int32": client_with_state(
+        State(jnp.int32(3)), lambda s: State(s.a + 0.5)
+    ),
+    "Mine.init_client returns in its state something": client_with_state("x", lambda s: s),
+    "Mine.init_client returns nothing: return the state": client_with_state(None, lambda s: ()),
     "of type complex64, but before the round": method(
         client=lambda self, m, s, d: ClientOutput(upload=jax.tree.map(lambda a: a + 1j, m)),
         server=lambda self, s, c: (s._replace(params=c.mean), {}),
     ),
-    "a direction with a memory returns a dict, not the pair": directed(lambda g, x, step, memory: g, ()),
-    "a direction must have the tree structure": directed(lambda g, x, step: (g, ())),
-    "must return a memory with the tree structure": directed(lambda g, x, step, memory: (g, g), ()),
+    "a direction with a memory returns a dict, not the pair": client_with_direction(lambda g, x, step, memory: g, ()),
+    "a direction must have the tree structure": client_with_direction(lambda g, x, step: (g, ())),
+    "must return a memory with the tree structure": client_with_direction(lambda g, x, step, memory: (g, g), ()),
     "Mine.receive returns nothing": method(receive=lambda self, upload: None),
     "Mine.receive returns in its value something": method(receive=lambda self, upload: "x"),
     "Mine.broadcast returns in its message something": method(broadcast=lambda self, server: "x"),
     "Mine.init returns nothing without params": method(init=lambda self, params, num_clients: None),
     "Mine.server returns a Server instead of a state and its info": method(server=lambda self, s, c: s),
-    "Mine.server gives the info nothing|a state and its info": counted(None),
-    "Mine.server returns in its info something": counted({"x": "much"}),
-    r"Mine.server gives the info 'x' of shape \(3,\)": counted({"x": jnp.ones(3)}),
+    "Mine.server gives the info nothing|a state and its info": server_with_info(None),
+    "Mine.server returns in its info something": server_with_info({"x": "much"}),
+    r"Mine.server gives the info 'x' of shape \(3,\)": server_with_info({"x": jnp.ones(3)}),
     "before the round it was of shape": method(server=lambda self, server, cohort: (None, {})),
     "Mine.phases must be a tuple of one Phase": method(phases=property(lambda self: ())),
     "Mine.phases must be a tuple": method(phases=property(lambda s: Phase(s.broadcast, s.client, s.server))),
@@ -145,7 +147,7 @@ CASES = {
     r"init_client takes \(\), and is called with \(params\)": method(init_client=lambda self: ()),
     "Mine.params is a int: write def params": method(params=property(lambda self: 3)),
     "count of type float32, but before the round it was int32": method(
-        init=lambda self, params, num_clients: Counting(params, 0),
+        init=lambda self, params, num_clients: CountingServer(params, 0),
         server=lambda self, server, cohort: (server._replace(count=server.count + 0.5), {}),
     ),
     "Mine.lam has no annotation, so it is not a field: write lam: float = 0.5": method(lam=0.5),
@@ -161,7 +163,9 @@ CASES = {
     "Mine.releases gives nothing: a tuple of Release is needed": method(releases=lambda self: None),
     r"Mine \(test_misuse.py, line \d+, in check\) fails with ValueError: too small": method(check=check),
     "what Mine.with_params returns: params/output/bias is not": method(with_params=lambda self, server, params: None),
-    "in Mine's server state: output/bias is not": method(init=lambda self, p, n: Counting((p.pop("output"), p)[1], 0)),
+    "in Mine's server state: output/bias is not": method(
+        init=lambda self, p, n: CountingServer((p.pop("output"), p)[1], 0)
+    ),
     "nothing calls Mine.recieve: did you mean 'receive'": method(recieve=lambda self, upload: upload),
     "Mine.trait has no annotation, so it is not a field": method(trait=fedrax.contract.Traits()),
     "FedAvg.local must be of class LocalSGD": FedAvg(local=FedAvg()),  # type: ignore[arg-type]
@@ -175,34 +179,33 @@ CASES = {
 
 
 def helper() -> float:
-    """A helper of a user's method."""
+    """A helper of a user-defined method."""
     return 1 / 0
 
 
 @hyperparameters
 class TwoPhases(FedAvg):
-    """FedAvg after a phase that brings nothing."""
+    """FedAvg after a phase without an upload."""
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """Two."""
         before = Phase(lambda server: server.params, self.measure, self.center)
         return before, Phase(self.broadcast, self.client, self.server)
 
     def init_client(self, params: Any) -> State:
-        """What the second phase needs."""
+        """State for the second phase."""
         return State(params)
 
     def measure(self, message: Any, state: Any, data: Any) -> Any:
-        """The first phase of a client."""
+        """First phase of a client."""
         return ClientOutput(upload=message, state=state)
 
     def center(self, server: Any, cohort: Any) -> Any:
-        """The first phase of the server."""
+        """First phase of the server."""
         return server, {}
 
     def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
-        """The second phase."""
+        """Second phase of a client."""
         return super().client(message, state, data)._replace(state=State(tree.scale(0.5, state.a)))
 
 
@@ -213,19 +216,19 @@ class FailsFirst(TwoPhases):
 
 
 @hyperparameters
-class FailsBetween(TwoPhases):
+class FailsInPhaseServer(TwoPhases):
     def center(self, server: Any, cohort: Any) -> Any:
         return cohort.meen
 
 
 @hyperparameters
-class FailsBelow(TwoPhases):
+class FailsInHelper(TwoPhases):
     def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
         return ClientOutput(upload=helper())
 
 
 @hyperparameters
-class Nothing(TwoPhases):
+class ReturnsNone(TwoPhases):
     def measure(self, message: Any, state: Any, data: Any) -> Any:
         return None
 
@@ -260,9 +263,9 @@ class FailsInTheLibrary(fedrax.algorithms.MimeSVRG):
 NO_STATE = r": measure of phase 1 returned no state: write ClientOutput\(upload=..., state=...\) there$"
 PHASES = {
     FailsFirst: r"^FailsFirst \(test_misuse.py, line \d+, in measure of phase 1\) fails with ValueError: gone$",
-    FailsBetween: r"line \d+, in center of phase 1\) fails with AttributeError: .* did you mean 'mean'",
-    FailsBelow: r"^FailsBelow \(.*, in helper, called by client of phase 2\) fails with ZeroDivisionError",
-    Nothing: r"^Nothing.measure of phase 1 returns nothing instead of a ClientOutput",
+    FailsInPhaseServer: r"line \d+, in center of phase 1\) fails with AttributeError: .* did you mean 'mean'",
+    FailsInHelper: r"^FailsBelow \(.*, in helper, called by client of phase 2\) fails with ZeroDivisionError",
+    ReturnsNone: r"^Nothing.measure of phase 1 returns nothing instead of a ClientOutput",
     Stateless: r"line \d+, in client of phase 2\) fails with AttributeError: .* has no attribute 'a'" + NO_STATE,
     StatelessPair: r"in client of phase 2\) fails with ValueError: not enough values to unpack .*" + NO_STATE,
     FailsInALambda: r"in broadcast of phase 1\) fails with AttributeError: .*'parameters'",
@@ -271,12 +274,12 @@ PHASES = {
 
 
 @pytest.mark.parametrize("kind", PHASES)
-def test_an_error_in_a_phase_names_its_function(kind: type[FedAvg]):
+def test_error_in_a_phase_names_its_function(kind: type[FedAvg]):
     with pytest.raises(FedraxError, match=PHASES[kind]):
         run(kind(), FEDERATION, rounds=1, devices=1)
 
 
-def test_the_phases_themselves_are_in_order():
+def test_phases_without_errors_run():
     assert len(run(TwoPhases(), FEDERATION, rounds=1, devices=1).events) == 1
 
 
@@ -290,30 +293,30 @@ def test_misuse_raises_a_clear_error(sentence: str, use: Callable):
     assert "Traceback" not in str(caught.value)
 
 
-def test_a_number_of_pythons_is_a_number():
-    events = run(counted({"x": 1.5}), FEDERATION, rounds=2, devices=1).events
+def test_info_may_be_a_python_number():
+    events = run(server_with_info({"x": 1.5}), FEDERATION, rounds=2, devices=1).events
     assert [event["x"] for event in events] == [1.5, 1.5]
 
 
-def test_every_name_of_an_event_is_taken():
+def test_names_of_event_fields_are_reserved():
     event = run(FedAvg(local=LocalSGD(steps=1)), rounds=1, devices=1).events[0]
     assert event.keys() >= {"train_loss", "test_accuracy", "clients", "seconds"}
     reserved = ("clock", "epsilon", "epsilon_paper", "diverged", "sound", "bad", "recorded", "seconds_a_client")
     for name in (*event, *reserved):
-        if name != "gradients":  # which a method counts
+        if name != "gradients":  # a method may count its gradients itself
             with pytest.raises(FedraxError, match=f"gives the info '{name}'"):
                 checked_server(FedAvg(), 0, (jnp.ones(2), {name: 1.0}))
 
 
-def test_an_info_that_is_not_finite_is_left_out(tmp_path: Path):
-    mine = counted({"x": float("nan"), "y": float("inf"), "z": 2.0})
-    events = run(mine, FEDERATION, rounds=2, devices=1, directory=tmp_path / "run").events
+def test_nonfinite_infos_are_omitted_from_events(tmp_path: Path):
+    user_method = server_with_info({"x": float("nan"), "y": float("inf"), "z": 2.0})
+    events = run(user_method, FEDERATION, rounds=2, devices=1, directory=tmp_path / "run").events
     assert [{name: event[name] for name in "xyz" if name in event} for event in events] == [{"z": 2.0}] * 2
     lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
     assert [json.loads(line, parse_constant=pytest.fail) for line in lines] == events
 
 
-def test_an_upload_of_pythons_is_a_number():
+def test_upload_may_be_a_python_number():
     moved = lambda self, s, c: (s._replace(params=tree.scale(1 + c.mean, s.params)), {})  # noqa: E731
     ones = method(client=lambda self, m, s, d: ClientOutput(upload=1.0), server=moved)
     start = run(FedAvg(), FEDERATION, rounds=1, devices=1, trajectory=True).params
@@ -321,8 +324,8 @@ def test_an_upload_of_pythons_is_a_number():
     np.testing.assert_allclose(params["output"]["weight"], 4 * start["output"]["weight"], rtol=1e-6)
 
 
-def test_every_broken_rule_has_its_line():
-    """Also where one part is broken that the next one needs, which is then given something in its place."""
+def test_all_violations_are_reported_in_one_message():
+    """A part that is needed by the next one is replaced if it is invalid."""
     broken: dict[str, Any] = {
         "init_client": lambda self, params: "x",
         "broadcast": lambda self, server: "x",
@@ -330,10 +333,10 @@ def test_every_broken_rule_has_its_line():
         "server": lambda self, server, cohort: server,
     }
     for parts in (broken.keys(), ("client", "server"), ("init_client", "server"), ("client",), ("init_client",)):
-        mine = method(**{name: broken[name] for name in parts})
+        user_method = method(**{name: broken[name] for name in parts})
         for use in (lambda m: run(m, FEDERATION, rounds=1), check_algorithm):
             with pytest.raises(FedraxError) as caught:
-                use(mine)
+                use(user_method)
             lines = str(caught.value).splitlines()
             assert [line.partition(" ")[0] for line in lines] == [f"Mine.{name}" for name in broken if name in parts]
     both = method(client=lambda self, message: message, server=lambda self, cohort: cohort)
@@ -341,42 +344,42 @@ def test_every_broken_rule_has_its_line():
         check_algorithm(both)
 
 
-def test_consequences_of_another_error_are_not_reported():
-    """The server expects other keys than the broken client would have sent."""
-    mine = method(client=lambda self, m, s, d: m, server=lambda self, server, cohort: cohort.mean["delta"])
+def test_consequential_errors_are_not_reported():
+    """The server fails because of the client's malformed upload."""
+    user_method = method(client=lambda self, m, s, d: m, server=lambda self, server, cohort: cohort.mean["delta"])
     with pytest.raises(FedraxError) as caught:
-        check_algorithm(mine)
+        check_algorithm(user_method)
     assert str(caught.value).startswith("Mine.client returns a dict") and "\n" not in str(caught.value)
 
 
-def test_a_constant_in_the_place_of_a_property_is_no_field():
+def test_traits_may_be_a_class_attribute():
     run(method(traits=fedrax.contract.Traits(max_staleness=2)), FEDERATION, rounds=1)
 
 
-def test_helpers_with_names_like_the_contracts_are_called():
+def test_helpers_may_have_names_of_contract_functions():
     received = {"received": lambda self, m: m, "client": lambda self, m, s, d: ClientOutput(upload=self.received(m))}
     run(method(**received), FEDERATION, rounds=1)
     inner = {"received": lambda self, m: m, "receive": lambda self, upload: upload}
     run(method(**inner), FEDERATION, rounds=1)
 
 
-def test_a_method_of_some_layers_is_checked_on_a_task_that_has_them():
+def test_check_algorithm_accepts_a_task_and_its_federation():
     def client(self: Any, message: Any, state: Any, data: Any) -> ClientOutput:
         result = self.local.run(data, message)
         body = {name: tree.scale(name != "output", tree.sub(result.params[name], message[name])) for name in message}
         return ClientOutput(upload=body, info=result.info)
 
-    mine = method(client=client)
-    check_algorithm(mine, fedrax.classification(MLP(hidden=(3,)).build((4,), 3)), FEDERATION)
+    user_method = method(client=client)
+    check_algorithm(user_method, fedrax.classification(MLP(hidden=(3,)).build((4,), 3)), FEDERATION)
     with pytest.raises(FedraxError, match=r"does not move the parameters, output/bias, .* a task and a federation"):
-        check_algorithm(mine)
+        check_algorithm(user_method)
     with pytest.raises(FedraxError, match="both a task and its federation, or neither"):
-        check_algorithm(mine, TASK)
+        check_algorithm(user_method, TASK)
     with pytest.raises(FedraxError, match="federation must be a Federation or None, not a tuple: Federation"):
-        check_algorithm(mine, TASK, ())  # type: ignore[arg-type]
+        check_algorithm(user_method, TASK, ())  # type: ignore[arg-type]
 
 
-def test_a_value_kept_from_an_earlier_trace_raises_a_clear_error():
+def test_leaked_tracer_raises_a_clear_error():
     kept: list[Any] = []
 
     def leak(message: Any, state: Any, data: Any) -> ClientOutput:
@@ -388,9 +391,9 @@ def test_a_value_kept_from_an_earlier_trace_raises_a_clear_error():
         run(client(leak), FEDERATION, rounds=1)
 
 
-def test_a_class_without_the_decorator_is_rejected():
+def test_algorithm_without_decorator_is_rejected():
     class Bare(FedAvg):
-        """No decorator."""
+        """A subclass without the decorator."""
 
         extra: float = 1.0
 
@@ -399,10 +402,10 @@ def test_a_class_without_the_decorator_is_rejected():
             use(Bare(local=LocalSGD()))
 
 
-def test_a_base_without_what_it_leaves_open_is_rejected():
+def test_averaging_without_client_is_rejected():
     @fedrax.hyperparameters
     class Idle(fedrax.Averaging):
-        """No client."""
+        """A subclass without ``client``."""
 
     with pytest.raises(FedraxError, match="Idle must define client"):
         check_algorithm(Idle)
@@ -417,19 +420,19 @@ def test_a_base_without_what_it_leaves_open_is_rejected():
     ],
     ids=["zero", "not finite"],
 )
-def test_a_model_that_an_empty_round_takes_away_is_detected(server: Callable):
+def test_check_algorithm_detects_loss_of_the_model_in_an_empty_round(server: Callable):
     models = lambda self, message, state, data: ClientOutput(upload=self.local.run(data, message).params)  # noqa: E731
-    mine = method(client=models, server=server)
+    user_method = method(client=models, server=server)
     with pytest.raises(FedraxError, match="Mine loses the model in a round with an empty cohort"):
-        check_algorithm(mine)
+        check_algorithm(user_method)
 
 
 @pytest.mark.parametrize("kind", slow_cases([FedAvg, fedrax.Episode, fedrax.Upcycled, fedrax.compression.TopK]))
-def test_methods_that_keep_the_rules_pass(kind: type[fedrax.Algorithm]):
+def test_check_algorithm_accepts_valid_methods(kind: type[fedrax.Algorithm]):
     check_algorithm(kind)
 
 
-WRONG = """
+INVALID_METHOD = """
 from fedrax import FedAvg, hyperparameters
 
 @hyperparameters
@@ -439,15 +442,15 @@ class Forgetful(FedAvg):
 """
 
 
-def test_the_command_line_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    (tmp_path / "mine.py").write_text(WRONG)
+def test_command_line_prints_the_same_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "mine.py").write_text(INVALID_METHOD)
     out = tmp_path / "out"
     assert cli.main(["run", f"{tmp_path}/mine.py:Forgetful", "--out", str(out), "--model", "logistic"]) == 2
     assert "Forgetful.server returns a Server instead of a state and its info" in capsys.readouterr().err
     assert not out.exists()
 
 
-def test_a_method_of_personal_models_alone_passes():
+def test_check_algorithm_accepts_purely_personal_models():
     def client(self: Any, message: Any, state: Any, data: Any) -> ClientOutput:
         result = self.local.run(data, state)
         return ClientOutput(upload=tree.norm(result.params), state=result.params, info=result.info)
@@ -462,8 +465,8 @@ def test_a_method_of_personal_models_alone_passes():
     )
 
 
-def test_impure_methods_are_detected():
-    """It counts its calls, which compiled programs make once; and it sums up what depends on the clients' order."""
+def test_check_algorithm_detects_impure_methods():
+    """The server counts its calls, which a compiled program does only once."""
     calls = []
 
     def server(self, server, cohort):
@@ -487,8 +490,8 @@ def test_impure_methods_are_detected():
     ],
     ids=["all rows", "sum", "weights", "real", "last of the cohort", "last row"],
 )
-def test_servers_that_take_padding_for_clients_are_detected(mean: Callable, passes: bool):
-    """One method's server averages the biases of its clients by itself."""
+def test_check_algorithm_detects_servers_that_include_padding(mean: Callable, passes: bool):
+    """The server averages biases of clients from ``cohort.each``."""
 
     def client(self: Any, message: Any, state: Any, data: Any) -> ClientOutput:
         result = self.local.run(data, message)
@@ -499,11 +502,11 @@ def test_servers_that_take_padding_for_clients_are_detected(mean: Callable, pass
         empty = tree.where(cohort.size > 0, output, server.params["output"])
         return server._replace(params={"output": empty}), {}
 
-    mine = method(client=client, server=server)
+    user_method = method(client=client, server=server)
     if passes:
-        return check_algorithm(mine)
+        return check_algorithm(user_method)
     with pytest.raises(FedraxError, match=r"must mask by cohort\.real the rows of cohort\.each"):
-        check_algorithm(mine)
+        check_algorithm(user_method)
 
 
 ARGUMENTS = {
@@ -519,7 +522,7 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("says", ARGUMENTS)
-def test_what_is_given_to_simulate_and_sweep(says: str):
+def test_wrong_arguments_of_simulate_and_sweep(says: str):
     given = {"algorithm": FedAvg(), "task": TASK, "federation": FEDERATION} | ARGUMENTS[says]
     algorithm, task, federation = (given.pop(name) for name in ("algorithm", "task", "federation"))
     with pytest.raises(FedraxError, match=says):

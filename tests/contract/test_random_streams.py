@@ -17,7 +17,7 @@ ROUNDS, COHORT = 2, 3
 
 
 class Server(NamedTuple):
-    """Parameters, and the keys of two phases."""
+    """Parameters, and the recorded keys of two phases."""
 
     params: Tree
     clients: jax.Array
@@ -25,16 +25,16 @@ class Server(NamedTuple):
 
 
 @hyperparameters
-class Keys(Algorithm):
-    """Two phases; the server remembers each client's keys of both, and its own."""
+class RecordingKeys(Algorithm):
+    """A method with two phases whose server records each client's keys and its own."""
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """The same twice."""
+        """The same phase twice."""
         return tuple(Phase(self.broadcast, self.client, lambda s, c, p=p: self.noted(s, c, p)) for p in (0, 1))
 
     def init(self, params: Tree, num_clients: int) -> Server:
-        """None seen."""
+        """No keys recorded."""
         none = np.zeros((ROUNDS, 2, num_clients, 4, 2), np.uint32)
         return Server(params, jax.numpy.asarray(none), jax.numpy.zeros((ROUNDS, 2, 2, 2), "uint32"))
 
@@ -43,32 +43,31 @@ class Keys(Algorithm):
         keys = [data.key("a"), data.key("b"), data.resampled().key("a"), data.dropout_key(0)]
         return ClientOutput(upload=(), each=jax.numpy.stack([jax.random.key_data(key) for key in keys]))
 
-    def noted(self, server: Server, cohort: Cohort, p: int) -> tuple[Server, Info]:
-        """Write them down."""
+    def record(self, server: Server, cohort: Cohort, p: int) -> tuple[Server, Info]:
         clients = server.clients.at[cohort.round, p, cohort.clients].set(cohort.each, mode="drop")
         mine = jax.numpy.stack([jax.random.key_data(cohort.key(name)) for name in "ab"])
         return Server(server.params, clients, server.server.at[cohort.round, p].set(mine)), {}
 
 
 @hyperparameters
-class Around(Wrapper):
-    """Does nothing."""
+class Identity(Wrapper):
+    """A wrapper without effect."""
 
     inner: Algorithm = FedAvg()
 
 
 def keys_of(result: Any) -> tuple[np.ndarray, np.ndarray]:
-    """(of clients, of the server)."""
+    """(keys of clients, keys of the server)."""
     return np.asarray(result.server.clients), np.asarray(result.server.server)
 
 
 @pytest.fixture(scope="module")
 def keys() -> tuple[np.ndarray, np.ndarray]:
     """All keys of two rounds."""
-    return keys_of(run(Keys(), rounds=ROUNDS, cohort_size=COHORT))
+    return keys_of(run(RecordingKeys(), rounds=ROUNDS, cohort_size=COHORT))
 
 
-def test_every_purpose_client_phase_and_round_has_a_key_of_its_own(keys: tuple):
+def test_keys_differ_between_purposes_clients_phases_and_rounds(keys: tuple):
     clients, server = keys
     taken = clients[(clients != 0).any(-1)].reshape(-1, 4, 2)
     assert len(taken) == ROUNDS * 2 * COHORT
@@ -77,31 +76,36 @@ def test_every_purpose_client_phase_and_round_has_a_key_of_its_own(keys: tuple):
     assert len(drawn) == 3 * len(taken) and len({tuple(key) for key in fresh_by_phase}) == len(taken)
     assert len({tuple(key) for key in server.reshape(-1, 2)}) == ROUNDS * 2 * 2
     steps = {tuple(key) for key in taken[:, 3]}
-    assert len(steps) == ROUNDS * COHORT  # batches and dropout are the same in both phases
+    assert len(steps) == ROUNDS * COHORT  # both phases have the same keys for batches and dropout
     assert not drawn & (steps | {tuple(key) for key in server.reshape(-1, 2)})
 
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("plan", ["vmap", "loop", "debug"])
-def test_plans_draw_the_same_keys(keys: tuple, plan: str):
-    for mine, theirs in zip(keys_of(run(Keys(), rounds=ROUNDS, cohort_size=COHORT, plan=plan)), keys, strict=True):
+def test_keys_are_the_same_on_every_plan(keys: tuple, plan: str):
+    for mine, theirs in zip(
+        keys_of(run(RecordingKeys(), rounds=ROUNDS, cohort_size=COHORT, plan=plan)), keys, strict=True
+    ):
         np.testing.assert_array_equal(mine, theirs)
 
 
-def test_wrappers_around_one_another_share_no_stream(keys: tuple):
+def test_nested_wrappers_have_different_streams(keys: tuple):
     wrapped = [
-        keys_of(run(method, rounds=ROUNDS, cohort_size=COHORT)) for method in (Around(Keys()), Around(Around(Keys())))
+        keys_of(run(method, rounds=ROUNDS, cohort_size=COHORT))
+        for method in (Identity(RecordingKeys()), Identity(Identity(RecordingKeys())))
     ]
     for (clients, server), (others, other_server) in combinations([keys, *wrapped], 2):
         streams, other = ({tuple(key) for key in found[..., :3, :].reshape(-1, 2)} for found in (clients, others))
-        assert streams & other == {(0, 0)}  # of clients that took no part
-        np.testing.assert_array_equal(clients[..., 3, :], others[..., 3, :])  # steps draw as without wrappers
+        assert streams & other == {(0, 0)}  # clients that did not take part
+        np.testing.assert_array_equal(
+            clients[..., 3, :], others[..., 3, :]
+        )  # local steps have the same keys as without wrappers
         assert not {tuple(k) for k in server.reshape(-1, 2)} & {tuple(k) for k in other_server.reshape(-1, 2)}
 
 
-def test_streams_are_fixed_by_round_and_client_alone():
-    """Another method, task or cohort size does not change what a client draws."""
-    few, many = (keys_of(run(Keys(), rounds=1, script=None, cohort_size=size))[0][0, 0] for size in (3, 8))
+def test_streams_depend_on_seed_round_and_client_only():
+    """Not on the method, the task or the cohort size."""
+    few, many = (keys_of(run(RecordingKeys(), rounds=1, script=None, cohort_size=size))[0][0, 0] for size in (3, 8))
     taken = (few != 0).any((-1, -2))
     assert taken.sum() == 3
     np.testing.assert_array_equal(few[taken], many[taken])

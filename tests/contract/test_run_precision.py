@@ -31,8 +31,8 @@ class Server(NamedTuple):
 
 
 @hyperparameters
-class Scaled(Algorithm):
-    """Steps as long as the share of clients that takes part, which both sides take from what they are told."""
+class ScaledByParticipation(Algorithm):
+    """Scales local learning rate and server step by the share of participating clients."""
 
     lr: Positive = 0.1
 
@@ -51,7 +51,7 @@ class Scaled(Algorithm):
 
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("plan", ["scan", "vmap", "debug"])
-def test_losses_are_as_precise_as_the_run(plan: str) -> None:
+def test_losses_have_the_precision_of_the_run(plan: str) -> None:
     """At zero parameters the cross entropy of three classes is ln 3."""
     zeros = {"output": {"weight": np.zeros((3, 4)), "bias": np.zeros(3)}}
     event = run(FedAvg(LocalSGD(steps=1)), rounds=1, plan=plan, dtype="float64", params=zeros).events[0]
@@ -60,20 +60,20 @@ def test_losses_are_as_precise_as_the_run(plan: str) -> None:
 
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("plan", ["scan", "vmap", "debug"])
-def test_sizes_are_as_precise_as_the_run(plan: str) -> None:
-    """A step size times a size of float32 would be rounded to that, also where all else is float64."""
-    result = run(Scaled(), rounds=2, plan=plan, dtype="float64")
+def test_cohort_sizes_have_the_precision_of_the_run(plan: str) -> None:
+    """In a float64 run a float32 size would round every product with it."""
+    result = run(ScaledByParticipation(), rounds=2, plan=plan, dtype="float64")
     for last in map(np.asarray, jax.tree.leaves(result.params)):
         factor = (1 - 0.1 * 0.1 * 3 / 8) ** 2
-        first = np.round(last / factor - 1, 7)  # the starting parameters are drawn in float32
+        first = np.round(last / factor - 1, 7)  # initial parameters are drawn in float32
         assert last.dtype == np.float64
-        if not first.any():  # biases, which begin at zero
+        if not first.any():  # biases start at zero
             np.testing.assert_allclose(last, factor, rtol=1e-14)
 
 
 @hyperparameters
-class Many(Scaled):
-    """Sends several models at once."""
+class SeveralModels(ScaledByParticipation):
+    """Broadcasts several models."""
 
     local: LocalSGD = LocalSGD()
 
@@ -87,7 +87,7 @@ class Many(Scaled):
 @pytest.mark.parametrize(
     "strict", [{"jax_numpy_rank_promotion": "raise"}, {"jax_numpy_dtype_promotion": "strict"}], ids=str
 )
-def test_promotion_that_a_program_forbids_itself_is_not_forbidden_here(strict: dict[str, str]) -> None:
+def test_runs_allow_dtype_promotion_if_the_caller_forbids_it(strict: dict[str, str]) -> None:
     usual = {name: jax.config.values[name] for name in strict}
     wanted = run(Scaffold(), rounds=2).events[-1]
     try:
@@ -100,6 +100,6 @@ def test_promotion_that_a_program_forbids_itself_is_not_forbidden_here(strict: d
     assert found["train_loss"] == wanted["train_loss"]
 
 
-def test_ditto_is_not_drawn_to_several_models_at_once() -> None:
+def test_ditto_rejects_broadcasts_of_several_models() -> None:
     with pytest.raises(FedraxError, match="Ditto needs a broadcast message with the parameters"):
-        run(Ditto(Many()), rounds=1)
+        run(Ditto(SeveralModels()), rounds=1)

@@ -1,4 +1,4 @@
-"""Runs with scripted cohorts, batches and steps against plain loops in NumPy."""
+"""Runs with scripted cohorts, batches and steps against plain NumPy loops."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = RNG.integers(1, MOST + 1, (ROUNDS, SIZE))
 
 
 def rows(*shape: int) -> np.ndarray:
-    """Rows of the clients' own; some batches lack their last or last two."""
+    """Row indices of the clients; some batches lack their last one or two entries."""
     drawn = RNG.integers(0, np.array(SIZES)[COHORTS].reshape(ROUNDS, SIZE, *[1] * len(shape)), (ROUNDS, SIZE, *shape))
     short = RNG.integers(1, shape[-1] + 1, drawn.shape[:-1])
     return np.where(np.arange(shape[-1]) < short[..., None], drawn, -1)
@@ -33,7 +33,7 @@ X, Y = (np.asarray(a, np.float64 if i == 0 else int) for i, a in enumerate(FEDER
 
 
 def gradient(w: np.ndarray, client: int, rows: np.ndarray) -> np.ndarray:
-    """Of softmax regression on a batch; w: [classes, features + 1], the bias last."""
+    """Gradient of softmax regression on a batch; w is [classes, features + 1] with the bias last."""
     at = FEDERATION.offsets[client] + rows[rows >= 0]
     x = np.hstack([X[at], np.ones((len(at), 1))])
     p = np.exp(x @ w.T)
@@ -43,12 +43,12 @@ def gradient(w: np.ndarray, client: int, rows: np.ndarray) -> np.ndarray:
 
 
 def flat(params: Any) -> np.ndarray:
-    """[classes, features + 1]."""
+    """Parameters as an array [classes, features + 1]."""
     return np.hstack([np.asarray(params["output"]["weight"]), np.asarray(params["output"]["bias"])[:, None]])
 
 
-def by_hand(method: str, gamma: float | None = None) -> list[np.ndarray]:
-    """The global parameters after every round."""
+def numpy_run(method: str, gamma: float | None = None) -> list[np.ndarray]:
+    """Global parameters after every round."""
     w = np.zeros((3, 5))
     control, controls, trajectory = np.zeros_like(w), np.zeros((len(SIZES), *w.shape)), []
     for r in range(ROUNDS):
@@ -88,12 +88,12 @@ METHODS = {
 @pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("plan", ["scan", "vmap"])
-def test_a_scripted_run_is_the_plain_loop(name: str, plan: str):
+def test_scripted_run_agrees_with_numpy(name: str, plan: str):
     method, gamma = METHODS[name]
     start = jax.tree.map(lambda a: np.zeros(a.shape), TASK.init(jax.random.key(0)))
     options = {"rounds": ROUNDS, "script": SCRIPT, "dtype": "float64", "params": start, "trajectory": True}
     result = run(method, **options, plan=plan, devices=2 if plan == "scan" else 1)
-    expected = by_hand(name.split()[0], gamma)
+    expected = numpy_run(name.split()[0], gamma)
     assert len(result.trajectory) == ROUNDS
     for mine, theirs in zip(result.trajectory, expected, strict=True):
         np.testing.assert_allclose(flat(mine), theirs, rtol=1e-12, atol=1e-14)
@@ -103,7 +103,7 @@ def test_a_scripted_run_is_the_plain_loop(name: str, plan: str):
         np.testing.assert_array_equal(counted, samples.sum((1, 2)))
 
 
-def test_the_fresh_batch_alone_may_be_given_where_work_is_in_epochs():
+def test_script_may_contain_fresh_batches_only():
     method = Episode(local=LocalSGD(lr=LR, epochs=1, batch_size=ROWS), gamma=0.02)
     options = {"rounds": 2, "trajectory": True}
     one, other = (run(method, script=Script(COHORTS, fresh=fresh), **options).trajectory for fresh in (FRESH, None))
@@ -112,7 +112,7 @@ def test_the_fresh_batch_alone_may_be_given_where_work_is_in_epochs():
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("wrap", [fedrax.algorithms.upcycle, fedrax.compression.TopK], ids=["Upcycled", "TopK"])
-def test_blocks_may_be_given_to_a_method_inside_a_wrapper(wrap: Any):
+def test_scripted_blocks_reach_wrapped_methods(wrap: Any):
     local = LocalSGD(lr=0.02, steps=2, blocks=2)
     blocks = np.random.default_rng(1).integers(0, 2, (2, SIZE, 2))
     script = Script(cohorts=COHORTS[:2], blocks=blocks)
@@ -126,7 +126,7 @@ def test_blocks_may_be_given_to_a_method_inside_a_wrapper(wrap: Any):
     assert not np.allclose(flat(drawn[-1]), flat(one[-1]))
 
 
-def test_a_given_batch_besides_those_of_the_steps_is_counted_by_its_own_rows():
+def test_gradients_of_scripted_fresh_batches_are_counted():
     data = ClientData.alone(TASK, X, Y, jax.random.key(0), round=0, num_clients=1, cohort_size=1)
     steps, fresh = np.array([[0, 1, -1], [2, -1, -1]]), np.array([3, 4, 5])
     data.assignment = data.assignment._replace(batches=steps, fresh=fresh)

@@ -1,4 +1,4 @@
-"""Errors of user-defined tasks are reported before anything is compiled."""
+"""Errors of user-defined tasks are reported before compilation."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ SAYS: dict[str, tuple[Callable[[], Task], str]] = {
 
 
 @pytest.mark.parametrize("name", SAYS)
-def test_what_a_task_gets_wrong_raises_a_clear_error(name: str) -> None:
+def test_invalid_tasks_raise_a_clear_error(name: str) -> None:
     make, says = SAYS[name]
     with pytest.raises(FedraxError, match=says):
         run(make())
 
 
-def test_an_error_of_user_code_is_passed_on() -> None:
+def test_errors_of_user_code_are_passed_on() -> None:
     def broken(params: Any, batch: Any, key: Any) -> jax.Array:
         return batch.z
 
@@ -99,7 +99,7 @@ def test_an_error_of_user_code_is_passed_on() -> None:
         run(Task(zeros, broken))
 
 
-def test_an_optimizer_of_optax_is_wrapped() -> None:
+def test_unwrapped_optax_optimizer_suggests_the_wrapper() -> None:
     with pytest.raises(FedraxError, match=r"got the function adam: fedrax\.optim\.Optax\.of\(optax\.adam, \.\.\.\)"):
         run(Task(zeros, errors), optimizer=optax.adam)
 
@@ -110,7 +110,7 @@ def test_functions_among_parameters_are_rejected_with_the_remedy() -> None:
         run(Task(start, errors))
 
 
-def test_losses_of_other_libraries_need_nothing_more() -> None:
+def test_optax_losses_can_be_used_directly() -> None:
     linear = Linear().build((4,), 3)
     of_outputs = optax.softmax_cross_entropy_with_integer_labels
     one, other = (
@@ -121,8 +121,8 @@ def test_losses_of_other_libraries_need_nothing_more() -> None:
         np.testing.assert_allclose(mine, ours, rtol=1e-5, atol=1e-6)
 
 
-def test_a_loss_of_samples_in_another_type_says_which_the_parameters_have():
-    """Of a task of one's own: nobody but the loss makes samples of the parameters' type."""
+def test_dtype_errors_in_a_loss_name_the_dtypes():
+    """Samples are not converted for user-defined tasks."""
     convolved = lambda p, b, k: jax.lax.conv(b.x[:, None], p[None, None], (1,), "SAME")[:, 0, 0]  # noqa: E731
     task = Task(lambda key: jnp.ones(2), convolved)
     assert simulate(FedAvg(), task, FEDERATION, rounds=1, cohort_size=2).events
@@ -132,8 +132,8 @@ def test_a_loss_of_samples_in_another_type_says_which_the_parameters_have():
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("given", [False, True])
-def test_parameters_may_be_numbers_of_python(given: bool):
-    """As init makes them, under a trace or not, and as they are given."""
+def test_parameters_may_be_python_numbers(given: bool):
+    """Returned by ``init``, with or without tracing, and as given parameters."""
 
     def loss(params: Any, batch: Any, key: Any) -> jax.Array:
         return (batch.x @ jnp.asarray(params["w"]) + params["b"] - batch.y) ** 2
@@ -154,8 +154,8 @@ def test_parameters_may_be_numbers_of_python(given: bool):
 
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("plan", ["scan", "vmap", "loop", "debug"])
-def test_losses_that_take_samples_in_groups(plan: Any):
-    """As norms over groups of a batch and losses of pairs do."""
+def test_losses_may_group_the_samples_of_a_batch(plan: Any):
+    """For example norms over groups of a batch, and losses of pairs."""
 
     def grouped(params: Any, batch: Any, key: Any = None) -> jax.Array:
         groups = batch.x.reshape(-1, 4, 4)
@@ -168,7 +168,7 @@ def test_losses_that_take_samples_in_groups(plan: Any):
     assert np.isfinite(result.metric("test_error")).all()
 
 
-def test_statistics_must_be_named():
+def test_unnamed_statistics_are_rejected():
     def train(variables: Any, x: Any, key: Any) -> Any:
         return x @ variables.params["w"], variables.statistics + 1
 

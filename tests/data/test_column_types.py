@@ -13,7 +13,7 @@ from fedrax.errors import FedraxError
 from tests.data.text_files import write
 
 
-def test_a_column_that_is_empty_in_the_test_file(tmp_path: Path):
+def test_column_may_be_empty_in_the_test_file(tmp_path: Path):
     full = write(tmp_path / "a.csv", "x,dose,label\n1,10,a\n2,20,b\n3,30,a\n")
     empty = write(tmp_path / "b.csv", "x,dose,label\n1,,a\n2,,b\n")
     found = load("csv", path=full, test_path=empty, missing="mean")
@@ -40,8 +40,8 @@ def test_column_types_are_inferred_over_all_files_together(tmp_path: Path):
             load("csv", **files)
 
 
-def test_one_long_text_needs_no_array_of_fixed_width(tmp_path: Path):
-    """NumPy arrays of fixed-width strings would take terabytes."""
+def test_long_texts_are_not_stored_in_arrays_of_fixed_width(tmp_path: Path):
+    """One long text would make NumPy's fixed-width string arrays take terabytes."""
     rows = "ok,1,a\n" * 3000 + "z" * 2_000_000 + ",2,b\n"
     found = load("csv", path=write(tmp_path / "m.csv", "note,x,label\n" + rows))
     assert found.train.x.shape[1] == 3
@@ -51,7 +51,7 @@ def test_one_long_text_needs_no_array_of_fixed_width(tmp_path: Path):
 
 
 @pytest.mark.parametrize("labels", ["auto", "numbers", "classes"])
-def test_a_numeric_target_with_a_few_texts_is_rejected(tmp_path: Path, labels: str):
+def test_numeric_target_with_a_few_texts_is_rejected(tmp_path: Path, labels: str):
     """Otherwise every number would become a class."""
     rows = "".join(f"{i},{i / 10}\n" for i in range(8))
     path = write(tmp_path / "p.csv", f"a,price\n{rows}8,NA\n9,NA\n")
@@ -64,7 +64,7 @@ def test_a_numeric_target_with_a_few_texts_is_rejected(tmp_path: Path, labels: s
         load("csv", path=path, label="price", labels=labels)
 
 
-def test_a_numeric_partition_column_with_a_few_texts_is_rejected(tmp_path: Path):
+def test_numeric_partition_column_with_a_few_texts_is_rejected(tmp_path: Path):
     """Also with labels = "classes", where numeric labels with texts are allowed."""
     rows = "".join(f"{i},{'NA' if i == 3 else i / 2},{i % 2}\n" for i in range(9))
     path = write(tmp_path / "k.csv", "a,age,label\n" + rows)
@@ -92,18 +92,18 @@ def test_mostly_missing_numbers_are_not_categories(tmp_path: Path):
 
 
 def test_distinct_measured_integers_are_not_row_identifiers(tmp_path: Path):
-    """Sixty incomes among thousands are distinct by chance; sixty integers below ninety or in rising order are not."""
+    """Sixty incomes below 40,000 are distinct by chance; sixty integers below ninety, or in rising order, are not."""
     rng = np.random.default_rng(0)
     shuffled, incomes = rng.permutation(90)[:60], rng.choice(40_000, 60, replace=False)
     visits = np.sort(rng.choice(40_000, 60, replace=False))
     rows = "".join(f"{a},{b},{c},{i % 2}\n" for i, (a, b, c) in enumerate(zip(shuffled, incomes, visits, strict=True)))
     notes = load("csv", path=write(tmp_path / "t.csv", "patient,income,visit,label\n" + rows)).notes
-    told = [note.split("'")[1] for note in notes if "has a different integer in every row" in note]
-    assert told == ["patient", "visit"]
+    column_names = [note.split("'")[1] for note in notes if "has a different integer in every row" in note]
+    assert column_names == ["patient", "visit"]
 
 
 def test_free_text_is_rejected_as_a_category(tmp_path: Path):
-    """Newsgroup messages with line breaks; another reader tokenizes text."""
+    """Messages with line breaks, for which another reader has a tokenizer."""
     rows = "".join(f'"Hello all,\n this ""is"" message {i}\nregards",{"ab"[i % 2]}\n' for i in range(80))
     with pytest.raises(FedraxError, match="max_categories; the reader huggingface reads such texts word by word"):
         load("csv", path=write(tmp_path / "news.csv", "text,label\n" + rows))
@@ -120,6 +120,6 @@ def test_one_hot_columns_that_exceed_memory_are_rejected(tmp_path: Path):
 
 def test_one_hot_columns_that_exceed_the_process_limit_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = write(tmp_path / "n.csv", "name,label\n" + "".join(f"n{i},{'xy'[i % 2]}\n" for i in range(40)))
-    monkeypatch.setattr("fedrax.data.readers.tabular.host_memory", lambda: 4096)  # as in a container
+    monkeypatch.setattr("fedrax.data.readers.tabular.host_memory", lambda: 4096)  # for example the limit of a container
     with pytest.raises(FedraxError, match=r"'name' has 32 distinct texts; leave it out by drop\.$"):
         load("csv", path=path)

@@ -1,4 +1,4 @@
-"""CSV files with other separators, encodings, empty rows, and numbers that are names."""
+"""CSV files with other separators, encodings, empty rows, and identifiers that look like numbers."""
 
 from pathlib import Path
 
@@ -51,8 +51,8 @@ def test_empty_rows_are_ignored(path: Path, rest: str) -> None:
     assert len(load("csv", path=path, test_fraction=0.0).train.y) == rows
 
 
-def test_zeros_in_front_are_part_of_a_name(path: Path, tmp_path: Path) -> None:
-    """Three clients, which as numbers would be one; numbers without such zeros keep their order."""
+def test_leading_zeros_are_part_of_a_name(path: Path, tmp_path: Path) -> None:
+    """The three clients differ in leading zeros only; names without leading zeros are sorted as numbers."""
     path.write_text(
         "who,plz,x,label\n" + "".join(f"{who},{who},{i},0{i % 2}\n" for i, who in enumerate(["001", "01", "1"] * 4))
     )
@@ -68,13 +68,13 @@ def test_zeros_in_front_are_part_of_a_name(path: Path, tmp_path: Path) -> None:
     assert load("csv", path=path, client="who", test_fraction=0.0).client_names == ("0", "9", "10")
 
 
-def test_a_row_without_client_is_rejected_whatever_stands_for_it(path: Path) -> None:
+def test_row_without_client_is_rejected(path: Path) -> None:
     path.write_text("who,x,label\n1.5,1,0\nNaN,2,1\n2.5,3,1\n")
     with pytest.raises(FedraxError, match="'who' has missing values, which are not allowed there"):
         load("csv", path=path, client="who")
 
 
-def test_texts_that_name_the_row_are_noted(path: Path) -> None:
+def test_text_columns_with_distinct_values_are_noted(path: Path) -> None:
     path.write_text("day,ward,label\n" + "".join(f"2024-01-{i % 28 + 1},w{i % 3},{i % 2}\n" for i in range(50)))
     notes = load("csv", path=path).notes
     assert any("'day' has a different text in most rows: drop it" in note for note in notes)
@@ -83,14 +83,14 @@ def test_texts_that_name_the_row_are_noted(path: Path) -> None:
     assert any("'car' has a different text in every row: drop it" in note for note in load("csv", path=path).notes)
 
 
-def test_a_form_is_that_of_every_column(path: Path) -> None:
+def test_csv_format_applies_to_all_columns(path: Path) -> None:
     path.write_text("a|b\n1|NA\n|2\n")
     table = read_csv(path, CsvFormat("|", missing_as=("NA",)), texts=("a",))
     assert table["a"].to_list() == ["1", None] and np.isnan(table["b"].to_numpy()[0])
 
 
-def test_blanks_around_cells(tmp_path: Path):
-    """As in "39, State-gov, ?": numbers stay numbers, names of columns and texts have none."""
+def test_blanks_around_cells_are_removed(tmp_path: Path):
+    """For example "39, State-gov, ?"."""
     rows = "".join(
         f"{i}, {i % 5}, {'?' if i == 3 else 'State-gov'}, {i / 2}, {'>50K' if i % 2 else '<=50K'}\n" for i in range(20)
     )
@@ -104,11 +104,11 @@ def test_blanks_around_cells(tmp_path: Path):
     assert made.train.x[:, 0].tolist() == [1.5, 2.5, 4] and made.class_names == ("1", "2")
 
 
-@pytest.mark.parametrize("written", ["{},5", "1.00{},5", '"{},000"', "{}%", "${}", "-{},25 €"])
-def test_numbers_in_another_form(tmp_path: Path, written: str):
-    """They would be categories, one for each."""
+@pytest.mark.parametrize("number_format", ["{},5", "1.00{},5", '"{},000"', "{}%", "${}", "-{},25 €"])
+def test_numbers_with_units_or_separators_are_rejected(tmp_path: Path, number_format: str):
+    """Otherwise each number would become a category."""
     path = tmp_path / "n.csv"
-    path.write_text("price;a;label\n" + "".join(f"{written.format(i)};{i};{i % 2}\n" for i in range(1, 9)))
+    path.write_text("price;a;label\n" + "".join(f"{number_format.format(i)};{i};{i % 2}\n" for i in range(1, 9)))
     with pytest.raises(FedraxError, match=r"'price' holds texts such as .*1.*, numbers in another form: write them as"):
         load("csv", path=path, separator=";")
     assert len(load("csv", path=path, separator=";", categorical=("price",), test_fraction=0.0).feature_names) == 9
@@ -116,8 +116,8 @@ def test_numbers_in_another_form(tmp_path: Path, written: str):
         load("csv", path=path, separator=";", label="price")
 
 
-def test_whole_numbers_written_as_floats(tmp_path: Path):
-    """What pandas makes of classes of which some were missing."""
+def test_integer_labels_written_as_floats_are_noted(tmp_path: Path):
+    """pandas writes integer columns with missing values as floats."""
     path = tmp_path / "f.csv"
     path.write_text("a,label\n" + "".join(f"{i},{i % 3}.0\n" for i in range(30)))
     says = "3 distinct integers written as floats, which are read as targets"
@@ -126,44 +126,44 @@ def test_whole_numbers_written_as_floats(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("begins", "says"), [(b"PK\x03\x04", "a spreadsheet: unpack it, or save"), (b"PAR1", "huggingface reads it")]
+    ("header", "says"), [(b"PK\x03\x04", "a spreadsheet: unpack it, or save"), (b"PAR1", "huggingface reads it")]
 )
-def test_files_of_other_programs(tmp_path: Path, begins: bytes, says: str):
+def test_binary_formats_are_recognized(tmp_path: Path, header: bytes, says: str):
     path = tmp_path / "other.csv"
-    path.write_bytes(begins + bytes(100) + begins)
+    path.write_bytes(header + bytes(100) + header)
     with pytest.raises(FedraxError, match=says):
         load("csv", path=path)
 
 
-def test_names_of_columns_as_other_files_begin(path: Path) -> None:
+def test_column_names_may_look_like_the_header_of_a_binary_format(path: Path) -> None:
     path.write_text("PAR1,PAR2,label\n1,2,a\n3,4,b\n")
     assert load("csv", path=path, test_fraction=0.0).feature_names == ("PAR1", "PAR2")
-    path.write_text("x^2,x,label\n1,1,a\n4,2,b\n")  # polars would unpack it
+    path.write_text("x^2,x,label\n1,1,a\n4,2,b\n")  # polars would decompress the file
     with pytest.raises(FedraxError, match="begins with x\\^: unpack it first, or give its first column another name"):
         load("csv", path=path)
 
 
 @pytest.mark.parametrize("cells", [("1.234", "12.500", "999"), ("1,5", " 12.500", "999"), ("1.234,5", "12", "999")])
-def test_points_between_thousands_are_not_decimal_points(path: Path, cells: tuple[str, ...]) -> None:
-    """1.234 would be a thousandth of what is meant."""
+def test_thousands_separators_are_not_decimal_points(path: Path, cells: tuple[str, ...]) -> None:
+    """1.234 would be read as about one instead of a thousand."""
     path.write_text("x;label\n" + "".join(f"{cell};a\n" for cell in cells))
     with pytest.raises(FedraxError, match="numbers in another form: write them as plain numbers; categorical"):
         load("csv", path=path, separator=";", decimal=",")
 
 
-def test_texts_among_decimal_commas(path: Path) -> None:
+def test_few_texts_among_decimal_commas_are_rejected(path: Path) -> None:
     path.write_text("x;label\n1,5;a\n2,5;b\nNA;a\n")
     with pytest.raises(FedraxError, match=r"'x' holds numbers, and in 1 of 3 rows texts: 'NA'\. missing_as"):
         load("csv", path=path, separator=";", decimal=",")
 
 
-def test_few_numbers_in_another_form(path: Path) -> None:
+def test_few_numbers_with_another_decimal_separator_are_rejected(path: Path) -> None:
     path.write_text('x,label\n950,a\n870,b\n"1,200",a\n')
     with pytest.raises(FedraxError, match="'x' holds texts such as '1,200', numbers in another form"):
         load("csv", path=path)
 
 
-def test_lists_of_answers_are_texts(path: Path) -> None:
+def test_comma_separated_lists_are_texts(path: Path) -> None:
     path.write_text("q;label\n" + "1,3;a\n1,2,5;b\n" * 3)
     read = load("csv", path=path, separator=";", test_fraction=0.0)
     assert read.feature_names == ("q=1,2,5", "q=1,3")
@@ -171,20 +171,20 @@ def test_lists_of_answers_are_texts(path: Path) -> None:
 
 @pytest.mark.parametrize("blank", ["", " "])
 @pytest.mark.parametrize("digits", ["12345678901234567890", "1" * 21, "1" * 45])
-def test_long_numbers_are_not_merged(path: Path, digits: str, blank: str) -> None:
+def test_long_integers_stay_distinct(path: Path, digits: str, blank: str) -> None:
     path.write_text(f"who,x,label\n{blank}{digits},1,a\n{blank}{digits[:-1]}9,2,b\n")
     with pytest.raises(FedraxError, match="beyond 64 bits: write floats, or put a letter in front"):
         load("csv", path=path, client="who")
 
 
-def test_lines_that_end_in_carriage_returns(tmp_path: Path):
+def test_carriage_returns_as_line_ends(tmp_path: Path):
     path = tmp_path / "mac.csv"
     path.write_bytes(b"a,label\r1,x\r2,y\r")
     with pytest.raises(FedraxError, match="its lines end in carriage returns alone: save it with line feeds"):
         load("csv", path=path)
 
 
-def test_a_title_above_the_header_and_a_tab_as_it_is_typed(path: Path) -> None:
+def test_title_above_the_header_and_escaped_tab_separator(path: Path) -> None:
     path.write_text("# ages of 2024\na,b,label\n1,2,0\n2,3,1\n")
     with pytest.raises(FedraxError, match="begins with '# ages of 2024' and not with the names of its columns: remove"):
         load("csv", path=path)
@@ -198,7 +198,7 @@ def test_a_title_above_the_header_and_a_tab_as_it_is_typed(path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing_as", ["-99", "-99.0", " -99 "])
-def test_numbers_that_stand_for_missing_values_however_they_are_written(path: Path, missing_as: str) -> None:
+def test_numeric_codes_of_missing_values_match_in_any_notation(path: Path, missing_as: str) -> None:
     path.write_text("a,b,c,label\n1.5,7,-99,0\n-99.0,-99,x,1\n2.5,9,y,1\n3.5,8,x,0\n")
     read = load("csv", path=path, missing_as=(missing_as,), missing="mean", standardize="none", test_fraction=0.0)
     assert read.train.x[1, :2].tolist() == [2.5, 8]

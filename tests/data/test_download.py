@@ -1,4 +1,4 @@
-"""Downloads of published data sets from a server in this process, with small files in the published formats."""
+"""Downloads of published data sets from a local server, with small files in the published formats."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from fedrax.data.remote_files import RemoteFile, unpack_tar, unpack_zip
 from fedrax.data.sources import SOURCES
 from fedrax.errors import FedraxError
 
-REAL = Path(os.environ.get("FEDRAX_DATA", "/nowhere"))
+DATA_DIR = Path(os.environ.get("FEDRAX_DATA", "/nowhere"))
 
 
 class Server:
-    """Serves ``files`` by name, with faults."""
+    """An HTTP server for ``files``, with injected faults."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
@@ -59,14 +59,14 @@ class Server:
         threading.Thread(target=partial(self._server.serve_forever, poll_interval=0.01), daemon=True).start()
 
     def _answer(self, handler: BaseHTTPRequestHandler) -> None:
-        name, wanted = handler.path.rpartition("/")[2], handler.headers["Range"]
-        self.requests.append((name, wanted))
+        name, requested_range = handler.path.rpartition("/")[2], handler.headers["Range"]
+        self.requests.append((name, requested_range))
         if self.status != 200 or name not in self.files:
             handler.send_error(self.status if self.status != 200 else 404)
             return
         content, start = self.files[name], 0
-        if wanted and self.has_ranges:
-            start = int(wanted.removeprefix("bytes=").removesuffix("-"))
+        if requested_range and self.has_ranges:
+            start = int(requested_range.removeprefix("bytes=").removesuffix("-"))
             if start >= len(content):
                 handler.send_error(416)
                 return
@@ -122,13 +122,13 @@ def zip_of(members: dict[str, bytes]) -> bytes:
 
 
 def cifar(rows: int, labels: int) -> bytes:
-    """Records whose last label byte is the row."""
+    """Records whose last label byte is the row number."""
     head = np.stack([np.full(rows, 7, np.uint8)] * (labels - 1) + [np.arange(rows, dtype=np.uint8)], axis=1)
     return np.concatenate([head, images(rows, 3072)], axis=1).tobytes()
 
 
 def field(number: int, content: bytes) -> bytes:
-    """A field of a string or a message."""
+    """A protocol buffer field of a string or a message."""
     size, head = len(content), [number << 3 | 2]
     while size > 127:
         head, size = [*head, size & 127 | 128], size >> 7
@@ -136,7 +136,7 @@ def field(number: int, content: bytes) -> bytes:
 
 
 def example(**features: bytes) -> bytes:
-    """A tf.train.Example of serialized features."""
+    """A serialized ``tf.train.Example``."""
     entries = [field(1, field(1, name.encode()) + field(2, feature)) for name, feature in features.items()]
     return field(1, b"".join(entries))
 
@@ -154,7 +154,7 @@ def text(value: str) -> bytes:
 
 
 def database(rows: list[tuple[str, str, bytes]], folder: Path) -> bytes:
-    """A database of TensorFlow Federated, compressed: (split, client, example)."""
+    """A compressed database of TensorFlow Federated from rows (split, client, example)."""
     path = folder / "made.sqlite"
     with sqlite3.connect(path) as connection:
         connection.execute(
@@ -169,7 +169,7 @@ def database(rows: list[tuple[str, str, bytes]], folder: Path) -> bytes:
 
 
 def har(rows: int) -> bytes:
-    """UCI HAR's ZIP in a ZIP."""
+    """The nested ZIP file of UCI HAR."""
     signals = [f"{kind}_{axis}" for kind in ("body_acc", "body_gyro", "total_acc") for axis in "xyz"]
     members = {"UCI HAR Dataset/activity_labels.txt": b"1 WALKING\n2 WALKING_UPSTAIRS\n3 A\n4 B\n5 C\n6 D\n"}
 
@@ -187,7 +187,7 @@ def har(rows: int) -> bytes:
 
 
 def publish(server: Server, name: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Serve small files of a data set, with their checksums in place of the published ones."""
+    """Serve small files of a data set, with their checksums instead of the published ones."""
     folder.mkdir(exist_ok=True)
     contents: list[bytes]
     if name in ("mnist", "fashion_mnist"):
@@ -234,14 +234,14 @@ def publish(server: Server, name: str, monkeypatch: pytest.MonkeyPatch, folder: 
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_the_published_formats_are_downloaded_once_and_read(
+def test_published_formats_are_downloaded_once_and_read(
     server: Server, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(server, name, monkeypatch, tmp_path / "made")
     with pytest.raises(FedraxError, match=f"`fedrax download {name}` gets the published files"):
         load(name, tmp_path / "data")
     files = download(name, tmp_path / "data", server.url, report=print)
-    assert {path for path in (tmp_path / "data").rglob("*") if path.is_file()} == set(files)  # nothing else is left
+    assert {path for path in (tmp_path / "data").rglob("*") if path.is_file()} == set(files)  # no other files remain
     count = len(server.requests)
     assert download(name, tmp_path / "data", server.url) == files and len(server.requests) == count == len(server.files)
     CHECKS[name](load(name, tmp_path / "data"), tmp_path / "data")
@@ -267,13 +267,13 @@ def check_cifar(dataset, folder, labels: int, classes: int) -> None:
 
 def check_femnist(dataset, folder) -> None:
     assert dataset.num_classes == 62 and dataset.client_names == ("f0_00", "f1_00", "f2_00")
-    assert np.array_equal(dataset.train.x[0].ravel(), np.arange(784) % 256)  # floats were bytes divided by 255
+    assert np.array_equal(dataset.train.x[0].ravel(), np.arange(784) % 256)  # floats are bytes divided by 255
     assert (dataset.train.y % 3 == dataset.train_clients).all() and sorted(dataset.test.y) == list(range(62))
     assert load("femnist", folder, digits_only=True).num_classes == 10
 
 
 def check_shakespeare(dataset, folder) -> None:
-    """Characters are a, b, c (2, 3, 4); z is known to the test part alone."""
+    """Characters are a, b, c (2, 3, 4); z occurs in the test part only."""
     small = load("shakespeare", folder, length=3)
     assert small.client_names == ("LEAR_FOOL", "LEAR_KING") and small.vocabulary == ("a", "b", "c")
     assert small.train.x.tolist() == [[3, 0, 0], [2, 0, 0], [2, 3, 0], [2, 3, 4], [3, 4, 2]]
@@ -304,32 +304,31 @@ CHECKS: dict[str, Callable] = {
 }
 
 
-@pytest.mark.skipif(not (REAL / "mnist").is_dir(), reason="FEDRAX_DATA has no MNIST")
-def test_the_checksums_of_mnist_are_those_of_its_content(server: Server, tmp_path: Path) -> None:
-    """Whatever compressed the files."""
+@pytest.mark.skipif(not (DATA_DIR / "mnist").is_dir(), reason="FEDRAX_DATA has no MNIST")
+def test_checksums_of_mnist_do_not_depend_on_the_compression(server: Server, tmp_path: Path) -> None:
     for source in SOURCES["mnist"]:
         name = source.url.rpartition("/")[2]
-        content = (REAL / "mnist" / name).read_bytes()
+        content = (DATA_DIR / "mnist" / name).read_bytes()
         server.files[name] = gzip.compress(gzip.decompress(content), 1)
     download("mnist", tmp_path, server.url)
     assert load("mnist", tmp_path).train.y[:3].tolist() == [5, 0, 4]
 
 
-# Faults
+# Errors
 
 
 CONTENT = np.random.default_rng(0).bytes(5000)
 FILE = RemoteFile("https://example.org/a.bin", f"sha256:{hashlib.sha256(CONTENT).hexdigest()}", ("set/a.bin",))
 
 
-def test_a_wrong_checksum_leaves_nothing(server: Server, tmp_path: Path) -> None:
+def test_wrong_checksum_leaves_no_file(server: Server, tmp_path: Path) -> None:
     server.files["a.bin"] = CONTENT[:-1] + b"!"
     with pytest.raises(FedraxError, match=rf"has the SHA256 checksum \w+, and not {FILE.checksum[7:]}"):
         FILE.obtain(tmp_path, server.url)
     assert not list((tmp_path / "set").iterdir())
 
 
-def test_bytes_after_a_gzip_member_change_the_checksum_of_its_content(server: Server, tmp_path: Path) -> None:
+def test_bytes_after_a_gzip_member_are_rejected(server: Server, tmp_path: Path) -> None:
     file = RemoteFile("https://example.org/a.gz", FILE.checksum, ("set/a.gz",), of_content=True)
     server.files["a.gz"] = gzip.compress(CONTENT) + b"more"
     with pytest.raises(FedraxError, match="checksum"):
@@ -338,8 +337,8 @@ def test_bytes_after_a_gzip_member_change_the_checksum_of_its_content(server: Se
     file.obtain(tmp_path, server.url)
 
 
-def test_a_lost_connection_is_resumed(server: Server, tmp_path: Path) -> None:
-    """In the same call as long as something arrives, and otherwise in the next call."""
+def test_lost_connection_is_resumed(server: Server, tmp_path: Path) -> None:
+    """Within a call as long as bytes arrive, otherwise by the next call."""
     server.files["a.bin"], server.cuts = CONTENT, [1000, 500]
     lines: list[str] = []
     assert FILE.obtain(tmp_path, server.url, lines.append)
@@ -355,13 +354,13 @@ def test_a_lost_connection_is_resumed(server: Server, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "set").iterdir()] == ["a.bin"]
 
 
-def test_a_server_without_ranges_sends_the_file_again(server: Server, tmp_path: Path) -> None:
+def test_server_without_range_requests_sends_the_whole_file(server: Server, tmp_path: Path) -> None:
     server.files["a.bin"], server.cuts, server.has_ranges = CONTENT, [1000], False
     assert FILE.obtain(tmp_path, server.url) and (tmp_path / "set/a.bin").read_bytes() == CONTENT
 
 
-def test_a_rest_of_another_file_is_replaced(server: Server, tmp_path: Path) -> None:
-    """Or else the error would come again with each call."""
+def test_partial_download_of_another_file_is_replaced(server: Server, tmp_path: Path) -> None:
+    """Otherwise every further call would fail."""
     server.files["a.bin"] = CONTENT
     (tmp_path / "set").mkdir()
     (tmp_path / "set/.a.bin.download").write_bytes(b"x" * 6000)
@@ -371,13 +370,13 @@ def test_a_rest_of_another_file_is_replaced(server: Server, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("status", "words"), [(404, "404 Not Found; try another"), (503, "503 Service.* resumes it")])
-def test_errors_of_the_server(server: Server, tmp_path: Path, status: int, words: str) -> None:
+def test_server_errors_raise_a_clear_error(server: Server, tmp_path: Path, status: int, words: str) -> None:
     server.status = status
     with pytest.raises(FedraxError, match=words):
         FILE.obtain(tmp_path, server.url)
 
 
-def test_bad_mirrors_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_mirrors_and_names_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.bin").write_bytes(CONTENT)
     with pytest.raises(FedraxError, match="is not an http or https URL"):
         FILE.obtain(tmp_path, f"file://{tmp_path}")
@@ -390,7 +389,7 @@ def test_bad_mirrors_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         download("mnist")
 
 
-def test_two_processes_do_not_write_one_download(server: Server, tmp_path: Path) -> None:
+def test_concurrent_downloads_of_a_file_are_rejected(server: Server, tmp_path: Path) -> None:
     server.files["a.bin"] = CONTENT
     (tmp_path / "set").mkdir()
     with open(tmp_path / "set/.a.bin.download", "wb") as other:
@@ -420,7 +419,7 @@ def hostile_archives() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", hostile_archives())
-def test_archives_with_names_outside_of_them_are_rejected(server: Server, tmp_path: Path, name: str) -> None:
+def test_archives_with_paths_outside_are_rejected(server: Server, tmp_path: Path, name: str) -> None:
     content = hostile_archives()[name]
     unpack = unpack_zip if name.endswith("zip") else unpack_tar
     source = RemoteFile(f"https://x/{name}", f"md5:{hashlib.md5(content).hexdigest()}", ("in/set/a.bin",), unpack)
@@ -431,7 +430,7 @@ def test_archives_with_names_outside_of_them_are_rejected(server: Server, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["empty.tar.gz", "empty.zip", "text.tar.gz", "text.zip"])
-def test_archives_without_the_files_are_rejected(server: Server, tmp_path: Path, name: str) -> None:
+def test_archives_without_the_expected_files_are_rejected(server: Server, tmp_path: Path, name: str) -> None:
     made = tar_of({"b": b"1"}) if "tar" in name else zip_of({"b": b"1"})
     content = made if "empty" in name else b"no archive" * 100
     unpack = unpack_zip if name.endswith("zip") else unpack_tar
@@ -442,12 +441,14 @@ def test_archives_without_the_files_are_rejected(server: Server, tmp_path: Path,
     assert not list((tmp_path / "set").iterdir())
 
 
-def test_damaged_examples_and_databases(tmp_path: Path) -> None:
+def test_damaged_examples_and_databases_are_rejected(tmp_path: Path) -> None:
     whole = example(label=integer(5), pixels=floats(np.ones(3)), name=text("x"))
     found = parse_example(whole)
     assert np.asarray(found["label"]).tolist() == [5] and np.asarray(found["pixels"]).tolist() == [1, 1, 1]
     assert found["name"] == b"x"
-    unpacked = field(2, b"".join(b"\x0d" + struct.pack("<f", v) for v in (0.5, 2.0)))  # not packed, as old writers do
+    unpacked = field(
+        2, b"".join(b"\x0d" + struct.pack("<f", v) for v in (0.5, 2.0))
+    )  # unpacked encoding of old writers
     assert np.asarray(parse_example(example(x=unpacked))["x"]).tolist() == [0.5, 2.0]
     minus = field(3, b"\x08" + b"\xff" * 9 + b"\x01")
     assert np.asarray(parse_example(example(x=minus))["x"]).tolist() == [-1]
@@ -467,7 +468,7 @@ def test_damaged_examples_and_databases(tmp_path: Path) -> None:
         load("femnist", tmp_path)
 
 
-def test_the_command(
+def test_download_command(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     publish(server, "cifar10", monkeypatch, tmp_path / "made")

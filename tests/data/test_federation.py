@@ -1,4 +1,4 @@
-"""Federations: grouping, order, alignment, size."""
+"""Federations: grouping, order, alignment and size."""
 
 import sys
 from dataclasses import replace
@@ -37,11 +37,12 @@ def natural_dataset() -> Dataset:
     )
 
 
-def test_natural_clients_take_their_test_rows_along():
+def test_natural_partition_assigns_test_rows_to_clients():
     federation = Federation.from_dataset(natural_dataset(), Natural(), seed=0, shuffle=False)
     assert federation.num_clients == 3 and list(federation.sizes) == [2, 3, 1]
     assert list(federation.train.y) == [1, 4, 0, 2, 5, 3]
-    # client 1 has test row 2, client 3 rows 1 and 3, client 7 none; rows of client 9, a stranger, come last
+    # client 1 has test row 2, client 3 rows 1 and 3, client 7 none; rows of client 9, which has no training rows, come
+    # last
     assert federation.test_offsets is not None and list(federation.test_offsets) == [0, 1, 3, 3]
     assert list(federation.test.y) == [2, 1, 3, 0, 4]
     assert federation.test.x[0].tolist() == [54, 55]
@@ -49,7 +50,7 @@ def test_natural_clients_take_their_test_rows_along():
     assert federation.class_names == tuple("abcdef")
 
 
-def test_other_partitions_leave_the_test_set_whole():
+def test_other_partitions_do_not_assign_test_rows():
     federation = Federation.from_dataset(natural_dataset(), Iid(2), seed=0)
     assert federation.test_offsets is None and list(federation.test.y) == [0, 1, 2, 3, 4]
 
@@ -73,7 +74,7 @@ def test_from_arrays_groups_every_row_under_its_client(owners, seed):
     assert federation.train.y.dtype == np.int32 and federation.num_classes == max(owners) + 6
 
 
-def test_shuffling_is_seeded_and_stays_inside_clients():
+def test_shuffling_is_seeded_and_within_clients():
     x, y = np.arange(1000.0)[:, None], np.zeros(1000, int)
     offsets = np.array([0, 400, 1000])
     plain = Federation.from_arrays(x, y, offsets=offsets, shuffle=False)
@@ -84,7 +85,7 @@ def test_shuffling_is_seeded_and_stays_inside_clients():
     assert not np.array_equal(one.train.x[:400], x[:400])
 
 
-def test_named_clients_and_their_tests():
+def test_named_clients_and_their_test_rows():
     federation = Federation.from_arrays(
         np.zeros((3, 2), np.float32),
         np.array([0.5, 1.5, 2.5]),
@@ -113,7 +114,7 @@ def test_all_arrays_are_aligned():
 
 @settings(max_examples=50, deadline=None)
 @given(length=st.integers(0, 40), start=st.integers(0, 8), dtype=st.sampled_from(["u1", "f4", "i8"]))
-def test_aligned_copies_only_what_it_must(length, start, dtype):
+def test_aligned_array_copies_only_unaligned_arrays(length, start, dtype):
     array = np.arange(length + start).astype(dtype)[start:]
     result = aligned_array(array)
     assert is_aligned(result) and np.array_equal(result, array) and result.dtype == array.dtype
@@ -126,8 +127,8 @@ def test_grouped_aligned_arrays_are_not_copied():
     assert federation.train.x is x and federation.train.y is y
 
 
-def test_a_million_clients_are_no_work_of_python():
-    """It would take seconds a line: the lines of Python that run are counted."""
+def test_a_million_clients_need_no_python_loop():
+    """Executed lines are counted; a loop over clients would execute millions."""
     n = 2_000_000
     x = np.zeros((n, 8), np.float32)
     y = (np.arange(n) % 10).astype(np.int32)
@@ -141,16 +142,16 @@ def test_a_million_clients_are_no_work_of_python():
 
     sys.settrace(count)
     try:
-        dealt = Federation.from_dataset(dataset, Iid(1_000_000), 0)
+        partitioned = Federation.from_dataset(dataset, Iid(1_000_000), 0)
         given = Federation.from_arrays(x, y, np.arange(n) % 1_000_000)
     finally:
         sys.settrace(before)
-    assert (dealt.sizes == 2).all() and given.num_clients == 1_000_000
+    assert (partitioned.sizes == 2).all() and given.num_clients == 1_000_000
     assert 100 < lines < 20_000
 
 
 X, Y = np.zeros((4, 2), np.float32), np.array([0, 1, 1, 0])
-BAD = [
+INVALID_ARRAYS = [
     (dict(x=X, y=Y[:3], client_ids=Y), "not n samples with n labels"),
     (dict(x=X, y=Y), "give either client_ids or offsets"),
     (dict(x=X, y=Y, client_ids=Y, offsets=np.array([0, 4])), "give either client_ids or offsets"),
@@ -174,13 +175,13 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "words"), BAD, ids=[words for _, words in BAD])
-def test_bad_arrays_raise_a_clear_error(arguments, words):
+@pytest.mark.parametrize(("arguments", "words"), INVALID_ARRAYS, ids=[words for _, words in INVALID_ARRAYS])
+def test_invalid_arrays_raise_a_clear_error(arguments, words):
     with pytest.raises(FedraxError, match=words):
         Federation.from_arrays(**arguments)
 
 
-def test_bad_data_sets_raise_a_clear_error():
+def test_invalid_datasets_raise_a_clear_error():
     x, y = np.zeros((4, 2), np.float32), np.array([0, 1, 1, 0], np.int32)
     good = Samples(x, y)
     for arguments, words in (
@@ -212,7 +213,7 @@ def test_bad_data_sets_raise_a_clear_error():
         ((np.arange(4), np.array([0, 0, 4])), "client 0 has no training rows"),
     ],
 )
-def test_what_a_partition_of_one_s_own_may_return(found, says):
+def test_invalid_assignments_of_user_defined_partitions_are_rejected(found, says):
     class Mine:
         def assign(self, dataset, seed):
             return found
@@ -221,8 +222,8 @@ def test_what_a_partition_of_one_s_own_may_return(found, says):
         Federation.from_dataset(load("digits"), Mine(), 0)
 
 
-def test_owners_as_tables_hold_them():
-    """Objects, and columns of pandas and polars, each of texts or whole numbers."""
+def test_client_ids_may_be_table_columns():
+    """Object arrays, and columns of pandas and polars, with strings or integers."""
     pandas, polars = pytest.importorskip("pandas"), pytest.importorskip("polars")
     texts, x, y = ["b", "a", "b", "c"], np.zeros((4, 1)), np.arange(4)
     for ids in (
@@ -242,8 +243,8 @@ def test_owners_as_tables_hold_them():
         assert made.client_names == () and list(made.sizes) == [1, 2, 1]
 
 
-def test_owners_that_differ_little():
-    """Numbers that are one as floats, and bytes that are no UTF-8."""
+def test_similar_client_ids_stay_distinct():
+    """Integers that are equal as floats, and bytes that are not UTF-8."""
     x, y = np.zeros((3, 1)), np.arange(3)
     ids = [2**63 + 2, 2**63 + 1, 5]
     for tests, last in ((ids, [2, 1, 0]), ([2**62, 5, 2**63 - 1], [1])):
@@ -281,8 +282,8 @@ def test_test_offsets_without_rows_are_rejected():
         )  # fmt: skip
 
 
-def spoiled(part: str, row: int, number: float) -> tuple[tuple, tuple]:
-    """Training and test arrays in which one number of ``part`` is not finite."""
+def with_nonfinite_entry(part: str, row: int, number: float) -> tuple[tuple, tuple]:
+    """Training and test arrays in which one entry of ``part`` is not finite."""
     rng = np.random.default_rng(0)
     arrays = {
         "x": rng.normal(size=(12, 3)).astype(np.float32), "y": rng.normal(size=12),
@@ -294,9 +295,9 @@ def spoiled(part: str, row: int, number: float) -> tuple[tuple, tuple]:
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("part", ["x", "y", "x_test", "y_test"])
-def test_a_number_that_is_not_finite_is_rejected_with_its_row(part: str, number: float):
-    """The row is that of the given arrays, whatever the order of the federation's."""
-    (x, y), test = spoiled(part, 4, number)
+def test_nonfinite_entry_is_rejected_with_its_row(part: str, number: float):
+    """The row in the given arrays, not in the order of the federation."""
+    (x, y), test = with_nonfinite_entry(part, 4, number)
     which, name = ("test" if "test" in part else "training"), part[0]
     index = r"\[4, 2\]" if name == "x" else r"\[4\]"
     rows = 6 if which == "test" else 12
@@ -309,12 +310,12 @@ def test_a_number_that_is_not_finite_is_rejected_with_its_row(part: str, number:
         Federation.from_arrays(x, y, owner, test=test, test_client_ids=np.arange(6) % 4)
     with pytest.raises(FedraxError, match=says):
         Dataset("spoiled", as_samples(x, y), as_samples(*test), None)
-    sound = Federation.from_arrays(*spoiled("x", 0, 0.0)[0], offsets=[0, 12])
+    sound = Federation.from_arrays(*with_nonfinite_entry("x", 0, 0.0)[0], offsets=[0, 12])
     with pytest.raises(FedraxError, match=says):
         replace(sound, train=as_samples(x, y), test=as_samples(*test))
 
 
-def test_columns_of_tables_that_are_not_finite_are_named():
+def test_nonfinite_columns_of_tables_are_named():
     table = {"age": [1.0, 2.0, None, 4.0], "dose": [1.0, 2.0, 3.0, 4.0]}
     for made in (pytest.importorskip("pandas").DataFrame(table), pytest.importorskip("polars").DataFrame(table)):
         with pytest.raises(FedraxError, match="x is not finite in 1 of 4 rows, first column 'age' of row 2 = nan"):
@@ -323,7 +324,7 @@ def test_columns_of_tables_that_are_not_finite_are_named():
             Federation.from_arrays(np.zeros((2, 2)), [0, 1], [0, 1], test=(made, [0, 1, 0, 1]))
 
 
-def test_files_name_the_row_that_is_not_finite(tmp_path):
+def test_nonfinite_rows_of_files_are_named(tmp_path):
     polars = pytest.importorskip("polars")
     table = polars.DataFrame({"a": [1.0, 2.0, 3.0], "b": [1.0, float("inf"), 3.0], "label": [0, 1, 0]})
     table.write_csv(tmp_path / "t.csv")
@@ -341,8 +342,8 @@ def test_files_name_the_row_that_is_not_finite(tmp_path):
         load("csv", path=tmp_path / "y.csv")
 
 
-def test_memory_mapped_samples_are_read_when_they_are_copied_or_simulated(tmp_path):
-    (x, y), _ = spoiled("x", 7, np.nan)
+def test_memory_mapped_samples_are_checked_when_copied_or_simulated(tmp_path):
+    (x, y), _ = with_nonfinite_entry("x", 7, np.nan)
     np.save(tmp_path / "x.npy", x)
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
     says = r"training part: x is not finite in 1 of 12 rows, first x\[7, 2\] = nan"
@@ -355,7 +356,7 @@ def test_memory_mapped_samples_are_read_when_they_are_copied_or_simulated(tmp_pa
         fedrax.simulate(fedrax.FedAvg(), fedrax.regression(Linear().build((3,), 1)), federation, rounds=1)
 
 
-def test_numbers_whose_sum_overflows_are_finite():
+def test_finite_entries_whose_sum_overflows_are_accepted():
     x = np.full((8, 2), np.finfo(np.float32).max)
     assert Federation.from_arrays(x, np.arange(8), [0] * 8).num_clients == 1
     assert Federation.from_arrays(np.full((8, 2), 60_000, np.float16), np.arange(8), [0] * 8).num_clients == 1

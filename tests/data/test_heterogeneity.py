@@ -41,14 +41,14 @@ def test_equal_clients_are_at_distance_zero_and_disjoint_ones_at_half():
     assert apart.total_variation == pytest.approx(0.5)
 
 
-def test_regression_has_sizes_only():
+def test_regression_has_client_sizes_only():
     measured = federation([0.5, 1.5], [0, 1])
     assert measure_heterogeneity(measured).total_variation is None and measure_heterogeneity(measured).largest == 1
     with pytest.raises(FedraxError, match="regression"):
         label_counts(measured)
 
 
-def test_a_table_too_large_is_rejected():
+def test_too_large_table_of_counts_is_rejected():
     big = federation(np.arange(20_001), np.arange(20_001))
     with pytest.raises(FedraxError, match="too large"):
         label_counts(big)
@@ -64,7 +64,7 @@ def test_picture_shows_the_counts():
     assert figure.axes[0].get_title(loc="left") == "arrays: 2 clients"
 
 
-def test_picture_is_saved_twice_and_says_what_it_leaves_out(tmp_path):
+def test_picture_is_saved_in_two_formats_and_names_omitted_clients(tmp_path):
     measured = Federation.from_dataset(load("digits"), DirichletClasses(60, 0.2), 0)
     png, svg = save_label_counts(measured, tmp_path / "new" / "labels.png", clients=50)
     with Image.open(png) as image:
@@ -77,7 +77,7 @@ def test_picture_is_saved_twice_and_says_what_it_leaves_out(tmp_path):
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["labels.png", "labels.svg"]
 
 
-def test_a_picture_that_cannot_be_written_leaves_nothing(tmp_path):
+def test_unwritable_picture_leaves_no_file(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FedraxError, match="cannot write"):
         save_label_counts(federation([0, 1], [0, 1]), tmp_path / "file" / "labels")

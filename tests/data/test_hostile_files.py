@@ -33,8 +33,8 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDRAX_CACHE", str(tmp_path / "cache"))
 
 
-def refused(call: object, *arguments: object, says: str, **options: object) -> None:
-    """A sentence, and no gigabyte taken on the way to it."""
+def assert_rejected(call: object, *arguments: object, says: str, **options: object) -> None:
+    """Assert that the call raises a FedraxError and allocates little memory."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(FedraxError, match=says):
         call(*arguments, **options)  # type: ignore[operator]
@@ -61,20 +61,20 @@ def header(shape: str, descr: str = "<f8") -> bytes:
         (header("(4,)", "V99999999999999999999"), "cannot be read"),
     ],
 )
-def test_headers_of_arrays_that_cannot_be(member: bytes, says: str, tmp_path: Path):
+def test_invalid_npy_headers_are_rejected(member: bytes, says: str, tmp_path: Path):
     with zipfile.ZipFile(tmp_path / "bad.npz", "w") as archive:
         archive.writestr("x.npy", member)
-    refused(read_npz, tmp_path / "bad.npz", ["x"], says=says)
+    assert_rejected(read_npz, tmp_path / "bad.npz", ["x"], says=says)
 
 
-def test_members_without_npy_are_no_arrays(tmp_path: Path):
+def test_npz_members_without_suffix_npy_are_not_arrays(tmp_path: Path):
     with zipfile.ZipFile(tmp_path / "bad.npz", "w") as archive:
         archive.writestr("x", header("(0,)"))
-    refused(read_npz, tmp_path / "bad.npz", ["x"], says="has no array 'x'; it has x")
+    assert_rejected(read_npz, tmp_path / "bad.npz", ["x"], says="has no array 'x'; it has x")
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2])
-def test_compressions_that_numpy_does_not_use_are_not_unpacked(method: int, tmp_path: Path):
+def test_unusual_zip_compressions_are_not_decompressed(method: int, tmp_path: Path):
     buffer = io.BytesIO()
     np.save(buffer, np.arange(1000.0))
     with zipfile.ZipFile(tmp_path / "bad.npz", "w", method) as archive:
@@ -82,7 +82,7 @@ def test_compressions_that_numpy_does_not_use_are_not_unpacked(method: int, tmp_
     content = bytearray((tmp_path / "bad.npz").read_bytes())
     content[60:90] = b"\xff" * 30
     (tmp_path / "bad.npz").write_bytes(content)
-    refused(read_npz, tmp_path / "bad.npz", ["x"], says="compressed as NumPy does not")
+    assert_rejected(read_npz, tmp_path / "bad.npz", ["x"], says="compressed as NumPy does not")
 
 
 def test_every_damaged_byte_of_a_compressed_file_raises_a_clear_error(tmp_path: Path):
@@ -96,26 +96,28 @@ def test_every_damaged_byte_of_a_compressed_file_raises_a_clear_error(tmp_path: 
             assert str(path) in str(error)
 
 
-# -- more announced than there is, or than is taken ------------------------------------------------------------------
+# -- more than declared, or than is read ----------------------------------------------------------------------------
 
 
 def bomb(path: Path, count: int, start: bytes) -> None:
-    """A gzip file of ``start`` and ``count`` megabytes of zeros, small."""
+    """A small gzip file of ``start`` followed by ``count`` megabytes of zeros."""
     with gzip.open(path, "wb", compresslevel=6) as file:
         file.write(start)
         for _ in range(count):
             file.write(bytes(MEGABYTES))
 
 
-def test_an_idx_file_is_not_unpacked_beyond_its_limit(tmp_path: Path):
+def test_idx_file_is_not_decompressed_beyond_its_limit(tmp_path: Path):
     shape = (400, 1024, 1024)
     bomb(tmp_path / "images.gz", 400, bytes([0, 0, 8, 3]) + struct.pack(">3I", *shape))
-    refused(read_idx, tmp_path / "images.gz", 3, says="256 MiB that are taken from a compressed file of its size")
+    assert_rejected(
+        read_idx, tmp_path / "images.gz", 3, says="256 MiB that are taken from a compressed file of its size"
+    )
     (tmp_path / "images").write_bytes(bytes([0, 0, 8, 3]) + struct.pack(">3I", *shape) + bytes(1000))
-    refused(read_idx, tmp_path / "images", 3, says="more than the file can hold")
+    assert_rejected(read_idx, tmp_path / "images", 3, says="more than the file can hold")
 
 
-def test_an_npz_file_is_not_unpacked_beyond_its_limit(tmp_path: Path):
+def test_npz_file_is_not_decompressed_beyond_its_limit(tmp_path: Path):
     with (
         zipfile.ZipFile(tmp_path / "bad.npz", "w", zipfile.ZIP_DEFLATED) as archive,
         archive.open("x.npy", "w") as file,
@@ -123,10 +125,10 @@ def test_an_npz_file_is_not_unpacked_beyond_its_limit(tmp_path: Path):
         file.write(header("(52428800,)"))
         for _ in range(400):
             file.write(bytes(MEGABYTES))
-    refused(read_npz, tmp_path / "bad.npz", ["x"], says="more than the 268,435,456 that are taken")
+    assert_rejected(read_npz, tmp_path / "bad.npz", ["x"], says="more than the 268,435,456 that are taken")
 
 
-def test_lengths_are_compared_before_anything_is_unpacked(tmp_path: Path):
+def test_lengths_are_compared_before_decompression(tmp_path: Path):
     arrays = npz_arrays() | {"x_train": np.zeros((2**21, 8))}
     np.savez_compressed(tmp_path / "d.npz", **arrays)
     peak = "import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
@@ -144,22 +146,22 @@ except FedraxError as error:
     paths = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}, stdout=subprocess.PIPE)
     before, after = map(int, done.stdout.split())
-    assert after - before < 50_000  # KiB, where the array has 128 MiB
+    assert after - before < 50_000  # KiB; the array has 128 MiB
 
 
 @pytest.mark.parametrize("packed", [gzip.compress, zlib.compress])
-def test_a_compressed_table_is_not_unpacked(packed: object, tmp_path: Path):
+def test_compressed_table_is_not_decompressed(packed: object, tmp_path: Path):
     (tmp_path / "d.csv").write_bytes(packed(b"a,label\n" + b"1,0\n" * 1000))  # type: ignore[operator]
-    refused(load, "csv", path=tmp_path / "d.csv", says="is compressed: unpack it first")
+    assert_rejected(load, "csv", path=tmp_path / "d.csv", says="is compressed: unpack it first")
 
 
-def test_a_table_of_too_many_columns(tmp_path: Path):
+def test_table_with_too_many_columns_is_rejected(tmp_path: Path):
     (tmp_path / "d.csv").write_text(",".join(f"c{i:x}" for i in range(110_000)) + ",label\n")
-    refused(load, "csv", path=tmp_path / "d.csv", says="has 110,001 columns, where at most 100,000 are read")
+    assert_rejected(load, "csv", path=tmp_path / "d.csv", says="has 110,001 columns, where at most 100,000 are read")
 
 
 def picture(width: int, height: int) -> bytes:
-    """The beginning of a PNG file that says how large it is."""
+    """The header of a PNG file with these dimensions."""
     content = b"IHDR" + struct.pack(">2I5B", width, height, 8, 2, 0, 0, 0)
     end = b"IEND"
     chunks = [struct.pack(">I", len(part) - 4) + part + struct.pack(">I", zlib.crc32(part)) for part in (content, end)]
@@ -167,22 +169,22 @@ def picture(width: int, height: int) -> bytes:
 
 
 @pytest.mark.parametrize(("side", "says"), [(65_000, "not a readable JPEG or PNG"), (12_000, r"\(12000, 12000\)")])
-def test_a_picture_of_many_pixels_is_not_unpacked(side: int, says: str, tmp_path: Path):
+def test_image_with_too_many_pixels_is_not_decoded(side: int, says: str, tmp_path: Path):
     table = pl.DataFrame({"img": [{"bytes": picture(side, side), "path": None}], "label": [0]})
     table.write_parquet(tmp_path / "train.parquet")
-    refused(read_image_table, tmp_path / "train.parquet", "label", (32, 32), says=says)
+    assert_rejected(read_image_table, tmp_path / "train.parquet", "label", (32, 32), says=says)
 
 
-def test_a_table_that_announces_more_pictures_than_it_can_hold(tmp_path: Path):
+def test_image_table_that_declares_too_many_rows_is_rejected(tmp_path: Path):
     rows = 2_000_000
     image = pl.DataFrame({"img": [{"bytes": b"", "path": None}], "label": [0]})
     pl.concat([image] * 1).select(pl.all().repeat_by(rows).explode()).write_parquet(tmp_path / "train.parquet")
     assert (tmp_path / "train.parquet").stat().st_size < rows
-    refused(read_image_table, tmp_path / "train.parquet", "label", (32, 32), says="announces 2,000,000 images")
+    assert_rejected(read_image_table, tmp_path / "train.parquet", "label", (32, 32), says="announces 2,000,000 images")
 
 
-def test_a_table_whose_footer_is_damaged(tmp_path: Path, capfd: pytest.CaptureFixture):
-    """Offsets outside of the file make polars panic: in its threads, and with what is no Exception."""
+def test_parquet_file_with_a_damaged_footer_is_rejected(tmp_path: Path, capfd: pytest.CaptureFixture):
+    """Offsets outside of the file make polars panic, with an error that is no Exception and that its threads print."""
     path, small = tmp_path / "train.parquet", io.BytesIO()
     Image.new("RGB", (2, 2)).save(small, "PNG")
     pl.DataFrame({"img": [{"bytes": small.getvalue(), "path": None}] * 3, "label": [0, 1, 2]}).write_parquet(path)
@@ -199,7 +201,7 @@ def test_a_table_whose_footer_is_damaged(tmp_path: Path, capfd: pytest.CaptureFi
     assert panics == 3 and capfd.readouterr().err == ""
 
 
-# -- what is no file -------------------------------------------------------------------------------------------------
+# -- special files -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("special", ["/dev/zero", "fifo", "folder", "link"])
@@ -216,7 +218,7 @@ def test_pipes_devices_and_folders_are_not_read(reader: str, special: str, tmp_p
         "parquet": lambda: read_image_table(path, "label", (32, 32)),
         "toml": lambda: read_toml(path),
     }
-    refused(
+    assert_rejected(
         calls[reader], says=r"cannot be read: (it is not a regular file|Is a directory)|a folder without a file \*\.csv"
     )
 
@@ -225,13 +227,13 @@ def test_pipes_devices_and_folders_are_not_read(reader: str, special: str, tmp_p
 
 
 @pytest.mark.parametrize("name", ["two words", "../../etc/passwd", "a?b=c", "", "a\nb"])
-def test_names_that_are_part_of_an_address_are_checked(name: str):
-    refused(load, "openml", dataset=name, says="is not a name of openml.org")
+def test_openml_names_are_validated(name: str):
+    assert_rejected(load, "openml", dataset=name, says="is not a name of openml.org")
 
 
-def test_what_the_network_brings_is_not_trusted(monkeypatch: pytest.MonkeyPatch):
+def test_malformed_openml_responses_raise_a_clear_error(monkeypatch: pytest.MonkeyPatch):
     def broken(*arguments: object, **options: object) -> None:
         raise KeyError("data_set_description")
 
     monkeypatch.setattr("sklearn.datasets.fetch_openml", broken)
-    refused(load, "openml", dataset="iris", says="could not be fetched")
+    assert_rejected(load, "openml", dataset="iris", says="could not be fetched")

@@ -1,4 +1,4 @@
-"""Datasets of Hugging Face's datasets, made here and saved to disk: `make test-huggingface`."""
+"""Datasets of Hugging Face's ``datasets``, created here and saved to disk: ``make test-huggingface``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ClassLabel, EncodedFeatures, Value = datasets.ClassLabel, datasets.Features, dat
 
 
 def rows(count: int = 12) -> dict[str, list]:
-    """Patients of three clinics."""
+    """Patients of three hospitals."""
     rng = np.random.default_rng(0)
     return {
         "age": rng.integers(20, 80, count).tolist(),
@@ -48,7 +48,7 @@ def picture(shade: int, size: tuple[int, int] = (4, 3)) -> dict[str, Any]:
     return {"bytes": buffer.getvalue(), "path": None}
 
 
-def test_tables_by_any_column_as_csv_reads_them(tmp_path: Path) -> None:
+def test_tables_equal_those_of_the_csv_reader(tmp_path: Path) -> None:
     """Columns, clients and standardization are those of the same table in a CSV file; class names are kept."""
     lines = [",".join(map(str, row)) for row in zip(*rows().values(), strict=True)]
     (tmp_path / "t.csv").write_text("\n".join([",".join(rows()), *lines]))
@@ -71,8 +71,7 @@ def test_tables_by_any_column_as_csv_reads_them(tmp_path: Path) -> None:
     assert by_sex.num_classes is None and len(shares.indices) == len(by_sex.train.y)
 
 
-def test_an_experiment_reads_it(tmp_path: Path) -> None:
-    """From a file, with train and test splits, to numbers."""
+def test_experiment_file_reads_a_dataset(tmp_path: Path) -> None:
     splits = datasets.DatasetDict({"train": table(12), "test": table(6)})
     splits.save_to_disk(tmp_path / "clinics")
     (tmp_path / "e.toml").write_text(
@@ -121,10 +120,10 @@ def test_images_texts_and_lists(tmp_path: Path) -> None:
         from_huggingface(lists)
 
 
-def test_what_cannot_be_read(tmp_path: Path) -> None:
+def test_unsupported_datasets_are_rejected(tmp_path: Path) -> None:
     def refused(says: str, given: Any, **options: Any) -> None:
         with pytest.raises(FedraxError, match=says):
-            from_huggingface(given, **options)  # the reader itself: a path is as good
+            from_huggingface(given, **options)  # call the reader directly, because it accepts objects and paths
 
     refused("download it first", tmp_path / "nothing")
     refused("neither what save_to_disk writes", tmp_path)
@@ -156,8 +155,8 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     refused("stored as bytes", datasets.Dataset.from_dict({"image": bad[1:], "label": [0]}, features=kinds))
 
 
-def test_a_data_sets_code_is_not_run(tmp_path: Path) -> None:
-    """A script beside the data, as the hub once had them, stays a file."""
+def test_loading_scripts_are_not_run(tmp_path: Path) -> None:
+    """A Python script in the folder, as old versions of the hub allowed."""
     table().to_parquet(tmp_path / "hub.parquet")
     (tmp_path / "hub").mkdir()
     (tmp_path / "hub.parquet").rename(tmp_path / "hub/train.parquet")
@@ -167,8 +166,8 @@ def test_a_data_sets_code_is_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("of_splits", [False, True])
-def test_files_and_splits_of_different_columns(tmp_path: Path, of_splits: bool) -> None:
-    """PyArrow alone would drop the column that the first file does not have."""
+def test_files_and_splits_with_different_columns_are_rejected(tmp_path: Path, of_splits: bool) -> None:
+    """PyArrow would drop columns that the first file lacks."""
     first, second = {"age": [1, 2], "ill": ["no", "yes"]}, {"age": [3, 4], "ill": ["no", "yes"], "lab": [0.5, 1.5]}
     names = ("train", "test") if of_splits else ("train-00000-of-00002", "train-00001-of-00002")
     for name, rows in zip(names, (first, second), strict=True):
@@ -186,8 +185,8 @@ def test_files_and_splits_of_different_columns(tmp_path: Path, of_splits: bool) 
         assert made.feature_names == ("age", "lab") and made.train.x[:, 1].tolist() == [-1, -1, 0.5, 1.5]
 
 
-def test_splits_that_number_classes_differently_are_rejected():
-    """Encoded each by itself, a split without one of the classes has other numbers for the rest."""
+def test_splits_with_different_class_codes_are_rejected():
+    """A split without one of the classes, encoded by itself, has other codes for the remaining classes."""
     splits = datasets.DatasetDict(
         train=datasets.Dataset.from_dict({"x": [1.0, 2.0, 3.0], "label": ["a", "b", "c"]}),
         test=datasets.Dataset.from_dict({"x": [2.0, 3.0], "label": ["b", "c"]}),
@@ -197,7 +196,7 @@ def test_splits_that_number_classes_differently_are_rejected():
     assert from_huggingface(splits).class_names == ("a", "b", "c")
 
 
-def test_a_column_of_encoded_images(tmp_path):
+def test_column_of_encoded_images(tmp_path):
     def png(shade: int) -> bytes:
         file = io.BytesIO()
         Image.new("RGB", (4, 4), (shade, 0, 0)).save(file, "PNG")
@@ -211,7 +210,7 @@ def test_a_column_of_encoded_images(tmp_path):
 
 
 def test_options_without_effect_are_rejected() -> None:
-    """Each kind of samples has options of its own."""
+    """Each kind of samples has its own options."""
     texts = datasets.Dataset.from_dict({"text": ["good day", "bad day"] * 4, "label": ["up", "down"] * 4})
     lists = datasets.Dataset.from_dict({"x": [[1, 2], [3, 4]], "label": [0, 1]})
     for given, options, says in (
@@ -227,8 +226,8 @@ def test_options_without_effect_are_rejected() -> None:
     assert made.feature_names == ("text=bad day", "text=good day") and not made.vocabulary
 
 
-def test_numbers_with_a_few_texts_among_them() -> None:
-    """As in csv: they are refused, or missing where missing_as names them."""
+def test_numbers_with_a_few_texts_are_rejected_or_missing() -> None:
+    """As in the CSV reader: missing if ``missing_as`` contains them, otherwise rejected."""
     dose = [str(i) for i in range(9)] + ["?"]
     mixed = datasets.Dataset.from_dict({"dose": dose, "a": list(range(10)), "label": ["x", "y"] * 5})
     with pytest.raises(FedraxError, match=r"'dose' holds numbers, and in 1 of 10 rows texts: '\?'\. missing_as"):
@@ -239,7 +238,7 @@ def test_numbers_with_a_few_texts_among_them() -> None:
         from_huggingface(mixed, label="dose")
 
 
-def test_numbers_to_partition_by_with_texts_among_them() -> None:
+def test_numeric_partition_column_with_texts_is_rejected() -> None:
     ages = ["34", "35", "36", "unknown"] * 2
     texts = datasets.Dataset.from_dict({"text": ["good day", "bad day"] * 4, "age": ages, "label": [0, 1] * 4})
     options: dict[str, Any] = dict(columns=("text",), partition_by="age", test_fraction=0.0)
@@ -249,15 +248,15 @@ def test_numbers_to_partition_by_with_texts_among_them() -> None:
     assert made.vocabulary and made.partition_by is not None and made.partition_by.tolist() == [0, 1, 2, 3] * 2
 
 
-def test_splits_that_are_left_out_are_noted() -> None:
+def test_ignored_splits_are_noted() -> None:
     splits = datasets.DatasetDict(train=table(), validation=table(6))
     assert any(
         "validation left out (train_split, test_split)" in n for n in from_huggingface(splits, label="ill").notes
     )
 
 
-def test_dates_and_durations() -> None:
-    """Dates are categories, alone too, and no words; durations have no numbers of their own."""
+def test_dates_are_categories_and_durations_are_rejected() -> None:
+    """Dates are not tokenized as texts, also as the only column."""
     days = [datetime.date(2021, 1, 1 + i % 2) for i in range(8)]
     dated = datasets.Dataset.from_dict({"day": days, "label": [0, 1] * 4})
     assert from_huggingface(dated, test_fraction=0.0).feature_names == ("day=2021-01-01", "day=2021-01-02")

@@ -18,7 +18,7 @@ from tests.data.test_image_folders import picture, write
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Twelve images, written long ago as far as the cache is concerned."""
+    """Twelve image files with old modification times."""
     monkeypatch.setenv("FEDRAX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(image_folders, "MTIME_GRANULARITY", -1)
     for i in range(12):
@@ -28,15 +28,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def decodings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many images each decoding was of."""
+    """Number of images of each decoding."""
     made: list[int] = []
     decode: Callable[..., np.ndarray] = image_folders.decode_images
 
-    def counted(paths: list[Path], *arguments: object) -> np.ndarray:
+    def counting_decode(paths: list[Path], *arguments: object) -> np.ndarray:
         made.append(len(paths))
         return decode(paths, *arguments)
 
-    monkeypatch.setattr(image_folders, "decode_images", counted)
+    monkeypatch.setattr(image_folders, "decode_images", counting_decode)
     return made
 
 
@@ -48,7 +48,7 @@ def files(folder: Path) -> list[Path]:
     return sorted((folder.parent / "cache" / "images").glob("*"))
 
 
-def test_the_second_load_reads_the_cache(folder: Path, decodings: list[int]) -> None:
+def test_second_load_reads_the_cache(folder: Path, decodings: list[int]) -> None:
     first, second = read(folder), read(folder)
     assert decodings == [12]
     np.testing.assert_array_equal(first.train.x, second.train.x)
@@ -64,7 +64,7 @@ def test_other_options_and_changed_files_are_decoded_again(folder: Path, decodin
     assert decodings == [12] * 3
     file, facts = folder / "a/0.png", (folder / "a/0.png").stat()
     file.write_bytes(picture((200, 0, 0)).ljust(facts.st_size, b"\0"))
-    os.utime(file, ns=(facts.st_atime_ns, facts.st_mtime_ns))  # as if nobody had written it
+    os.utime(file, ns=(facts.st_atime_ns, facts.st_mtime_ns))  # without a change of the modification time
     assert read(folder).train.x[0, 0, 0].tolist() == [200, 0, 0]
     (folder / "b/1.png").rename(folder / "b/99.png")
     assert read(folder).train.x[-1, 0, 0].tolist() == [1, 2, 254]
@@ -73,8 +73,8 @@ def test_other_options_and_changed_files_are_decoded_again(folder: Path, decodin
 
 
 @pytest.mark.parametrize("place", [3, 130, -40, -3])
-def test_a_damaged_file_is_not_trusted(folder: Path, decodings: list[int], place: int) -> None:
-    """A bit in the header, in the pixels or in the digest; and one byte too few, or too many."""
+def test_damaged_cache_is_not_used(folder: Path, decodings: list[int], place: int) -> None:
+    """A flipped bit in the header, the pixels or the digest; one byte too few or too many."""
     first = read(folder)
     (file,) = files(folder)
     whole = file.read_bytes()
@@ -87,26 +87,26 @@ def test_a_damaged_file_is_not_trusted(folder: Path, decodings: list[int], place
     assert decodings == [12] * 5
 
 
-def test_files_that_may_change_unseen_are_not_kept(
+def test_recently_changed_files_are_not_cached(
     folder: Path, decodings: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the last moments, and those that changed while they were decoded."""
+    """Files modified in the last seconds, or while they were decoded."""
     monkeypatch.setattr(image_folders, "MTIME_GRANULARITY", 3600 * 10**9)
     read(folder)
     assert files(folder) == []
     monkeypatch.setattr(image_folders, "MTIME_GRANULARITY", -1)
-    counted: Callable[..., np.ndarray] = image_folders.decode_images
+    counting_decode: Callable[..., np.ndarray] = image_folders.decode_images
 
-    def disturbed(*arguments: object) -> np.ndarray:
+    def decode_and_modify(*arguments: object) -> np.ndarray:
         (folder / "a/0.png").write_bytes(picture((9, 9, 9)))
-        return counted(*arguments)
+        return counting_decode(*arguments)
 
-    monkeypatch.setattr(image_folders, "decode_images", disturbed)
+    monkeypatch.setattr(image_folders, "decode_images", decode_and_modify)
     read(folder)
     assert files(folder) == [] and decodings == [12, 12]
 
 
-def test_what_was_not_used_for_longest_goes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_least_recently_used_cache_files_are_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read(folder)
     (first,) = files(folder)
     read(folder, size=(3, 5))
@@ -121,6 +121,6 @@ def test_what_was_not_used_for_longest_goes(folder: Path, monkeypatch: pytest.Mo
     assert len(files(folder)) == 2
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(folder: Path, decodings: list[int]) -> None:
+def test_unwritable_cache_is_no_error(folder: Path, decodings: list[int]) -> None:
     (folder.parent / "cache").write_text("no folder")
     assert read(folder).train.x.shape == read(folder).train.x.shape and decodings == [12, 12]

@@ -1,4 +1,4 @@
-"""Folders of images: what is read, in which order, and what is rejected before it takes memory."""
+"""Folders of images: which files are read in which order, and what is rejected before it takes memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from PIL import Image
 
 from fedrax.data import Federation, Natural, load
 from fedrax.errors import FedraxError
-from tests.data.test_hostile_files import refused
+from tests.data.test_hostile_files import assert_rejected
 
 
 def picture(color: object, size: tuple[int, int] = (4, 3), mode: str = "RGB", kind: str = "PNG") -> bytes:
@@ -29,8 +29,8 @@ def write(path: Path, content: bytes) -> Path:
     return path
 
 
-def test_classes_are_folders_in_the_order_of_their_names(tmp_path: Path) -> None:
-    """Whatever order files were written in; files that are no images are left out, and said to be."""
+def test_classes_are_the_sorted_folder_names(tmp_path: Path) -> None:
+    """In any order of creation; files that are no images are ignored and noted."""
     colors = {"b/2.JPG": (9, 9, 9), "b/10.png": (1, 2, 3), "a/z.jpeg": (200, 200, 200), "a/y.png": (0, 255, 0)}
     for name, color in colors.items():
         write(tmp_path / name, picture(color, kind="PNG" if name.endswith("png") else "JPEG"))
@@ -48,7 +48,7 @@ def test_classes_are_folders_in_the_order_of_their_names(tmp_path: Path) -> None
     assert any("1 files and folders are no images" in note for note in made.notes)
 
 
-def test_images_keep_their_pixels_or_are_resized_and_turned_grey(tmp_path: Path) -> None:
+def test_images_are_read_resized_and_converted_to_gray(tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (6, 8, 3), dtype=np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")
@@ -59,12 +59,12 @@ def test_images_keep_their_pixels_or_are_resized_and_turned_grey(tmp_path: Path)
     luma = pixels @ np.array([0.299, 0.587, 0.114])  # ITU-R 601-2
     assert np.abs(grey - luma).max() <= 1
     halved = load("image_folder", path=tmp_path, size=(3, 8), color="grey", test_fraction=0.0).train.x[0, ..., 0]
-    # Bilinear interpolation onto half as many rows weighs four of them by a triangle: 1, 3, 3, 1.
+    # Bilinear interpolation to half as many rows has triangular weights 1, 3, 3, 1.
     weighed = (luma[[1, 2, 3, 4]] * np.array([[1], [3], [3], [1]])).sum(0) / 8
     assert np.abs(halved[1] - weighed).max() <= 1.5
 
 
-def test_clients_keep_their_names_and_their_test_images(tmp_path: Path) -> None:
+def test_clients_have_names_and_test_images(tmp_path: Path) -> None:
     for part, count in (("train", 3), ("val", 1)):
         for client in ("ward 2", "ward 1"):
             for label in ("ill", "well"):
@@ -81,7 +81,7 @@ def test_clients_keep_their_names_and_their_test_images(tmp_path: Path) -> None:
 
 
 def bomb(side: int) -> bytes:
-    """A PNG that announces side x side pixels and holds a few bytes."""
+    """A PNG file that declares side x side pixels and contains a few bytes."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -105,10 +105,10 @@ def bomb(side: int) -> bytes:
         (picture(40_000, mode="I;16"), "more than 8 bits a channel"),
     ],
 )
-def test_what_is_no_image(tmp_path: Path, content: bytes, says: str) -> None:
+def test_files_that_are_no_images_are_rejected(tmp_path: Path, content: bytes, says: str) -> None:
     write(tmp_path / "c/a.png", picture((1, 2, 3)))
     write(tmp_path / "c/b.png", content)
-    refused(load, "image_folder", path=tmp_path, size=(3, 4), says=says)
+    assert_rejected(load, "image_folder", path=tmp_path, size=(3, 4), says=says)
 
 
 def test_links_are_not_followed(tmp_path: Path) -> None:
@@ -122,11 +122,11 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     with pytest.raises(FedraxError, match=r"data/d is a link"):
         load("image_folder", path=tmp_path / "data", size=(3, 4))
     (tmp_path / "data/d").unlink()
-    os.mkfifo(tmp_path / "data/c/pipe.png")  # has no end, and is no file
+    os.mkfifo(tmp_path / "data/c/pipe.png")  # an endless device, no regular file
     assert len(load("image_folder", path=tmp_path / "data", size=(3, 4), test_fraction=0.0).train.y) == 1
 
 
-def test_folders_and_options_that_do_not_fit(tmp_path: Path) -> None:
+def test_unsuitable_folders_and_options_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(FedraxError, match="needs the option 'size'"):
         load("image_folder", path=tmp_path)
     for size in ((0, 3), (5000, 3), (3,)):
@@ -152,10 +152,10 @@ def test_malformed_sizes_are_rejected(size: object, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", range(1, 9))
-def test_images_are_as_the_camera_was_held(tmp_path: Path, way: int) -> None:
-    """By the EXIF orientation; a damaged block of it says nothing."""
+def test_images_are_rotated_by_their_exif_orientation(tmp_path: Path, way: int) -> None:
+    """A damaged EXIF block is ignored."""
     upright = np.random.default_rng(0).integers(0, 256, (4, 6, 3), dtype=np.uint8)
-    # What is stored for each orientation (EXIF 2.3): the row and the column at which the seen image begins.
+    # For each orientation (EXIF 2.3), the row and column of the displayed image at which the stored one begins.
     stored = {
         1: upright,
         2: upright[:, ::-1],
@@ -182,8 +182,8 @@ def test_images_are_as_the_camera_was_held(tmp_path: Path, way: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["val", "valid", "validation"])
-def test_folders_of_validation_images(tmp_path: Path, name: str) -> None:
-    """They serve as the test where there is no other, and are said to be left out where there is."""
+def test_validation_folder_is_the_test_part_if_there_is_no_other(tmp_path: Path, name: str) -> None:
+    """With a test folder, it is ignored and noted."""
     for i, place in enumerate(("train/a/1", "train/b/2", f"{name}/a/3", f"{name}/b/4")):
         write(tmp_path / f"{place}.png", picture((i, 0, 0)))
     made = load("image_folder", path=tmp_path, size=(3, 4))
@@ -192,7 +192,7 @@ def test_folders_of_validation_images(tmp_path: Path, name: str) -> None:
         load("image_folder", path=tmp_path, size=(3, 4), test_fraction=0.4)
     assert len(load("image_folder", path=tmp_path, size=(3, 4), test_fraction=0.0).test.y) == 2
     write(tmp_path / "train/a/0.png", b"damaged")
-    with pytest.raises(FedraxError, match="test_fraction has no effect"):  # before anything is decoded
+    with pytest.raises(FedraxError, match="test_fraction has no effect"):  # before images are decoded
         load("image_folder", path=tmp_path, size=(3, 4), test_fraction=0.4)
     (tmp_path / "train/a/0.png").unlink()
     write(tmp_path / "test/a/5.png", picture((7, 0, 0)))
@@ -200,8 +200,8 @@ def test_folders_of_validation_images(tmp_path: Path, name: str) -> None:
     assert both.test.x[:, 0, 0, 0].tolist() == [7] and any(f"left out: {name}" in note for note in both.notes)
 
 
-def test_folders_of_other_names(tmp_path: Path) -> None:
-    """Parts in capitals are read; others, and clients without the option, are told of; so is an empty test."""
+def test_unknown_folders_and_an_empty_test_part_are_noted(tmp_path: Path) -> None:
+    """Names of parts are case-insensitive; unknown folders, ignored client folders and an empty test are reported."""
     for place in ("Train/a/1", "Train/b/2", "Test/a/3", "more/training/a/4"):
         write(tmp_path / f"{place}.png", picture((1, 0, 0)))
     made = load("image_folder", path=tmp_path, size=(3, 4))
@@ -214,7 +214,7 @@ def test_folders_of_other_names(tmp_path: Path) -> None:
     whole = load("image_folder", path=tmp_path / "Train", size=(3, 4))
     assert any("there are too few rows to keep 0.2 of them for the test, which is empty" in n for n in whole.notes)
     write(tmp_path / "train/c/5.png", picture((1, 2, 3)))
-    if not (tmp_path / "train/a").exists():  # on a file system that tells capitals from other letters
+    if not (tmp_path / "train/a").exists():  # on a case-sensitive file system
         with pytest.raises(FedraxError, match="Train and train are both called train: rename one of them"):
             load("image_folder", path=tmp_path, size=(3, 4))
 

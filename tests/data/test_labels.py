@@ -31,7 +31,7 @@ FLOATS = [order + code for code in ("f2", "f4", "f8") for order in "<>"] + ["lon
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), dtype=st.sampled_from([*INTEGERS, *FLOATS, "?"]), rows=st.integers(1, 5))
-def test_samples_keep_their_values_in_a_type_that_jax_holds(data, dtype, rows):
+def test_samples_keep_their_values_in_a_dtype_of_jax(data, dtype, rows):
     dtype = np.dtype(dtype)
     low, high = (0, 1) if dtype.kind == "b" else (-(2**31), 2**31 - 1)
     if dtype.kind in "iu" and dtype.itemsize <= 4:
@@ -43,7 +43,7 @@ def test_samples_keep_their_values_in_a_type_that_jax_holds(data, dtype, rows):
     x = np.array(values).astype(dtype).reshape(rows, 2)
     held = as_samples(x, np.zeros(rows, int)).x
     assert held.dtype.isnative and np.array_equal(held, x)
-    assert np.array_equal(np.asarray(jnp.asarray(held)).astype(held.dtype), held)  # nothing wraps on the device
+    assert np.array_equal(np.asarray(jnp.asarray(held)).astype(held.dtype), held)  # nothing overflows on the device
     if dtype.itemsize <= 4 or dtype == np.float64:
         assert held.dtype == dtype.newbyteorder("=")
     Dataset("any", Samples(held, np.zeros(rows, np.int32)), Samples(held, np.zeros(rows, np.int32)), 1)
@@ -62,20 +62,20 @@ def test_labels_of_any_integer_type_and_shape_become_int32(data, dtype, shape):
 
 
 @pytest.mark.parametrize("dtype", [">f8", "<f4", ">f2", "longdouble"])
-def test_targets_of_any_float_and_shape(dtype):
+def test_float_targets_of_any_dtype_and_shape(dtype):
     y = np.arange(6.0).reshape(3, 2).astype(dtype)
     samples = as_samples(np.zeros((3, 1), np.float32), y)
     assert np.array_equal(samples.y, y) and samples.y.dtype.isnative and samples.y.dtype.itemsize <= 8
 
 
-def test_bfloat16_and_arrays_of_jax_are_samples_too():
+def test_bfloat16_and_jax_arrays_are_samples():
     x = jnp.arange(6, dtype=jnp.bfloat16).reshape(3, 2)
     samples = as_samples(x, jnp.arange(3))
     assert samples.x.dtype == np.float32 and samples.x.tolist() == [[0, 1], [2, 3], [4, 5]]
 
 
 X = np.zeros((2, 3), np.float32)
-REFUSED = [
+REJECTED = [
     (np.array([[2**31], [0]]), [0, 1], r"x holds integers of 0 .. 2147483648, which do not fit into 32 bits"),
     (np.array([[-(2**31) - 1], [0]]), [0, 1], r"x holds integers of -2147483649 .. 0"),
     (np.array([[2**64 - 1], [0]], np.uint64), [0, 1], r"18446744073709551615"),
@@ -96,8 +96,8 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("x", "y", "words"), REFUSED)
-def test_what_cannot_be_a_sample_is_rejected_in_one_sentence(x, y, words):
+@pytest.mark.parametrize(("x", "y", "words"), REJECTED)
+def test_invalid_samples_are_rejected_with_the_reason(x, y, words):
     with pytest.raises(FedraxError, match=words) as caught:
         Federation.from_arrays(x, y, offsets=np.array([0, 2]))
     assert "\n" not in str(caught.value)
@@ -106,7 +106,7 @@ def test_what_cannot_be_a_sample_is_rejected_in_one_sentence(x, y, words):
 Y2 = np.array([[0, 1, -1], [2, -1, -1]], np.int32)
 
 
-def test_padding_is_allowed_among_labels_of_positions():
+def test_padding_is_allowed_in_labels_of_positions():
     federation = Federation.from_arrays(X, Y2, offsets=[0, 1, 2], test=(X, Y2), padding=-1)
     assert (federation.num_classes, federation.padding) == (3, -1)
     bytes_of_255 = np.where(Y2 < 0, 255, Y2).astype(np.uint8)
@@ -130,19 +130,19 @@ def test_padding_is_allowed_among_labels_of_positions():
         (np.abs(Y2), {"pixels": True}, "pixels must be bytes"),
     ],
 )
-def test_wrong_labels_do_not_hide_behind_padding(y, options, words):
+def test_invalid_labels_beside_padding_are_rejected(y, options, words):
     with pytest.raises(FedraxError, match=words):
         Federation.from_arrays(X, y, offsets=[0, 2], **options)
 
 
 @pytest.mark.parametrize("dtype", ["i8", "u8", ">i4", ">f4", "longdouble", "complex64", "U3"])
-def test_samples_made_past_as_samples_are_checked(dtype):
+def test_samples_created_without_as_samples_are_checked(dtype):
     bad = Samples(np.zeros((2, 3)).astype(dtype), np.zeros(2, np.int32))
     with pytest.raises(FedraxError, match=r"JAX does not support x of dtype .*as_samples"):
         Dataset("bad", bad, bad, 1)
 
 
-def test_lists_are_no_samples_yet():
+def test_lists_are_no_samples():
     with pytest.raises(FedraxError, match="samples must be arrays; as_samples"):
         Dataset("lists", *(Samples([[0.0]], [0]),) * 2, 1)  # type: ignore[arg-type]
 
@@ -155,7 +155,7 @@ def positions() -> Dataset:
 
 
 @pytest.mark.parametrize("name", PARTITIONS)
-def test_partitions_by_label_want_one_label_a_row(name):
+def test_partitions_by_label_require_one_label_per_row(name):
     dataset, rule = positions(), PARTITIONS[name](clients=4)
     if isinstance(rule, Iid | LogNormal | Natural):
         assert Federation.from_dataset(dataset, rule, 0).num_clients == 4
@@ -171,7 +171,7 @@ def test_natural_clients_keep_rows_and_labels_together():
     assert np.array_equal(federation.test.x[federation.test_offsets[1]], dataset.test.x[1])
 
 
-def test_heterogeneity_of_many_labels_a_sample_is_that_of_sizes():
+def test_heterogeneity_with_several_labels_per_sample_has_sizes_only():
     federation = Federation.from_dataset(positions(), Natural(), 0)
     assert not has_one_label(federation)
     measured = measure_heterogeneity(federation)
@@ -183,7 +183,7 @@ def test_heterogeneity_of_many_labels_a_sample_is_that_of_sizes():
 # Pixels
 
 
-def test_bytes_are_scaled_only_where_they_are_pixels():
+def test_bytes_are_scaled_only_if_they_are_pixels():
     x, y = np.full((2, 2, 2, 3), 51, np.uint8), np.array([0, 1])
     images = Federation.from_arrays(x, y, offsets=[0, 2], pixels=True, mean=(0.1,) * 3, std=(0.5,) * 3)
     tokens = Federation.from_arrays(x, y, offsets=[0, 2])
@@ -200,7 +200,7 @@ def test_bytes_are_scaled_only_where_they_are_pixels():
         Dataset("floats", *(Samples(x / 255, samples.y),) * 2, 2, pixels=True)
 
 
-def test_npz_says_whether_bytes_are_pixels_and_what_is_padding(tmp_path):
+def test_npz_options_for_pixels_and_padding(tmp_path):
     x, y = np.zeros((2, 3), np.uint8), np.array([[0, 1, 255], [1, 255, 255]], np.uint8)
     np.savez(tmp_path / "maps.npz", x_train=x, y_train=y, x_test=x, y_test=y)
     dataset = load("npz", path=tmp_path / "maps.npz", pixels=True, padding=255)
@@ -209,7 +209,7 @@ def test_npz_says_whether_bytes_are_pixels_and_what_is_padding(tmp_path):
     assert not dataset.pixels and dataset.padding is None and dataset.num_classes == 256
 
 
-def test_labels_of_another_form_are_rejected_with_the_remedy():
+def test_unsupported_labels_are_rejected_with_the_remedy():
     x = np.zeros((4, 2))
     with pytest.raises(FedraxError, match=r"np.unique\(labels, .*\) of all training and test labels"):
         Federation.from_arrays(x, ["a", "b", "a", "b"], [0, 0, 1, 1], test=(x, [0, 1, 0, 1]))
@@ -263,7 +263,7 @@ def test_samples_that_are_not_arrays_are_rejected_with_the_remedy():
         simulate(FedAvg(), classification(Linear().build((2,), 2)), floats, rounds=1, cohort_size=2)
 
 
-def test_columns_of_tables_are_numbers_or_are_named():
+def test_table_columns_must_be_numeric():
     pandas, y, owner = pytest.importorskip("pandas"), np.array([0, 1, 0, 1]), [0, 0, 1, 1]
     table = pandas.DataFrame({"age": [3, 5, 7, 9], "dose": [0.5, 1, 2, 4], "sex": ["f", "m", "f", "m"]})
     dummies = pandas.get_dummies(table).assign(visits=pandas.array([1, 2, 3, 4], dtype="Int64"))
@@ -299,7 +299,7 @@ def test_integer_labels_with_large_gaps_are_rejected_with_the_remedy(kind: str, 
     says = f"the label {largest} makes {largest + 1:,} classes, of which {found} occur: as strings"
     with pytest.raises(FedraxError, match=says):
         Federation.from_arrays(x, y, owner)
-    with pytest.raises(FedraxError, match=says):  # of test rows, too
+    with pytest.raises(FedraxError, match=says):  # also in test rows
         Federation.from_arrays(x, y.min().repeat(4), owner, test=(x, y))
     named = Federation.from_arrays(x, y.astype(str), owner, shuffle=False)
     assert named.num_classes == found and [int(named.class_names[label]) for label in named.train.y] == y.tolist()
@@ -310,7 +310,7 @@ def test_integer_labels_with_large_gaps_are_rejected_with_the_remedy(kind: str, 
     assert load("npz", path=tmp_path / "codes.npz", num_classes=largest + 1).num_classes == largest + 1
 
 
-def test_integer_labels_that_may_be_classes_are_kept():
+def test_integer_labels_with_small_gaps_are_kept():
     x, owner = np.zeros((4, 2)), [0, 0, 1, 1]
     for y, classes in (([0, 9, 9, 0], 10), ([1, 26, 26, 1], 27), ([99, 0, 0, 0], 100)):
         assert Federation.from_arrays(x, y, owner).num_classes == classes
@@ -323,7 +323,7 @@ def test_integer_labels_that_may_be_classes_are_kept():
             Federation.from_arrays(x, y, owner)
 
 
-def test_names_of_classes_are_as_many():
+def test_class_names_must_match_the_number_of_classes():
     x, y, owner = np.zeros((4, 2)), np.array([0, 1, 0, 1]), [0, 0, 1, 1]
     assert Federation.from_arrays(x, y, owner, class_names=("a", "b", "c")).num_classes == 3
     with pytest.raises(FedraxError, match="labels must lie in 0"):
@@ -335,7 +335,7 @@ def test_names_of_classes_are_as_many():
         Dataset("targets", targets, targets, None, class_names=("a", "b"))
 
 
-def test_labels_that_are_strings_are_classes():
+def test_string_labels_become_classes():
     x, owner = np.arange(12.0).reshape(4, 3), [0, 0, 1, 1]
     y, later = ["dog", "cat", "dog", "ant"], (x[:2], np.array(["emu", "cat"], object))
     made = Federation.from_arrays(x, y, owner, test=later, shuffle=False)

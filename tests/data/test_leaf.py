@@ -20,7 +20,7 @@ PLAYS = {"HAMLET_Horatio": "HAMLET", "HAMLET_Ghost": "HAMLET", "LEAR_Fool": "LEA
 
 
 def leaf(users: dict[str, tuple[list, list]], **more: Any) -> dict[str, Any]:
-    """A file's content."""
+    """Content of a file."""
     data = {name: {"x": x, "y": y} for name, (x, y) in users.items()}
     return {"users": list(users), "num_samples": [len(y) for _, y in users.values()], "user_data": data, **more}
 
@@ -32,7 +32,7 @@ def write(path: Path, content: Any) -> Path:
 
 
 def femnist(seed: int, users: int = 3, samples: int = 6) -> dict[str, tuple[list, list]]:
-    """Writers with images of 4 x 4 numbers in [0, 1] and labels among 62."""
+    """Clients with images of 4 x 4 numbers in [0, 1] and labels below 62."""
     rng = np.random.default_rng(seed)
     return {
         f"f{seed}_{i:03}": (rng.random((samples, 16)).round(4).tolist(), rng.integers(0, 62, samples).tolist())
@@ -41,13 +41,13 @@ def femnist(seed: int, users: int = 3, samples: int = 6) -> dict[str, tuple[list
 
 
 def shakespeare(text: str, users: dict[str, str], width: int = 8) -> dict[str, tuple[list, list]]:
-    """Windows of ``width`` characters, and the character after each."""
+    """Windows of ``width`` characters, and the next character of each."""
     at = range(len(text) - width)
     return {name: ([text[i : i + width] for i in at], [text[i + width] for i in at]) for name in users}
 
 
-def test_vectors_in_folders_of_several_files(tmp_path: Path) -> None:
-    """Users of all files, in the order of their names; test rows belong to the same users."""
+def test_vectors_in_several_files(tmp_path: Path) -> None:
+    """Clients of all files are sorted by name; test rows belong to clients of the same name."""
     first, second = femnist(1), femnist(2)
     write(tmp_path / "train/all_data_0.json", leaf(second))
     write(tmp_path / "train/all_data_1.json", leaf(first))
@@ -70,25 +70,25 @@ def test_vectors_in_folders_of_several_files(tmp_path: Path) -> None:
     assert np.isfinite(result.events[-1]["test_loss"])
 
 
-def test_the_next_character(tmp_path: Path) -> None:
-    """Characters are tokens of the training rows' alphabet; clients may be the plays."""
+def test_next_character_prediction(tmp_path: Path) -> None:
+    """Characters are tokens of the alphabet of the training rows; clients may be plays."""
     said = "To be, or not to be"
     parts = shakespeare(said, PLAYS)
     path = write(tmp_path / "s.json", leaf(parts, hierarchies=list(PLAYS.values())))
     made = load("leaf", path=path, length=6, test_fraction=0.0)
     assert made.vocabulary == tuple(sorted(set("".join(x[-6:] for x in parts["LEAR_Fool"][0]))))
     text = ["".join(made.vocabulary[token - 2] for token in row) for row in made.train.x]
-    assert text == [x[-6:] for name in PLAYS for x in parts[name][0]]  # what stands before the next one
+    assert text == [x[-6:] for name in PLAYS for x in parts[name][0]]  # the characters before the next one
     assert "".join(made.class_names[y] for y in made.train.y[: len(said) - 8]) == said[8:]
     assert made.client_names == tuple(sorted(PLAYS))
     plays = load("leaf", path=path, clients="hierarchies", length=10)
     assert plays.client_names == ("HAMLET", "LEAR")
-    assert (plays.train.x[:, 8:] == 0).all()  # padding: the texts have 8 characters
+    assert (plays.train.x[:, 8:] == 0).all()  # padding: texts have 8 characters
     assert np.bincount(plays.train_clients).tolist() == [18, 9]  # type: ignore[arg-type]
 
 
 def test_tweets(tmp_path: Path) -> None:
-    """The text stands at place 4 of a list; words that training rows do not have are 1."""
+    """The text is entry 4 of a list; words that are not in the training rows are 1."""
 
     def tweet(text: str) -> list[str]:
         return ["1467810369", "Mon Apr 06", "NO_QUERY", "ann", text, "training"]
@@ -106,8 +106,8 @@ def test_tweets(tmp_path: Path) -> None:
         load("leaf", path=tmp_path, text=9)
 
 
-def test_labels_are_whole_floats_or_targets(tmp_path: Path) -> None:
-    """LEAF's Synthetic writes classes as 3.0; other numbers are targets. Users without samples are no clients."""
+def test_float_labels_are_classes_if_they_are_integers(tmp_path: Path) -> None:
+    """LEAF's Synthetic stores classes as 3.0; other floats are targets. Clients without samples are dropped."""
     users = {"u1": ([[1, 2.5], [3, 4]], [3.0, 0.0]), "none": ([], [])}
     path = write(tmp_path / "s.json", leaf(users))
     made = load("leaf", path=path, test_fraction=0.0)
@@ -118,11 +118,11 @@ def test_labels_are_whole_floats_or_targets(tmp_path: Path) -> None:
     assert load("leaf", path=path, labels="classes", test_fraction=0.0).class_names == ("0.5", "2")
 
 
-GOOD = leaf({"a": ([[1.0, 2.0]], [0]), "b": ([[3.0, 4.0]], [1])})
+VALID = leaf({"a": ([[1.0, 2.0]], [0]), "b": ([[3.0, 4.0]], [1])})
 
 
 def changed(**parts: Any) -> dict[str, Any]:
-    return {**GOOD, **parts}
+    return {**VALID, **parts}
 
 
 def samples(x: Any, y: Any) -> dict[str, Any]:
@@ -137,13 +137,13 @@ def samples(x: Any, y: Any) -> dict[str, Any]:
         ('{"a": ' * 100_000, "too deep"),
         ("[]", "not of LEAF's format"),
         ('{"users": ["a"], "users": ["b"]}', "'users' twice"),
-        (json.dumps(GOOD).replace("1.0", "NaN"), "NaN, which is not a JSON number"),
-        (json.dumps(GOOD).replace("1.0", "-Infinity"), "Infinity, which is not a JSON number"),
-        (json.dumps(GOOD).replace("1.0", "1e999"), "user 'a' has numbers that are not finite"),
-        (json.dumps(GOOD).replace("1.0", "1e39"), "beyond 32-bit"),
-        (json.dumps(GOOD).replace("1.0", "9" * 400), "not finite"),
-        (json.dumps(GOOD).replace("1.0", "9" * 5000), "cannot be read as JSON"),
-        (json.dumps(GOOD).replace('"a"', '"\\ud800"'), "characters that are none"),
+        (json.dumps(VALID).replace("1.0", "NaN"), "NaN, which is not a JSON number"),
+        (json.dumps(VALID).replace("1.0", "-Infinity"), "Infinity, which is not a JSON number"),
+        (json.dumps(VALID).replace("1.0", "1e999"), "user 'a' has numbers that are not finite"),
+        (json.dumps(VALID).replace("1.0", "1e39"), "beyond 32-bit"),
+        (json.dumps(VALID).replace("1.0", "9" * 400), "not finite"),
+        (json.dumps(VALID).replace("1.0", "9" * 5000), "cannot be read as JSON"),
+        (json.dumps(VALID).replace('"a"', '"\\ud800"'), "characters that are none"),
         (changed(users=["a"]), "'b' must stand once"),
         (changed(users=["a", "a", "b"]), "'a' must stand once"),
         (changed(users=["a", "b", "c"]), "'c' must stand once"),
@@ -169,20 +169,20 @@ def samples(x: Any, y: Any) -> dict[str, Any]:
         (samples(["\ud800"], ["a"]), "characters that are none"),
     ],
 )
-def test_what_is_not_of_the_format(tmp_path: Path, content: Any, says: str) -> None:
+def test_malformed_files_are_rejected(tmp_path: Path, content: Any, says: str) -> None:
     path = write(tmp_path / "bad.json", content)
     with pytest.raises(FedraxError, match=says) as refused:
         load("leaf", path=path, test_fraction=0.0)
     assert len(str(refused.value)) < 400
 
 
-def test_folders_and_options_that_do_not_fit(tmp_path: Path) -> None:
+def test_unsuitable_folders_and_options_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(FedraxError, match="no file"):
         load("leaf", path=tmp_path / "nothing.json")
     with pytest.raises(FedraxError, match="no JSON files"):
         load("leaf", path=tmp_path)
-    write(tmp_path / "train/a.json", GOOD)
-    write(tmp_path / "train/b.json", GOOD)
+    write(tmp_path / "train/a.json", VALID)
+    write(tmp_path / "train/b.json", VALID)
     with pytest.raises(FedraxError, match="another file already"):
         load("leaf", path=tmp_path)
     path = tmp_path / "train/a.json"
@@ -201,7 +201,7 @@ def test_folders_and_options_that_do_not_fit(tmp_path: Path) -> None:
             load("leaf", path=path, length=length, test_fraction=0.0)
 
 
-def test_a_file_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "large.json"
     with path.open("wb") as file:
         file.truncate(MAX_JSON + 1)  # a sparse file
@@ -216,7 +216,7 @@ def test_a_file_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.Monkey
         load("leaf", path=write(path, "[" + "[]," * 500 + "[]]"))
 
 
-def test_a_thousand_users_are_quick(tmp_path: Path) -> None:
+def test_a_thousand_clients_are_read_without_quadratic_time(tmp_path: Path) -> None:
     path = write(tmp_path / "many.json", leaf(femnist(0, users=1000, samples=2)))
     federation = Federation.from_dataset(load("leaf", path=path, test_fraction=0.0), Iid(10), seed=0)
     assert len(federation.train.y) == 2000
@@ -231,7 +231,7 @@ def test_integers_beyond_float64_are_rejected_as_labels(tmp_path: Path) -> None:
     assert made.class_names == ("0.12345678", "0.12345679", "3")
 
 
-def test_clients_by_hierarchy_need_hierarchies_in_the_file(tmp_path: Path):
+def test_clients_by_hierarchy_require_hierarchies_in_the_file(tmp_path: Path):
     data = {"users": ["u1", "u2"], "user_data": {u: {"x": [[1.0, 2.0], [3.0, 4.0]], "y": [0, 1]} for u in ("u1", "u2")}}
     file = write(tmp_path / "one.json", json.dumps(data))
     with pytest.raises(FedraxError, match="names no hierarchies for its users"):

@@ -31,7 +31,7 @@ from fedrax.errors import FedraxError
 
 
 def labeled(labels, num_classes=None, clients=None) -> Dataset:
-    """A data set whose x is the row number, so that rows can be followed."""
+    """A data set whose x is the row number."""
     y = np.asarray(labels, np.int32)
     samples = Samples(np.arange(len(y), dtype=np.float32)[:, None], y)
     classes = num_classes or int(y.max()) + 1
@@ -52,8 +52,8 @@ def counts_of(dataset, partition):
     )
 
 
-def rules(clients: int):
-    """One of each rule that promises every row exactly once, with ordinary parameters."""
+def partitions(clients: int):
+    """One partition of each kind that assigns every row to exactly one client."""
     return [
         Iid(clients),
         Shards(clients, 2),
@@ -68,8 +68,8 @@ def rules(clients: int):
     ]
 
 
-@pytest.mark.parametrize("rule", rules(12), ids=repr)
-def test_every_row_once_and_determined_by_the_seed(rule):
+@pytest.mark.parametrize("rule", partitions(12), ids=repr)
+def test_rows_are_assigned_once_and_by_the_seed(rule):
     dataset = balanced(600)
     first, again, other = (rule.assign(dataset, seed) for seed in (3, 3, 4))
     assert first.indices.dtype == first.offsets.dtype == np.int64
@@ -87,10 +87,10 @@ def test_every_row_once_and_determined_by_the_seed(rule):
     which=st.integers(0, 9),
     seed=st.integers(0, 2**32),
 )
-def test_any_labels_end_in_a_full_partition_or_one_clear_error(labels, clients, which, seed):
+def test_any_labels_give_a_complete_partition_or_a_clear_error(labels, clients, which, seed):
     dataset = labeled(labels, 7)
     try:
-        partition = rules(clients)[which].assign(dataset, seed)
+        partition = partitions(clients)[which].assign(dataset, seed)
     except FedraxError as error:
         assert "\n" not in str(error)
         return
@@ -106,7 +106,7 @@ def test_any_labels_end_in_a_full_partition_or_one_clear_error(labels, clients, 
     percent=st.floats(0, 100),
     per_client=st.integers(1, 4),
 )
-def test_even_rules_give_exactly_even_sizes(clients, each, extra, percent, per_client):
+def test_even_partitions_have_exactly_even_sizes(clients, each, extra, percent, per_client):
     rows = clients * each + extra % clients
     dataset = balanced(rows, 7)
     for rule in (
@@ -129,14 +129,14 @@ def test_shards_hold_few_labels():
     assert ((one > 0).sum(axis=1) == 1).all() and (one.sum(axis=1) == 60).all()
 
 
-def test_similarity_at_its_ends_and_between():
+def test_similarity_of_0_50_and_100_percent():
     dataset = balanced(10_000)
     by_label = counts_of(dataset, Similarity(20, 0).assign(dataset, 0))
     assert np.array_equal(by_label, np.kron(np.eye(10, dtype=int), np.full((2, 1), 500)))
     mixed = counts_of(dataset, Similarity(20, 40).assign(dataset, 0))
-    own = mixed[np.arange(20), np.arange(20) // 2]  # the class that sorting gives client i, up to its borders
+    own = mixed[np.arange(20), np.arange(20) // 2]  # the class of client i after sorting, except at borders
     assert np.all(own > 0.6 * 500 * 0.85)
-    # s % i.i.d. rows: about 0.4 * 500 / 10 = 20 of each of the other classes
+    # s % i.i.d. rows: about 0.4 * 500 / 10 = 20 of each other class
     assert 15 < mixed[0, 3:].mean() < 25
     assert np.array_equal(Mix(20, 60).assign(dataset, 5).indices, Similarity(20, 40).assign(dataset, 5).indices)
 
@@ -152,8 +152,8 @@ def test_iid_is_closer_to_the_global_labels_than_similarity():
 
 @pytest.mark.parametrize("omega", [0.05, 0.5, 5.0])
 def test_dirichlet_classes_has_the_concentration_of_its_mix(omega):
-    # E[sum_c p_c^2] = (omega + 1) / (C omega + 1) for a symmetric Dirichlet; dealing without replacement and
-    # finite clients move it, by less than a tenth here.
+    # E[sum_c p_c^2] = (omega + 1) / (C omega + 1) for a symmetric Dirichlet distribution; drawing without replacement
+    # and finitely many clients change it by less than a tenth here.
     dataset = balanced(200_000)
     share = counts_of(dataset, DirichletClasses(400, omega).assign(dataset, 1)) / 500
     assert (share**2).sum(axis=1).mean() == pytest.approx((omega + 1) / (10 * omega + 1), rel=0.1)
@@ -169,29 +169,29 @@ def test_dirichlet_classes_at_extreme_concentrations():
 
 @pytest.mark.parametrize("alpha", [0.1, 1.0])
 def test_dirichlet_clients_spreads_each_class_by_alpha(alpha):
-    # The share of one class at one client has variance (1/N)(1 - 1/N) / (N alpha + 1).
+    # The share of a class at one client has variance (1/N)(1 - 1/N) / (N alpha + 1).
     dataset = labeled(np.arange(200_000) % 200, 200)
     share = counts_of(dataset, DirichletClients(20, alpha, min_size=1).assign(dataset, 2)) / 1000
     assert share.var() == pytest.approx(0.05 * 0.95 / (20 * alpha + 1), rel=0.1)
 
 
 @pytest.mark.parametrize("alpha", [0.5, 100.0])
-def test_dirichlet_clients_has_no_favorites_where_classes_have_fewer_rows_than_clients(alpha):
-    """Rounded alike, all classes would go to the same few of the first and of the last clients."""
+def test_dirichlet_clients_rounding_favors_no_client(alpha):
+    """Classes have fewer rows than there are clients; equal rounding in all classes would favor the same clients."""
     dataset, rule = labeled(np.arange(6000) % 60, 60), DirichletClients(300, alpha, min_size=1)
     sizes = np.mean([rule._draw(np.bincount(dataset.train.y), np.random.default_rng(s)).sum(1) for s in range(20)], 0)
     ends = sizes[[0, 1, 2, -3, -2, -1]]
-    assert ends.min() > 16 and ends.max() < 24  # 20 each in the mean
+    assert ends.min() > 16 and ends.max() < 24  # 20 each on average
 
 
-def test_dirichlet_clients_keeps_min_size_or_says_no():
+def test_dirichlet_clients_satisfies_min_size_or_raises():
     dataset = balanced(2000)
     assert np.diff(DirichletClients(20, 0.5, min_size=20).assign(dataset, 0).offsets).min() >= 20
     with pytest.raises(FedraxError, match="none of 100 draws"):
         DirichletClients(100, 0.001, min_size=10).assign(dataset, 0)
 
 
-def test_balanced_dirichlet_stops_feeding_full_clients():
+def test_balanced_dirichlet_assigns_no_rows_to_full_clients():
     dataset = balanced(10_000)
     plain, capped = (
         np.diff(DirichletClients(20, 0.1, 1, balanced=on).assign(dataset, 0).offsets).max() for on in (False, True)
@@ -206,7 +206,7 @@ def test_classes_per_client_is_exact_and_even():
         assert (held.sum(axis=1) == k).all()
         assert np.ptp(held.sum(axis=0)) <= 1
     pairs = counts_of(dataset, ClassesPerClient(60, 2).assign(dataset, 0)) > 0
-    assert len(np.unique(pairs, axis=0)) > 20  # classes meet at random, not in fixed pairs
+    assert len(np.unique(pairs, axis=0)) > 20  # classes are combined at random, not in fixed pairs
 
 
 def test_lognormal_sizes():
@@ -217,7 +217,7 @@ def test_lognormal_sizes():
     assert np.diff(LogNormal(1000, 10.0, min_size=7).assign(dataset, 0).offsets).min() == 7
 
 
-def test_natural_keeps_and_drops_clients():
+def test_natural_partition_selects_clients():
     clients = np.array([9, 2, 2, 5, 9, 9, 5, 2, 2])
     dataset = labeled(np.zeros(9, int), 2, clients)
     rows = clients_of(Natural().assign(dataset, 0))
@@ -248,12 +248,12 @@ IMPOSSIBLE = [
 
 
 @pytest.mark.parametrize(("rule", "words"), IMPOSSIBLE, ids=repr)
-def test_impossible_rules_raise_a_clear_error(rule, words):
+def test_impossible_partitions_raise_a_clear_error(rule, words):
     with pytest.raises(FedraxError, match=words):
         rule.assign(balanced(60), 0)
 
 
-def test_more_natural_clients_than_there_are():
+def test_too_many_natural_clients_are_rejected():
     with pytest.raises(FedraxError, match="3 of them cannot be selected"):
         Natural(3).assign(labeled([0, 1], 2, np.array([0, 1])), 0)
 
@@ -268,7 +268,7 @@ def test_regression_targets_can_be_sorted_but_not_counted():
         DirichletClasses(4).assign(dataset, 0)
 
 
-def test_a_table_of_a_billion_cells_is_rejected():
+def test_table_of_a_billion_cells_is_rejected():
     dataset = labeled(np.zeros(2_000_000, np.int32), 1000)
     with pytest.raises(FedraxError, match="too many"):
         DirichletClasses(1_000_000).assign(dataset, 0)
@@ -280,14 +280,14 @@ def test_negative_seed_is_rejected():
 
 
 def test_registry_lists_frozen_dataclasses_with_defaults():
-    promised = {type(rule) for rule in rules(2)} | {Natural}
+    promised = {type(rule) for rule in partitions(2)} | {Natural}
     assert set(PARTITIONS.values()) == promised and len(PARTITIONS) == len(promised)
     for rule in PARTITIONS.values():
         assert hash(rule()) == hash(rule()) and rule.__doc__
 
 
-def test_any_column_may_stand_in_place_of_the_labels(tmp_path: Path):
-    """Partitions by a column are those of a data set whose label it is; labels stay what is learned."""
+def test_partition_by_a_column(tmp_path: Path):
+    """Equal to the partition of a data set with this column as labels; the labels to learn are unchanged."""
     rng = np.random.default_rng(0)
     region, age = rng.integers(0, 3, 60), rng.random(60).round(3)
     rows = [f"{i},{'abc'[r]},{a},{i / 7}" for i, (r, a) in enumerate(zip(region, age, strict=True))]

@@ -19,7 +19,7 @@ TOKENS, LENGTH, PADDING = 7, 9, -100
 
 
 def table_of_next_tokens() -> Model:
-    """Logits of the next token are a row of a table for this one."""
+    """A model whose logits of the next token are a row of a table."""
     return Model(
         lambda key: {"table": jnp.zeros((TOKENS, TOKENS))},
         lambda params, x, key=None: params["table"][x],
@@ -28,7 +28,7 @@ def table_of_next_tokens() -> Model:
 
 
 def sentences(dtype: str = "int64") -> tuple[np.ndarray, np.ndarray]:
-    """Sequences in which token t is followed by 3 t + 1 mod 7, of various lengths: tokens and next tokens."""
+    """Padded sequences in which token t is followed by 3 t + 1 mod 7: tokens and next tokens."""
     start, lengths = RNG.integers(0, TOKENS, 48), RNG.integers(2, LENGTH + 1, 48)
     tokens = [start]
     for _ in range(LENGTH):
@@ -51,9 +51,9 @@ def test_next_tokens_of_padded_sequences(dtype):
     assert result.events[-1]["test_loss"] < 1 and result.events[-1]["test_accuracy"] == 1
 
 
-def test_padding_changes_nothing_but_what_is_padded():
+def test_padding_does_not_change_other_positions():
     x, y = sentences()
-    shown = np.where(y == PADDING, 0, x)  # tokens at padded positions are never learnt from
+    shown = np.where(y == PADDING, 0, x)  # tokens at padded positions are never learned from
     results = []
     for tokens in (x, shown):
         federation = Federation.from_arrays(tokens, y, OWNER, padding=PADDING)
@@ -63,7 +63,7 @@ def test_padding_changes_nothing_but_what_is_padded():
 
 
 def pixelwise() -> Model:
-    """Logits of each pixel's class from its color."""
+    """A model with logits of each pixel's class from its color."""
 
     def init(key):
         return {"weight": 0.01 * jax.random.normal(key, (3, 2)), "bias": jnp.zeros(2)}
@@ -73,7 +73,7 @@ def pixelwise() -> Model:
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("plan", ["scan", "vmap", "loop"])
-def test_a_segmentation(plan):
+def test_segmentation(plan):
     x = RNG.integers(0, 256, (48, 5, 4, 3), np.uint8)
     y = (x[..., 0] > x[..., 1]).astype(np.uint8)
     y[:, 0, 0] = 255
@@ -102,8 +102,8 @@ def dataset(x: np.ndarray, y: np.ndarray, classes: int | None, **options) -> Dat
     return Dataset("own", samples, samples, classes, train_clients=OWNER, test_clients=OWNER, **options)
 
 
-class Own:
-    """A model of an experiment, given as an object."""
+class GivenModel:
+    """An experiment's model that is an existing object."""
 
     def __init__(self, model: Model):
         self.model = model
@@ -115,11 +115,11 @@ class Own:
 
 def task_of(data: Dataset, model: Model, normalize: bool = True):
     federation = Federation.from_dataset(data, Natural(), 0)
-    own = Own(model)
+    own = GivenModel(model)
     return experiment.make_task(experiment.Experiment(model=own, normalize=normalize), federation), own, federation
 
 
-def test_experiments_scale_pixels_alone_and_know_the_padding():
+def test_experiments_scale_pixels_only_and_use_the_padding():
     x, y = sentences("uint8")
     task, own, federation = task_of(dataset(x, y, TOKENS, padding=PADDING), table_of_next_tokens())
     assert own.asked == ((LENGTH,), TOKENS)
@@ -151,7 +151,7 @@ def test_experiments_scale_pixels_alone_and_know_the_padding():
     assert own.asked == ((2, 2, 1), 3)
 
 
-def test_a_model_of_one_output_a_sample_is_rejected_for_many_labels():
+def test_model_with_one_output_per_sample_is_rejected_for_several_labels():
     x, y = sentences("uint8")
     federation = Federation.from_arrays(x, y, OWNER, padding=PADDING)
     task = classification(Linear().build((LENGTH,), TOKENS), padding=PADDING)

@@ -1,4 +1,4 @@
-"""Readers against small files, valid and broken, and against real data where FEDRAX_DATA has it."""
+"""Readers on small files, valid and broken, and on real data if FEDRAX_DATA is set."""
 
 import gzip
 import os
@@ -14,15 +14,15 @@ from fedrax.data.readers.huggingface import _column_kind
 from fedrax.data.registry import _bundled_digits, load_idx
 from fedrax.errors import FedraxError
 
-REAL = os.environ.get("FEDRAX_DATA")
+DATA_DIR = os.environ.get("FEDRAX_DATA")
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_digits_are_those_of_scikit_learn(elsewhere, monkeypatch):
-    """Read from its file, or by its function from a version that stores them elsewhere."""
+@pytest.mark.parametrize("moved", [False, True])
+def test_digits_equal_those_of_scikit_learn(moved, monkeypatch):
+    """Read from scikit-learn's file, or by its function if a version stores it elsewhere."""
     from sklearn.datasets import load_digits
 
-    if elsewhere:
+    if moved:
         monkeypatch.setattr("fedrax.data.registry.find_spec", lambda name: None)
     expected = load_digits(return_X_y=True)
     for ours, theirs in zip(_bundled_digits(), expected, strict=True):
@@ -57,7 +57,7 @@ def write_idx_folder(folder: Path, compress: bool, classes: int = 10) -> tuple[n
 # Names, options, directories
 
 
-def test_unknown_names_and_options():
+def test_unknown_names_and_options_are_rejected():
     with pytest.raises(FedraxError, match="did you mean 'mnist'"):
         load("mnits")
     with pytest.raises(FedraxError, match="did you mean 'alpha'"):
@@ -74,7 +74,7 @@ def test_missing_directory_and_files_are_named(tmp_path, monkeypatch):
         load("cifar10")
 
 
-def test_entries_say_what_they_need():
+def test_entries_describe_required_files_and_options():
     assert {name for name, entry in DATASETS.items() if not entry.needs_files} == {
         "digits", "synthetic", "matrix_sensing", "quartic_pair", "npz", "csv", "leaf", "image_folder", "huggingface",
         "openml",
@@ -105,7 +105,7 @@ def test_idx_folder(tmp_path, compress):
     assert load_idx(tmp_path / "mnist").num_classes == 10
 
 
-def test_idx_labels_out_of_range_and_of_another_number(tmp_path):
+def test_idx_labels_out_of_range_or_of_another_number_are_rejected(tmp_path):
     write_idx_folder(tmp_path / "mnist", False, classes=11)
     with pytest.raises(FedraxError, match=r"labels must lie in 0 .. 9, found 0 .. 10"):
         load("mnist", tmp_path)
@@ -114,22 +114,22 @@ def test_idx_labels_out_of_range_and_of_another_number(tmp_path):
         load("mnist", tmp_path)
 
 
-GOOD = idx(np.arange(24, dtype=np.uint8).reshape(2, 3, 4))
+VALID = idx(np.arange(24, dtype=np.uint8).reshape(2, 3, 4))
 BROKEN = {
-    "magic": (b"\x01" + GOOD[1:], "not an IDX file"),
+    "magic": (b"\x01" + VALID[1:], "not an IDX file"),
     "type": (idx(np.zeros((2, 3, 4), np.uint8), kind=0x0D), "not an IDX file"),
     "axes": (idx(np.zeros((2, 3), np.uint8)), "not an IDX file"),
     "empty": (b"", "not an IDX file"),
-    "short header": (GOOD[:10], "not an IDX file"),
-    "truncated": (GOOD[:-1], "truncated: 23 of 24"),
-    "longer": (GOOD + b"!", "holds more than its header"),
+    "short header": (VALID[:10], "not an IDX file"),
+    "truncated": (VALID[:-1], "truncated: 23 of 24"),
+    "longer": (VALID + b"!", "holds more than its header"),
     "huge": (bytes([0, 0, 8, 3]) + b"\xff" * 12 + b"data", "announces an array of shape"),
 }
 
 
 @pytest.mark.parametrize("case", BROKEN)
 @pytest.mark.parametrize("compress", [False, True])
-def test_broken_idx(tmp_path, case, compress):
+def test_broken_idx_is_rejected(tmp_path, case, compress):
     content, words = BROKEN[case]
     path = tmp_path / ("file.gz" if compress else "file")
     path.write_bytes(gzip.compress(content) if compress else content)
@@ -137,12 +137,12 @@ def test_broken_idx(tmp_path, case, compress):
         read_idx(path, ndim=3)
 
 
-def test_broken_gzip(tmp_path):
+def test_broken_gzip_is_rejected(tmp_path):
     whole = gzip.compress(idx(np.random.default_rng(0).integers(0, 256, (50, 9, 9), np.uint8)))
     for content in (
         whole[:-200],
         whole[:4],
-        GOOD,
+        VALID,
         whole[:-8] + b"\0" * 8,
         whole[:30] + b"\xff" * 50 + whole[80:],
     ):
@@ -152,7 +152,7 @@ def test_broken_gzip(tmp_path):
             read_idx(path, ndim=3)
 
 
-def test_find_file_prefers_the_unpacked_one(tmp_path):
+def test_find_file_prefers_the_uncompressed_file(tmp_path):
     assert find_file(tmp_path / "a") is None
     (tmp_path / "a.gz").touch()
     assert find_file(tmp_path / "a") == tmp_path / "a.gz"
@@ -183,7 +183,7 @@ def test_npz_with_clients(tmp_path):
     assert federation.test_offsets is not None and list(federation.test_offsets) == [0, 1, 1]
 
 
-def test_npz_with_a_test_that_is_everyones(tmp_path):
+def test_npz_with_a_global_test_set(tmp_path):
     arrays = npz_arrays() | {"client_train": np.array(["north", "east", "north", "east"])}
     del arrays["client_test"]
     np.savez(tmp_path / "mine.npz", **arrays)
@@ -221,7 +221,7 @@ def test_npz_regression_without_clients(tmp_path):
         ({"client_train": np.array([1, "a", 1], str), "client_test": None}, "not n samples|one integer for each"),
     ],
 )
-def test_broken_npz(tmp_path, change, words):
+def test_broken_npz_is_rejected(tmp_path, change, words):
     arrays = {key: array for key, array in (npz_arrays() | change).items() if array is not None}
     np.savez(tmp_path / "bad.npz", **arrays)
     with pytest.raises(FedraxError, match=words):
@@ -245,14 +245,14 @@ def npy(header: str, data: bytes = b"") -> bytes:
         (b"", "cannot be read"),
     ],
 )
-def test_hostile_npz_members(tmp_path, member, words):
+def test_hostile_npz_members_are_rejected(tmp_path, member, words):
     with zipfile.ZipFile(tmp_path / "bad.npz", "w") as archive:
         archive.writestr("x.npy", member)
     with pytest.raises(FedraxError, match=words):
         read_npz(tmp_path / "bad.npz", ["x"])
 
 
-def test_npz_that_is_no_zip_or_damaged(tmp_path):
+def test_damaged_npz_is_rejected(tmp_path):
     path = tmp_path / "bad.npz"
     with pytest.raises(FedraxError, match="there is no file"):
         read_npz(path, ["x"])
@@ -290,7 +290,7 @@ def test_har_subjects_and_channels_last(tmp_path):
     assert federation.test_offsets is not None and list(federation.test_offsets) == [0, 1, 1]
 
 
-def test_har_features_stay_as_they_are(tmp_path):
+def test_har_features_are_not_standardized(tmp_path):
     x = np.random.default_rng(0).random((6, 5), np.float32)
     save_har(tmp_path / "har" / "har_features561_recomputed.npz", x)
     dataset = load("har_features", tmp_path)
@@ -301,13 +301,13 @@ def test_har_features_stay_as_they_are(tmp_path):
         load("har_features", tmp_path)
 
 
-# The real thing
+# Real data
 
 
-@pytest.mark.skipif(REAL is None, reason="FEDRAX_DATA is not set")
+@pytest.mark.skipif(DATA_DIR is None, reason="FEDRAX_DATA is not set")
 class TestRealData:
     def test_mnist(self):
-        dataset = load("mnist", REAL)
+        dataset = load("mnist", DATA_DIR)
         assert dataset.train.x.shape == (60_000, 28, 28, 1) and dataset.test.x.shape == (10_000, 28, 28, 1)
         expected = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
         assert list(np.bincount(dataset.train.y)) == expected
@@ -315,7 +315,7 @@ class TestRealData:
         assert dataset.train.x.std(dtype=float) / 255 == pytest.approx(dataset.std[0], abs=1e-4)
 
     def test_cifar10(self):
-        dataset = load("cifar10", REAL)
+        dataset = load("cifar10", DATA_DIR)
         assert dataset.train.x.shape == (50_000, 32, 32, 3) and dataset.class_names[3] == "cat"
         assert (np.bincount(dataset.train.y) == 5000).all() and (np.bincount(dataset.test.y) == 1000).all()
         pixels = dataset.train.x[::10].reshape(-1, 3) / 255
@@ -325,22 +325,22 @@ class TestRealData:
     def test_upcycled_synthetic(self):
         sizes = {}
         for variant in ("iid", "0.5_0.5"):
-            dataset = load("upcycled_synthetic", REAL, variant=variant)
+            dataset = load("upcycled_synthetic", DATA_DIR, variant=variant)
             federation = Federation.from_dataset(dataset, Natural(), 0)
             assert federation.num_clients == 30 and federation.num_classes == 2
             sizes[variant] = (len(dataset.train.y) + len(dataset.test.y), len(dataset.test.y))
         assert sizes == {"iid": (6726, 683), "0.5_0.5": (8036, 818)}
 
     def test_har(self):
-        dataset = load("har_inertial", REAL)
+        dataset = load("har_inertial", DATA_DIR)
         assert dataset.train.x.shape == (7352, 128, 9) and dataset.class_names[5] == "LAYING"
         assert list(np.bincount(dataset.train.y)) == [1226, 1073, 986, 1286, 1374, 1407]
         federation = Federation.from_dataset(dataset, Natural(), 0)
         assert federation.num_clients == 21 and federation.test_offsets is None
 
 
-def test_arrays_as_others_save_them(tmp_path):
-    """Labels that are texts, clients in bytes; labels from 1 are warned of."""
+def test_npz_with_string_labels_and_byte_client_ids(tmp_path):
+    """Labels that start at 1 are warned of."""
     texts = {"y_train": np.array(["b", "a", "b", "b"]), "y_test": np.array(["c"] * 4)}
     x = {part: np.zeros((4, 8, 8), np.uint8) for part in ("x_train", "x_test")}
     np.savez(tmp_path / "t.npz", **x, **texts, client_train=np.array(["p", "q"] * 2, "S"))

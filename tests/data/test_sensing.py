@@ -1,4 +1,4 @@
-"""Matrix sensing: moments of its definition, and the measurements of its model."""
+"""Matrix sensing: moments of its definition, and the outputs of its model."""
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ from fedrax.models import TraceRegression
 from fedrax.simulation import simulate
 
 
-def test_the_definition():
+def test_moments_of_the_definition():
     dataset = load("matrix_sensing", dim=12, rank=3, clients=20, samples=50, test_samples=40, seed=1)
     assert dataset.train.x.shape == (1000, 12, 12) and dataset.train.x.dtype == np.float32
     assert len(dataset.test.y) == 40 and dataset.num_classes is None
@@ -27,7 +27,7 @@ def test_the_definition():
     np.testing.assert_array_equal(federation.truth, dataset.truth)
 
 
-def test_seeds():
+def test_seeds_determine_the_data():
     one, again, other = (load("matrix_sensing", dim=3, rank=1, seed=s).train for s in (0, 0, 1))
     assert np.array_equal(one.x, again.x) and np.array_equal(one.y, again.y)
     assert not np.array_equal(one.x, other.x)
@@ -36,12 +36,12 @@ def test_seeds():
 @pytest.mark.parametrize(
     "options", [{"rank": 0}, {"dim": 4, "rank": 5}, {"samples": 0}, {"noise": -0.1}, {"clients": 10**7}]
 )
-def test_impossible_options(options: dict):
+def test_impossible_options_are_rejected(options: dict):
     with pytest.raises(FedraxError):
         load("matrix_sensing", **options)
 
 
-def test_rank_and_distance_from_the_truth():
+def test_metrics_rank_and_distance_from_the_truth():
     model = TraceRegression().build((6, 6), 1)
     truth = np.diag([1.0, 1.0, 0, 0, 0, 0])
     x = np.diag([1.0, 2.0, 0.5, 1.1e-3, 0.9e-3, 0.0]).astype(np.float32)
@@ -56,7 +56,7 @@ def test_rank_and_distance_from_the_truth():
     np.testing.assert_allclose(model.apply({"matrix": x}, samples), np.einsum("nij,ij->n", samples, x), rtol=1e-5)
 
 
-def test_starts():
+def test_initializations():
     zero, drawn = (TraceRegression(deviation).build((30, 30), 1).init(jax.random.key(0)) for deviation in (0.0, 0.2))
     assert not np.any(zero["matrix"])
     assert np.std(drawn["matrix"]) == pytest.approx(0.2, rel=0.1)
@@ -69,7 +69,7 @@ def test_inputs_that_are_no_matrices_are_rejected(shape: tuple, outputs: int):
 
 
 def nuclear_norm_minimum(x: np.ndarray, y: np.ndarray, weight: float) -> np.ndarray:
-    """argmin of mean (<X, D> - y)^2 + weight |X|_*, by accelerated proximal gradients in float64."""
+    """argmin of mean (<X, D> - y)^2 + weight |X|_* by accelerated proximal gradient descent in float64."""
     flat, d = x.reshape(len(x), -1).astype(np.float64), x.shape[1]
     step = 1 / (2 * np.linalg.norm(flat, 2) ** 2 / len(flat))
     now = ahead = np.zeros(d * d)
@@ -80,8 +80,8 @@ def nuclear_norm_minimum(x: np.ndarray, y: np.ndarray, weight: float) -> np.ndar
     return now.reshape(d, d)
 
 
-def test_losac_prox_from_a_file_ends_at_the_minimum_with_the_exact_rank():
-    """Clients of few samples each; the minimum over all of them has the true rank, and so has LoSAC-Prox's end."""
+def test_losac_prox_converges_to_the_minimum_with_the_exact_rank():
+    """Clients have few samples each; the minimizer over all samples has the true rank."""
     table = {
         "data": {"name": "matrix_sensing", "dim": 6, "rank": 2, "clients": 8, "samples": 40, "test_samples": 0},
         "partition": {"name": "natural"},

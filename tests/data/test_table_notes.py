@@ -11,7 +11,7 @@ from fedrax.errors import FedraxError
 from tests.data.text_files import write
 
 
-def test_classes_and_clients_only_in_test_rows_are_noted(tmp_path: Path):
+def test_classes_and_clients_of_test_rows_only_are_noted(tmp_path: Path):
     train = write(tmp_path / "train.csv", "who,x,label\n" + "".join(f"A,{i},{'pq'[i % 2]}\n" for i in range(9)))
     test = write(tmp_path / "test.csv", "who,x,label\nA,1,p\nB,2,r\nC,3,r\n")
     notes = load("csv", path=train, test_path=test, client="who").notes

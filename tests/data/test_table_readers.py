@@ -1,4 +1,4 @@
-"""Readers of images in tables, CSV files and OpenML against small files, valid and broken."""
+"""Readers of images in tables, CSV files and OpenML on small files, valid and broken."""
 
 import gzip
 import io
@@ -51,19 +51,19 @@ def test_image_table_is_decoded_once(tmp_path, monkeypatch):
     assert np.array_equal(read_image_table(path, "label", (32, 32))[0], images)
     monkeypatch.undo()
     monkeypatch.setenv("FEDRAX_CACHE", str(tmp_path / "cache"))
-    cached.write_bytes(cached.read_bytes()[:100])  # a damaged cache is decoded afresh
+    cached.write_bytes(cached.read_bytes()[:100])  # a damaged cache is not used
     assert np.array_equal(read_image_table(path, "label", (32, 32))[0], images)
     assert np.array_equal(np.load(cached), images)
 
 
-def test_another_file_of_the_same_name_has_its_own_cache(tmp_path):
+def test_different_file_of_the_same_name_has_another_cache(tmp_path):
     path = write_images(tmp_path / "pets" / "train.parquet", [jpeg((9, 8, 7))], [0])
     read_image_table(path, "label", (32, 32))
     write_images(path, [jpeg((50, 60, 70))], [0])
     assert (read_image_table(path, "label", (32, 32))[0] == (50, 60, 70)).all()
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
+def test_unwritable_cache_is_no_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FEDRAX_CACHE", str(tmp_path / "file"))
     path = write_images(tmp_path / "pets" / "train.parquet", [jpeg((9, 8, 7), kind="JPEG")], [0])
@@ -83,13 +83,13 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
         ([jpeg((0, 0, 0))], ["cat"], "integer column"),
     ],
 )
-def test_broken_image_tables(tmp_path, images, labels, words):
+def test_broken_image_tables_are_rejected(tmp_path, images, labels, words):
     path = write_images(tmp_path / "train.parquet", images, labels)
     with pytest.raises(FedraxError, match=words):
         read_image_table(path, "label", (32, 32))
 
 
-def test_image_table_of_other_columns_or_no_parquet(tmp_path):
+def test_image_table_requires_its_columns_and_parquet(tmp_path):
     path = write_images(tmp_path / "train.parquet", [jpeg((0, 0, 0))], [0], column="lable")
     with pytest.raises(FedraxError, match="did you mean 'lable'"):
         read_image_table(path, "label", (32, 32))
@@ -101,7 +101,7 @@ def test_image_table_of_other_columns_or_no_parquet(tmp_path):
         read_image_table(path, "label", (32, 32))
 
 
-def test_images_in_tables_are_pixels(tmp_path):
+def test_images_of_tables_are_pixels(tmp_path):
     for part in ("train", "test"):
         write_images(tmp_path / "cifar10" / f"{part}.parquet", [jpeg((0, 0, 0))] * 2, [1, 9])
     dataset = load("cifar10", tmp_path)
@@ -135,7 +135,7 @@ def test_csv_with_clients(tmp_path):
     assert sorted(everything[:, 0]) == list(range(20)) and (everything[:, 1] == everything[:, 0] + 0.5).all()
 
 
-def test_csv_with_a_test_file_and_a_regression(tmp_path):
+def test_csv_with_a_test_file_and_real_targets(tmp_path):
     (tmp_path / "train.csv").write_text("a,b,label\n1,2,0.5\n3,4,1.5\n")
     (tmp_path / "test.csv").write_text("a,b,label\n5,6,2.5\n")
     dataset = load("csv", path=tmp_path / "train.csv", test_path=tmp_path / "test.csv", standardize="none")
@@ -151,25 +151,25 @@ HOSPITALS = {
     "north": "ward,age,ill\nA,30,0\nB,40,1\n",
     "south": "ill,lab,age,smoker\n0,3.5,50,1\n1,,60,0\n",
 }
-"""Three clients, which share the columns age and ill."""
+"""Three clients with the common columns age and ill."""
 
 
-def hospitals(folder: Path, **options: Any) -> Dataset:
-    """The three files read without a test part."""
+def hospital_options(folder: Path, **options: Any) -> Dataset:
+    """Options to read the three files without a test part."""
     folder.mkdir(exist_ok=True)
     for name, text in HOSPITALS.items():
         (folder / f"{name}.csv").write_text(text)
     return load("csv", path=folder, test_fraction=0.0, **{"label": "ill"} | options)
 
 
-def test_files_of_different_columns(tmp_path):
-    """Their union with the mean or a number in place of what is missing, or their intersection."""
-    shared = hospitals(tmp_path / "sites", different_columns="intersection", standardize="none")
+def test_files_with_different_columns(tmp_path):
+    """Their union with imputed values, or their intersection."""
+    shared = hospital_options(tmp_path / "sites", different_columns="intersection", standardize="none")
     assert shared.feature_names == ("age",) and shared.train.x[:, 0].tolist() == [10, 20, 30, 40, 50, 60]
     assert "columns that not all files have are left out: lab, ward, smoker (different_columns)" in shared.notes
 
     every: dict[str, Any] = {"different_columns": "union", "standardize": "none"}
-    filled = hospitals(tmp_path / "sites", **every, missing=-1)
+    filled = hospital_options(tmp_path / "sites", **every, missing=-1)
     assert filled.feature_names == ("age", "lab", "ward=A", "ward=B", "ward missing", "smoker")
     assert filled.train.x[:, 1].tolist() == [1.5, 2.5, -1, -1, 3.5, -1]
     assert filled.train.x[:, 5].tolist() == [-1, -1, -1, -1, 1, 0]
@@ -178,12 +178,12 @@ def test_files_of_different_columns(tmp_path):
     assert {missing, "3 missing values of 'lab' are -1 (missing)"} < set(filled.notes)
     assert filled.client_names == ("east", "north", "south")
 
-    by_mean = hospitals(tmp_path / "sites", **every, missing="mean")
+    by_mean = hospital_options(tmp_path / "sites", **every, missing="mean")
     assert by_mean.train.x[:, 1].tolist() == [1.5, 2.5, 2.5, 2.5, 3.5, 2.5]
-    own = hospitals(tmp_path / "sites", different_columns="union", missing="mean", standardize="client")
+    own = hospital_options(tmp_path / "sites", different_columns="union", missing="mean", standardize="client")
     assert own.train.x[2:4, 1].tolist() == [0, 0] and np.isfinite(own.train.x).all()
-    scaled = hospitals(tmp_path / "sites", different_columns="union", missing=2.5)  # which is the mean
-    alone = hospitals(tmp_path / "sites", different_columns="union", missing=2.5, columns=("lab",))
+    scaled = hospital_options(tmp_path / "sites", different_columns="union", missing=2.5)  # the mean
+    alone = hospital_options(tmp_path / "sites", different_columns="union", missing=2.5, columns=("lab",))
     np.testing.assert_allclose(scaled.train.x[:, 1], alone.train.x[:, 0])
     np.testing.assert_allclose(alone.train.x[:, 0], np.array([-1, 0, 0, 0, 1, 0]) / np.sqrt(1 / 3), rtol=1e-6)
 
@@ -211,15 +211,15 @@ def test_files_of_different_columns(tmp_path):
         ({"different_columns": "union", "missing": None}, "or a number, not None"),
     ],
 )
-def test_different_columns_that_cannot_be_read(tmp_path, options, words):
+def test_invalid_options_for_different_columns_are_rejected(tmp_path, options, words):
     with pytest.raises(FedraxError, match=words):
-        hospitals(tmp_path / "sites", **options)
+        hospital_options(tmp_path / "sites", **options)
     with pytest.raises(FedraxError, match="different_columns has no effect on a single file"):
         load("csv", path=tmp_path / "sites/east.csv", label="ill", different_columns="union")
 
 
-def test_an_experiment_file_reads_different_columns(tmp_path):
-    hospitals(tmp_path / "sites", different_columns="intersection")
+def test_experiment_file_reads_different_columns(tmp_path):
+    hospital_options(tmp_path / "sites", different_columns="intersection")
     (tmp_path / "e.toml").write_text(
         '[data]\nname = "csv"\npath = "sites"\nlabel = "ill"\ndifferent_columns = "union"\nmissing = -1\n'
         'test_fraction = 0.0\nstandardize = "none"\n[partition]\nname = "natural"\n'
@@ -230,7 +230,7 @@ def test_an_experiment_file_reads_different_columns(tmp_path):
     assert experiment.read(tmp_path / "again.toml") == spec
 
 
-def test_a_folder_of_files_is_a_client_each(tmp_path):
+def test_folder_of_files_has_a_client_per_file(tmp_path):
     (tmp_path / "sites").mkdir()
     rows = {"north": "age,sex,ill\n30,f,0\n40,m,1\n50,,0\n60,f,1\n", "south": "ill,sex,ward,age\n0,,A,70\n1,,B,90\n"}
     for name, text in rows.items():
@@ -284,14 +284,14 @@ def test_a_folder_of_files_is_a_client_each(tmp_path):
         (b"a,l\xff\xfe\n1,0\n", {}, "cannot be read as a CSV"),
     ],
 )
-def test_broken_csv(tmp_path, text, options, words):
+def test_broken_csv_is_rejected(tmp_path, text, options, words):
     path = tmp_path / "table.csv"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(FedraxError, match=words):
         load("csv", path=path, **options)
 
 
-def test_a_path_is_a_file_and_not_a_pattern(tmp_path):
+def test_path_is_not_a_glob_pattern(tmp_path):
     for name in ("d1.csv", "d2.csv"):
         (tmp_path / name).write_text("a,label\n1,0\n2,1\n")
     with pytest.raises(FedraxError, match="there is no file"):
@@ -301,14 +301,14 @@ def test_a_path_is_a_file_and_not_a_pattern(tmp_path):
 
 
 @pytest.mark.parametrize("special", ["/dev/zero", "fifo"])
-def test_csv_that_is_no_file(special, tmp_path):
+def test_special_files_are_no_csv_files(special, tmp_path):
     if special == "fifo":
         os.mkfifo(tmp_path / "fifo")
     with pytest.raises(FedraxError, match="not a regular file"):
         load("csv", path=tmp_path / special)
 
 
-def test_csv_that_is_not_there(tmp_path):
+def test_missing_csv_file_is_named(tmp_path):
     with pytest.raises(FedraxError, match="there is no file"):
         load("csv", path=tmp_path / "none.csv")
 
@@ -320,7 +320,7 @@ def bunch(x, y, **categories):
     return SimpleNamespace(data=x, target=y, feature_names=["a", "b"], categories=categories)
 
 
-def test_openml_arrays_become_a_data_set(monkeypatch):
+def test_openml_arrays_become_a_dataset(monkeypatch):
     x = np.arange(40.0).reshape(20, 2)
     y = np.array(["b", "a"] * 10, object)
     monkeypatch.setattr("sklearn.datasets.fetch_openml", lambda *a, **k: bunch(x, y))
@@ -335,7 +335,7 @@ def test_openml_arrays_become_a_data_set(monkeypatch):
         load("openml", dataset="letters")
 
 
-def test_openml_without_network(monkeypatch):
+def test_openml_without_network_raises_a_clear_error(monkeypatch):
     def offline(*arguments, **options):
         raise OSError("name resolution failed")
 
@@ -344,7 +344,7 @@ def test_openml_without_network(monkeypatch):
         load("openml", dataset="iris")
 
 
-def test_numbers_that_are_classes_stay_apart_and_those_beyond_32_bits_are_rejected(tmp_path):
+def test_large_integer_classes_stay_distinct_and_targets_beyond_32_bits_are_rejected(tmp_path):
     (tmp_path / "d.csv").write_text("a,label\n" + "".join(f"{i},{v}\n" for i, v in enumerate([1e6 + 1, 1e6 + 2, 0.5])))
     made = load("csv", path=tmp_path / "d.csv", labels="classes", test_fraction=0.0)
     assert made.class_names == ("0.5", "1000001", "1000002")
@@ -357,7 +357,7 @@ def test_numbers_that_are_classes_stay_apart_and_those_beyond_32_bits_are_reject
 
 
 @pytest.mark.parametrize("column", ["a", "label", "who"])
-def test_whole_numbers_beyond_64_bits_are_rejected(column, tmp_path):
+def test_integers_beyond_64_bits_are_rejected(column, tmp_path):
     rows = [{"a": 1, "label": 0, "who": 2} | ({column: 10**30 + i} if i else {}) for i in range(3)]
     text = "a,label,who\n" + "".join(f"{row['a']},{row['label']},{row['who']}\n" for row in rows)
     (tmp_path / "d.csv").write_text(text)
@@ -366,7 +366,7 @@ def test_whole_numbers_beyond_64_bits_are_rejected(column, tmp_path):
 
 
 @pytest.mark.parametrize("name", [b"d\xff.csv", b"caf\xe9/d.csv"])
-def test_a_file_whose_name_is_no_text(tmp_path: Path, name: bytes):
+def test_file_names_that_are_not_utf8(tmp_path: Path, name: bytes):
     path = tmp_path / os.fsdecode(name)
     try:
         path.parent.mkdir(exist_ok=True)

@@ -13,8 +13,8 @@ from fedrax.errors import FedraxError
 from tests.data.text_files import write
 
 
-def test_a_column_constant_up_to_rounding_is_not_scaled(tmp_path: Path):
-    """The floating-point mean of three times 0.1 is not 0.1; the deviation of all clients is used instead."""
+def test_column_constant_up_to_rounding_is_not_scaled(tmp_path: Path):
+    """The float mean of three times 0.1 is not 0.1; the standard deviation of all clients is used instead."""
     train = write(
         tmp_path / "tr.csv", "c,a,b,label\nA,0.1,1,x\nA,0.1,2,y\nA,0.1,4,x\nB,0.3,5,y\nB,0.5,3,x\nB,0.9,2,y\n"
     )
@@ -33,7 +33,7 @@ def test_a_column_constant_up_to_rounding_is_not_scaled(tmp_path: Path):
 
 
 def test_many_clients_are_standardized_in_one_pass(tmp_path: Path):
-    """One pass over all rows per client would take minutes."""
+    """A pass over all rows for each client would take minutes."""
     rng = np.random.default_rng(0)
     owners = np.repeat(np.arange(20_000), 5)
     values = rng.normal(size=len(owners)) * owners

@@ -27,7 +27,7 @@ def write(path: Path, rows: list) -> Path:
 
 
 @pytest.fixture
-def table(tmp_path: Path) -> dict:
+def table_options(tmp_path: Path) -> dict:
     """Options of the reader for both files."""
     files = {"path": write(tmp_path / "train.csv", ROWS), "test_path": write(tmp_path / "test.csv", TEST)}
     return {**files, "client": "hospital", "missing": "mean"}
@@ -37,8 +37,8 @@ AGE = np.array([60, 70, np.nan, 30, 50, 40, 80, 45, 10])
 DOSE = np.array([1000, 3000, 5000, 100, 100, 700, 3000, np.nan, 0])
 
 
-def test_features_are_those_of_the_training_rows(table: dict) -> None:
-    dataset = load("csv", **table)
+def test_features_are_standardized_by_the_training_rows(table_options: dict) -> None:
+    dataset = load("csv", **table_options)
     assert dataset.feature_names == ("age", "sex=f", "sex=m", "sex=x", "sex missing", "dose")
     x = np.concatenate([dataset.train.x, dataset.test.x])
     for column, raw in ((0, AGE), (5, DOSE)):
@@ -54,8 +54,8 @@ def test_features_are_those_of_the_training_rows(table: dict) -> None:
     assert dataset.class_names == ("no", "yes") and dataset.client_names == ("A", "B", "C", "D")
 
 
-def test_each_client_by_itself(table: dict) -> None:
-    dataset = load("csv", **table, standardize="client", drop=("sex",))
+def test_features_are_standardized_by_client(table_options: dict) -> None:
+    dataset = load("csv", **table_options, standardize="client", drop=("sex",))
     x, owner = np.concatenate([dataset.train.x, dataset.test.x]), np.array(list("AAABBCACD"))
     for column, raw in ((0, AGE), (1, DOSE)):
         expected = np.empty(9)
@@ -69,14 +69,14 @@ def test_each_client_by_itself(table: dict) -> None:
     assert "training rows of each client" in " ".join(dataset.notes)
 
 
-def test_as_they_are(table: dict) -> None:
-    dataset = load("csv", **table, standardize="none", columns=("dose", "age"))
+def test_features_without_standardization(table_options: dict) -> None:
+    dataset = load("csv", **table_options, standardize="none", columns=("dose", "age"))
     assert dataset.feature_names == ("dose", "age")
     assert dataset.train.x.tolist() == [list(row) for row in zip(DOSE[:6], [60, 70, 50, 30, 50, 40], strict=True)]
     assert any("range from 12.9 ('age') to 1.79e+03 ('dose')" in note for note in dataset.notes)
 
 
-def test_what_else_means_missing_and_numbers_that_are_categories(tmp_path: Path) -> None:
+def test_options_missing_as_and_categorical(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("ward,x,label\n" + "1,?,3\n2,4,5\n1,6,7\n" * 4)
     options = {"path": path, "missing": "mean", "missing_as": ("?",), "categorical": ("ward",)}
@@ -85,8 +85,8 @@ def test_what_else_means_missing_and_numbers_that_are_categories(tmp_path: Path)
     assert dataset.train.x[:3].tolist() == [[1, 0, 5], [0, 1, 4], [1, 0, 6]]
 
 
-def test_numbers_with_a_few_texts_among_them_are_no_categories(tmp_path: Path) -> None:
-    """What "NA" would make of an age, without a word: forty features."""
+def test_numbers_with_a_few_texts_are_no_categories(tmp_path: Path) -> None:
+    """An age column with some "NA" would become forty features."""
     path = tmp_path / "t.csv"
     path.write_text("age,stage,label\n" + "".join(f"{20 + i % 40},{'I' * (i % 3 + 1)},{i % 2}\n" for i in range(80)))
     with path.open("a") as file:
@@ -99,7 +99,7 @@ def test_numbers_with_a_few_texts_among_them_are_no_categories(tmp_path: Path) -
     assert len(load("csv", path=path, categorical=("age",)).feature_names) > 40
 
 
-def test_a_number_of_the_row_is_noted(tmp_path: Path) -> None:
+def test_row_numbers_are_noted(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("id,x,label\n" + "".join(f"{i},{i % 7},{i % 2}\n" for i in range(60)))
     assert [
@@ -108,7 +108,7 @@ def test_a_number_of_the_row_is_noted(tmp_path: Path) -> None:
     assert not any("'x' is another" in note for note in load("csv", path=path).notes)
 
 
-def test_many_whole_numbers_as_labels_are_noted(tmp_path: Path) -> None:
+def test_many_integer_labels_are_noted(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("x,label\n" + "".join(f"{i % 7},{100 + i}\n" for i in range(60)))
     assert any('labels = "numbers" makes a regression' in note for note in load("csv", path=path).notes)
@@ -126,10 +126,10 @@ def test_labels_that_name_the_rows_are_noted(tmp_path: Path) -> None:
     assert not any("it may be an ID" in note for note in load("csv", path=path).notes)
 
 
-def test_clients_keep_their_names(table: dict) -> None:
-    federation = Federation.from_dataset(load("csv", **table), Natural(), seed=0)
+def test_clients_keep_their_names(table_options: dict) -> None:
+    federation = Federation.from_dataset(load("csv", **table_options), Natural(), seed=0)
     assert federation.client_names == ("A", "B", "C") and federation.client_name(1) == "B"
     assert label_counts(federation).tolist() == [[2, 1], [1, 1], [0, 1]]
-    assert Federation.from_dataset(load("csv", **table), Iid(clients=2), seed=0).client_name(1) == "1"
+    assert Federation.from_dataset(load("csv", **table_options), Iid(clients=2), seed=0).client_name(1) == "1"
     by_hand = Federation.from_arrays(np.zeros((3, 2)), np.zeros(3, int), np.array(["b", "a", "b"]))
     assert by_hand.client_names == ("a", "b")

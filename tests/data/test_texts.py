@@ -11,7 +11,7 @@ from fedrax.data import Federation, Natural, load
 from fedrax.data.readers.text_data import MAX_LINE, build_vocabulary, encode_words, read_word_vectors, tokenize
 
 
-def test_words_are_in_lower_case_and_signs_stand_alone() -> None:
+def test_tokens_are_lower_case_words_and_single_punctuation_marks() -> None:
     assert tokenize("A man's dog, 2 cats -- isn't it?") == (
         ["a", "man's", "dog", ",", "2", "cats", "-", "-", "isn't", "it", "?"]
     )
@@ -19,7 +19,7 @@ def test_words_are_in_lower_case_and_signs_stand_alone() -> None:
     assert tokenize("naïve 日本") == ["naïve", "日", "本"]
 
 
-def test_a_vocabulary_is_of_the_frequent_words_and_padding_is_zero() -> None:
+def test_vocabulary_contains_frequent_words_and_padding_is_zero() -> None:
     texts = [["b", "a", "b"], ["c", "a", "b"]]
     assert build_vocabulary(texts, min_count=2) == ("b", "a")
     assert build_vocabulary(texts, largest=1) == ("b",)
@@ -35,7 +35,7 @@ def test_a_vocabulary_is_of_the_frequent_words_and_padding_is_zero() -> None:
         encode_words(texts, (), 0)
 
 
-def test_vectors_come_from_a_file_in_gloves_format(tmp_path: Path) -> None:
+def test_word_vectors_in_the_format_of_glove(tmp_path: Path) -> None:
     path = tmp_path / "glove.txt"
     path.write_text("3 2\nthe 1.0 2.0\ncat -1 0.5\nthe 9 9\nother 7 7\n")
     table = read_word_vectors(path, ("cat", "dog", "the"))
@@ -61,7 +61,7 @@ def test_vectors_come_from_a_file_in_gloves_format(tmp_path: Path) -> None:
         (b"", "none of the 2 words"),
     ],
 )
-def test_other_files_are_rejected(tmp_path: Path, content: bytes, says: str) -> None:
+def test_invalid_vector_files_are_rejected(tmp_path: Path, content: bytes, says: str) -> None:
     path = tmp_path / "vectors.txt"
     path.write_bytes(content)
     with pytest.raises(FedraxError, match=says):
@@ -73,18 +73,18 @@ def test_other_files_are_rejected(tmp_path: Path, content: bytes, says: str) -> 
 @pytest.mark.parametrize(
     "content",
     [
-        b"\xef\xbb\xbfcat -1 0.5\r\n. . . 5 6\r\nthe 1.0 2.0\r\n",  # as Windows' editors save it
-        b"\xef\xbb\xbf3 2\ncat -1 0.5 \nat the 7 7 \nthe 1 2 \n",  # as fastText writes it
-        b". . . 5 6\nthe cat 8 8\ncat -1 0.5\nthe 1 2\nthe 9 9\ncat at cat 8 8\n",  # words with blanks, as GloVe has
+        b"\xef\xbb\xbfcat -1 0.5\r\n. . . 5 6\r\nthe 1.0 2.0\r\n",  # with a byte order mark
+        b"\xef\xbb\xbf3 2\ncat -1 0.5 \nat the 7 7 \nthe 1 2 \n",  # with the header of fastText
+        b". . . 5 6\nthe cat 8 8\ncat -1 0.5\nthe 1 2\nthe 9 9\ncat at cat 8 8\n",  # words with blanks, as in GloVe
     ],
 )
-def test_files_of_vectors_as_the_world_writes_them(tmp_path: Path, content: bytes) -> None:
+def test_vector_files_of_other_programs(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "vectors.txt"
     path.write_bytes(content)
     np.testing.assert_array_equal(read_word_vectors(path, ("cat", "the")), [[0, 0], [0, 0], [-1, 0.5], [1, 2]])
 
 
-def test_what_is_no_text_or_no_list_of_words_raises_a_clear_error() -> None:
+def test_invalid_texts_and_vocabularies_raise_a_clear_error() -> None:
     for missing in (None, float("nan"), b"bytes"):
         with pytest.raises(FedraxError, match=r"a text is wanted, not .*: leave rows without one out"):
             tokenize(missing)  # type: ignore[arg-type]
@@ -102,7 +102,7 @@ def pairs(path: Path, label: str = "neutral") -> None:
     write(path, sentence1=["A dog .", "Two men"], sentence2=["A cat", "No one ."], label=["entailment", label])
 
 
-def test_snli_is_pairs_of_texts_with_the_training_rows_words(tmp_path: Path) -> None:
+def test_snli_reads_pairs_with_the_vocabulary_of_the_training_rows(tmp_path: Path) -> None:
     pairs(tmp_path / "snli" / "dev.parquet")
     write(tmp_path / "snli" / "test.parquet", sentence1=["A bird ."], sentence2=["Men"], label=["contradiction"])
     data = load("snli", tmp_path, length=3)
@@ -125,7 +125,7 @@ def test_snli_is_pairs_of_texts_with_the_training_rows_words(tmp_path: Path) -> 
         load("snli", tmp_path)
 
 
-def test_tweets_belong_to_their_users(tmp_path: Path) -> None:
+def test_tweets_are_grouped_by_user(tmp_path: Path) -> None:
     texts = [f"so happy {i} :)" for i in range(10)] + [f"so sad {i}" for i in range(50, 55)]
     users, labels = ["u1"] * 10 + ["u0"] * 5, [1] * 10 + [0] * 5
     write(tmp_path / "sent140" / "leaf_k30_by_user.parquet", user=users, text=texts, label=labels)
@@ -142,7 +142,7 @@ def test_tweets_belong_to_their_users(tmp_path: Path) -> None:
         load("sent140", tmp_path)
 
 
-def test_tables_that_are_not_asked_for_may_be_missing(tmp_path: Path) -> None:
+def test_unused_tables_may_be_missing(tmp_path: Path) -> None:
     pairs(tmp_path / "snli" / "train.parquet")
     pairs(tmp_path / "snli" / "test.parquet")
     write(tmp_path / "sent140" / "sample.parquet", user=["u", "u"], text=["a", "b"], label=[0, 1])
@@ -152,8 +152,8 @@ def test_tables_that_are_not_asked_for_may_be_missing(tmp_path: Path) -> None:
         load("sent140", tmp_path)
 
 
-def test_a_folder_of_any_name_is_one_folder(tmp_path: Path) -> None:
-    for folder in ("[ab]", "a"):  # of the second one the name is a match of the first one's, read as a pattern
+def test_folder_name_is_not_a_glob_pattern(tmp_path: Path) -> None:
+    for folder in ("[ab]", "a"):  # as a glob pattern, the second name would match the first one
         (tmp_path / folder).mkdir()
         tweets = {"user": ["u", "u"], "text": [folder, folder], "label": [0, 1]}
         write(tmp_path / folder / "sent140" / "leaf_k30_by_user.parquet", **tweets)
@@ -161,8 +161,10 @@ def test_a_folder_of_any_name_is_one_folder(tmp_path: Path) -> None:
     assert data.vocabulary == ("[", "]", "ab")
 
 
-def test_words_of_other_alphabets():
+def test_words_in_other_scripts():
     assert tokenize("Grüße, l'été à 5 Äpfeln") == ["grüße", ",", "l'été", "à", "5", "äpfeln"]
     assert tokenize("cafe\u0301 мир_мир") == ["café", "мир", "_", "мир"]
     assert tokenize("東京へ行く") == list("東京へ行く")
-    assert tokenize("हिन्दी में") == ["हिन्दी", "में"] and len(tokenize("İstanbul")) == 1  # marks are no letters to Python
+    assert (
+        tokenize("हिन्दी में") == ["हिन्दी", "में"] and len(tokenize("İstanbul")) == 1
+    )  # combining marks are no letters in Python

@@ -1,4 +1,4 @@
-"""Writes the small text files that tests of the readers need."""
+"""Writes small text files for tests of readers."""
 
 from pathlib import Path
 

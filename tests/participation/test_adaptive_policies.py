@@ -15,7 +15,7 @@ from fedrax.participation import ImportanceSampling, Oort, ParticipationPolicy, 
 from fedrax.participation.importance_sampling import inclusion_probabilities, systematic_sample
 from fedrax.privacy import ClientDP
 from fedrax.simulation import candidate_losses
-from tests.contract.test_settings import NORM
+from tests.contract.test_settings import NORM_TASK
 from tests.participation import test_policies
 from tests.reported import problems
 from tests.simulation.problems import LOCAL, MODEL_BYTES, SIZES, TASK, assert_identical, run
@@ -186,7 +186,7 @@ def test_inverse_probabilities_are_refused_where_weights_must_sum_to_one():
     for method, task, words in (
         (Scaffold(local=LOCAL), TASK, "Scaffold is defined for uniform aggregation weights only"),
         (FedExP(local=LOCAL), TASK, "FedExP needs weights that sum to one"),
-        (FedAvg(local=LOCAL), NORM, "running statistics need a mean"),
+        (FedAvg(local=LOCAL), NORM_TASK, "running statistics need a mean"),
     ):
         with pytest.raises(FedraxError, match=words):
             run(method, task=task, participation=policy)

@@ -25,7 +25,7 @@ from fedrax.privacy.audit.bounds import distinguish
 from fedrax.privacy.mechanisms.clipping import Adaptive, Flat
 from fedrax.report.privacy_forecast import forecast
 from fedrax.simulation import Script
-from tests.contract.test_settings import NORM
+from tests.contract.test_settings import NORM_TASK
 from tests.simulation.problems import FEDERATION, run
 
 LOCAL = LocalSGD(lr=0.05, steps=2, batch_size=1)
@@ -151,7 +151,7 @@ def test_an_audit_refuses_what_a_run_does():
     with pytest.raises(FedraxError, match="uniform aggregation weights"):
         audit_client(method, TASK, ONE, Settings(cohort_size=1, weights="samples"), runs=40)
     with pytest.raises(FedraxError, match="running statistics"):
-        audit_client(method, NORM, FEDERATION, Settings(cohort_size=1), runs=40)
+        audit_client(method, NORM_TASK, FEDERATION, Settings(cohort_size=1), runs=40)
 
 
 def test_nan_observations_prove_nothing():
