@@ -9,8 +9,8 @@ from fedrax.privacy import ObjectivePerturbation
 
 
 def example(kind: type[Algorithm]) -> Algorithm:
-    """The algorithm with its defaults and a step size at which nothing diverges."""
-    if kind is ObjectivePerturbation:  # whose theorem is for other models than this one
+    """The algorithm with its defaults and a learning rate with which no test diverges."""
+    if kind is ObjectivePerturbation:  # its theorem does not apply to the model of the tests
         return ObjectivePerturbation(guarantee="none")
     algorithm = kind()
     local = getattr(algorithm, "local", None)

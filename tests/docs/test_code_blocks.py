@@ -25,12 +25,16 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FIRST_READ = ("README", "getting-started")
 NOT_RUN = ("make", "pip install", "python examples/")
-"""Shell lines that make environments, which the continuous integration runs; and examples, which have a test."""
+"""Shell lines that are tested elsewhere: creating environments by continuous integration, examples by a test."""
 NOT_CODE = ("text", "{")
-QUICK = {"run": {"--run.rounds": "2"}, "compare": {"--run.rounds": "2", "--seeds": "0"}, "profile": {"--rounds": "2"}}
-"""Appended to a command, but for options it has: what a page shows is a real experiment, too long for a test."""
-MADE = {"tutorial": ("runs/hospitals/curves.png", "runs/hospitals/grid.png", "hospitals.html")}
-"""What a page's commands leave."""
+SHORTENING_FLAGS = {
+    "run": {"--run.rounds": "2"},
+    "compare": {"--run.rounds": "2", "--seeds": "0"},
+    "profile": {"--rounds": "2"},
+}
+"""Options that are appended to a command unless it has them, because experiments of the pages take long."""
+OUTPUTS = {"tutorial": ("runs/hospitals/curves.png", "runs/hospitals/grid.png", "hospitals.html")}
+"""Files that the commands of a page write."""
 
 mpl.use("agg")
 
@@ -57,7 +61,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def run_python(block: Block, page: Path, module: types.ModuleType) -> None:
-    """Run a Python block; errors point to the page's line."""
+    """Run a Python block, with line numbers of the page in tracebacks."""
     source = "\n" * (block.line - 1) + block.text
     exec(compile(source, str(page), "exec"), vars(module))
 
@@ -69,7 +73,7 @@ def run_shell(block: Block) -> None:
             continue
         program, *arguments = shlex.split(line, comments=True)
         assert program == "fedrax", f"line {block.line}: a shell block that no test can run: {line}"
-        quick = QUICK.get(arguments[0], {})
+        quick = SHORTENING_FLAGS.get(arguments[0], {})
         added = [word for option in quick.items() if option[0] not in arguments for word in option]
         try:
             status = cli.main([*arguments, *added])
@@ -89,8 +93,8 @@ def test_blocks_of_page_run(
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     module = types.ModuleType(f"page_{page.stem.replace('-', '_').lower()}")
-    monkeypatch.setitem(sys.modules, module.__name__, module)  # type hints are looked up in a module
-    monkeypatch.syspath_prepend(tmp_path)  # for blocks that import the files of earlier ones
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # type hints are resolved in a module
+    monkeypatch.syspath_prepend(tmp_path)  # for blocks that import the files of earlier blocks
     before = set(sys.modules)
     for block in blocks(page):
         if block.file:
@@ -106,11 +110,10 @@ def test_blocks_of_page_run(
     for name in {Path(block.file).stem for block in blocks(page) if block.file} - before:
         sys.modules.pop(name, None)
     assert "Traceback" not in capsys.readouterr().err
-    assert all(Path(made).stat().st_size > 1000 for made in MADE.get(page.stem, ()))
+    assert all(Path(made).stat().st_size > 1000 for made in OUTPUTS.get(page.stem, ()))
 
 
-def test_from_a_table_to_a_picture_of_four_methods_in_six_commands():
-    """The tutorial's path of a stranger; that its commands run is the test above."""
+def test_tutorial_compares_four_methods_in_at_most_six_commands():
     shell = [
         block.text.replace("\\\n", " ") for block in blocks(ROOT / "docs" / "tutorial.md") if block.language == "sh"
     ]

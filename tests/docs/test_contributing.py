@@ -1,4 +1,4 @@
-"""The method that CONTRIBUTING.md shows is complete: as one new file it gets everything, and it computes FedACG."""
+"""The method in CONTRIBUTING.md is complete: it needs a single new file, and it computes FedACG."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ METHOD = next(block.text for block in blocks(ROOT / "CONTRIBUTING.md") if block.
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package and its contract tests with the new file, and nothing else changed."""
+    """A copy of the package and its contract tests with the new file and no other change."""
     root = tmp_path_factory.mktemp("checkout")
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(Path(fedrax.__file__).parent, root / "src" / "fedrax", ignore=ignored)
@@ -34,7 +34,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(checkout: Path, *arguments: str) -> str:
-    """The output of a Python command in the checkout; fails with it where the command does."""
+    """Output of a Python command in the copy; fails with it if the command does."""
     environment = os.environ | {"PYTHONPATH": str(checkout / "src")}
     environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
@@ -45,18 +45,18 @@ def run(checkout: Path, *arguments: str) -> str:
 
 
 def fedrax_commands(checkout: Path, *commands: str) -> list[str]:
-    """What each of these ``fedrax`` commands prints, one after another in one process."""
+    """Output of several ``fedrax`` commands, run in one process."""
     code = "import sys; from fedrax.cli import main\n"
     code += "for line in sys.argv[1:]: assert main(line.split()) == 0, line; print('\\f')"
     return run(checkout, "-c", code, *commands).split("\f")[:-1]
 
 
-def test_is_short():
+def test_method_is_short():
     assert len(METHOD.splitlines()) < 60
 
 
 @pytest.mark.slow
-def test_every_contract_test_passes(checkout: Path):
+def test_method_passes_the_contract_tests(checkout: Path):
     tests = "tests/contract/test_every_algorithm.py"
     report = run(checkout, "-m", "pytest", tests, "-k", "fedacg", "-q", "-p", "no:cacheprovider")
     written = (ROOT / tests).read_text().count("\ndef test_")
@@ -65,7 +65,7 @@ def test_every_contract_test_passes(checkout: Path):
 
 
 @pytest.mark.slow
-def test_is_on_the_command_line(checkout: Path):
+def test_method_is_on_the_command_line(checkout: Path):
     flags = "--algorithm fedacg --algorithm.beta 0.02 --run.rounds 3 --model logistic"
     commands = ("list algorithms", f"run {flags} --out runs/fedacg", "resume runs/fedacg")
     listed, ran, resumed = fedrax_commands(checkout, *commands)
@@ -74,13 +74,13 @@ def test_is_on_the_command_line(checkout: Path):
     assert 'name = "fedacg"' in (checkout / "runs/fedacg/experiment.toml").read_text()
 
 
-def test_agrees_with_numpy(tmp_path: Path):
+def test_method_agrees_with_numpy(tmp_path: Path):
     (tmp_path / "fedacg.py").write_text(METHOD, encoding="utf-8")
     _, kind = import_named("fedacg.py:FedACG", tmp_path)
     rng = np.random.default_rng(0)
     clients, rows, lr, lam, beta = 3, 5, 0.05, 0.7, 0.3
     x = rng.normal(size=(clients, rows, 4))
-    y = np.einsum("crf,cf->cr", x, rng.normal(size=(clients, 4)))  # each client has a model of its own
+    y = np.einsum("crf,cf->cr", x, rng.normal(size=(clients, 4)))  # each client has its own model
     x_rows, y_rows = x.reshape(-1, 4), y.reshape(-1)
     offsets = np.arange(clients + 1) * rows
     federation = Federation.from_arrays(x_rows, y_rows, offsets=offsets, test=(x_rows, y_rows))

@@ -1,4 +1,4 @@
-"""Public docstrings: every argument, return value and field is described, and every example runs."""
+"""Public docstrings describe every argument, return value and field, and their examples run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECTION = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Example|Examples|
 
 
 def exported(namespace: str) -> dict[str, Any]:
-    """The classes and functions of a namespace, by name."""
+    """Classes and functions of a namespace by name."""
     module = importlib.import_module(namespace)
     names = getattr(module, "__all__", None) or [
         name for name, value in vars(module).items() if getattr(value, "__module__", "") == namespace and name[0] != "_"
@@ -31,20 +31,20 @@ def exported(namespace: str) -> dict[str, Any]:
 
 
 def sections(docstring: str) -> dict[str, str]:
-    """The text of each section of a docstring in Google style."""
+    """Text of each section of a Google-style docstring."""
     parts = SECTION.split(docstring)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
 def described(section: str) -> set[str]:
-    """The names that an ``Args`` or ``Attributes`` section describes."""
+    """Names that an ``Args`` or ``Attributes`` section describes."""
     lines = textwrap.dedent(section.strip("\n")).splitlines()
     heads = [re.match(r"([*\w, ]+?)(?: \([^)]*\))?:(?: |$)", line) for line in lines]
     return {name.strip(" *") for head in heads if head for name in head[1].split(",")}
 
 
 def field_docstrings(cls: type) -> set[str]:
-    """The fields of a class, or of a base, that have a docstring of their own below them."""
+    """Fields of a class or its bases that have a docstring."""
     found: set[str] = set()
     for base in cls.__mro__:
         if not base.__module__.startswith("fedrax"):

@@ -1,4 +1,4 @@
-"""Every example runs, as a person would run it."""
+"""Every example runs."""
 
 import ast
 import json
@@ -17,18 +17,18 @@ mpl.use("agg")
 
 
 LONG = ("own_method", "several_processes", "step_sizes", "client_drift", "fine_tuning")
-"""Those that run much of what others run, or what has tests of its own: a part of ``make test-all``."""
+"""Examples that are run by ``make test-all`` only, because other tests cover most of their code."""
 
 
-def named(ending: str) -> list:
-    """The examples with this ending."""
-    found = sorted(EXAMPLES.glob(f"*.{ending}"))
+def examples_with_suffix(suffix: str) -> list:
+    """The examples with this suffix."""
+    found = sorted(EXAMPLES.glob(f"*.{suffix}"))
     return [pytest.param(path, id=path.stem, marks=pytest.mark.slow if path.stem in LONG else ()) for path in found]
 
 
 @pytest.mark.slow(keep=2)
-@pytest.mark.parametrize("path", named("py"))
-def test_script_runs_and_says_something(
+@pytest.mark.parametrize("path", examples_with_suffix("py"))
+def test_script_runs_and_prints_an_accuracy(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     for library in ("torch", "transformers", "peft"):
@@ -39,7 +39,7 @@ def test_script_runs_and_says_something(
     assert "accuracy" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("path", named("ipynb"))
+@pytest.mark.parametrize("path", examples_with_suffix("ipynb"))
 def test_cells_of_notebook_run(path: Path):
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
@@ -64,7 +64,7 @@ def is_text(value: ast.expr) -> bool:
 
 
 def program(text: str) -> str:
-    """The code of a module without docstrings and comments, whichever package the other modules are in."""
+    """Code of a module without docstrings and comments, with imports as in a flat folder."""
     module = ast.parse(text.replace("from digits.", "from "))
     for node in ast.walk(module):
         if isinstance(node, ast.Module | ast.FunctionDef):
@@ -72,7 +72,7 @@ def program(text: str) -> str:
     return ast.unparse(module)
 
 
-def test_the_page_on_deployment_shows_the_example():
+def test_deployment_page_shows_the_code_of_the_example():
     shown = {block.file: block.text for block in blocks(PAGE) if block.file}
     files = sorted((APP / "digits").glob("[a-z]*.py"))
     assert len(files) == 3
@@ -86,7 +86,7 @@ def test_the_page_on_deployment_shows_the_example():
         )
 
 
-def test_the_commands_of_a_federation_are_those_of_the_example():
+def test_deployment_page_has_the_commands_of_the_example():
     page, federation = read(PAGE), read(APP / "digits" / "federation.py")
     clients = int(re.findall(r"^CLIENTS = (\d+)$", federation, re.MULTILINE)[0])
     nodes = [line for line in page.splitlines() if line.startswith("flower-supernode --insecure")]
@@ -97,7 +97,7 @@ def test_the_commands_of_a_federation_are_those_of_the_example():
     assert f"[superlink.{connection}]" in page
 
 
-def test_all_texts_about_the_example_have_its_number_of_clients():
+def test_texts_about_the_example_have_its_number_of_clients():
     federation = read(APP / "digits" / "federation.py")
     clients = int(re.findall(r"^CLIENTS = (\d+)$", federation, re.MULTILINE)[0])
     about = read(ROOT / "README.md").partition("## On real clients")[2].partition("\n## ")[0]

@@ -1,4 +1,4 @@
-"""Every formula of the documentation has a form that browsers draw without the network."""
+"""Every formula of the documentation is converted to MathML, which browsers draw without network."""
 
 import re
 
@@ -12,7 +12,7 @@ PAGES = sorted((ROOT / "docs").glob("**/*.md"))
 BETWEEN_DOLLARS = re.compile(r"\$\$(.+?)\$\$|(?<![\\$\w])\$(?!\s)([^$\n]+?)\$", re.DOTALL)
 
 
-def test_every_formula_is_mathml():
+def test_formulas_are_converted_to_mathml():
     found = 0
     for page in PAGES:
         text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
@@ -23,6 +23,6 @@ def test_every_formula_is_mathml():
     assert found > 100
 
 
-def test_a_command_that_has_no_form_is_rejected():
+def test_unsupported_commands_are_rejected():
     with pytest.raises(Exception, match="nosuchcommand"):
         mathml.mathml(r"x = \nosuchcommand y")

@@ -1,6 +1,6 @@
-"""The code of other libraries on the page for those who come from them, run as it stands where they are installed.
+"""Code of other libraries on docs/coming-from.md, run if they are installed.
 
-What the page leaves out (data, a model, a loop over batches) is written here.
+Data, models and loops over batches, which the page omits, are defined here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CLIENTS, SAMPLES = 12, 30
 
 
 def code_of(library: str) -> str:
-    """The block of the page whose caption begins so."""
+    """The code block of the page whose caption begins with this name."""
     page = PAGE.read_text("utf-8")
     found = re.search(rf"```{{code-block}} python\n:caption: {library}[^\n]*\n\n(.*?)^```$", page, re.M | re.S)
     assert found, library
@@ -31,7 +31,7 @@ def code_of(library: str) -> str:
 
 
 def clients() -> list[tuple[np.ndarray, np.ndarray]]:
-    """A table for each client, with classes that a linear model tells apart."""
+    """A table for each client, with classes that a linear model separates."""
     rng = np.random.default_rng(0)
     right = rng.normal(size=(8, 3))
     inputs = [rng.normal(size=(SAMPLES, 8)).astype(np.float32) for _ in range(CLIENTS)]
@@ -96,7 +96,7 @@ run_simulation(server_app=app, client_app=client_app, num_supernodes=12)
 
 
 def test_flower(tmp_path: Path):
-    """In Flower's own simulation, with its processes for clients."""
+    """In Flower's simulation, with processes for the clients."""
     pytest.importorskip("flwr")
     pytest.importorskip("ray")
     client, server = re.split(r"(?=^app = ServerApp)", code_of("Flower"), flags=re.MULTILINE)
@@ -110,7 +110,7 @@ def test_flower(tmp_path: Path):
 def test_fedjax(monkeypatch: pytest.MonkeyPatch):
     jax = pytest.importorskip("jax")
     fedjax = pytest.importorskip("fedjax")
-    monkeypatch.setattr(jax, "tree_map", None, raising=False)  # put back afterwards, whatever the page does to it
+    monkeypatch.setattr(jax, "tree_map", None, raising=False)  # restored afterwards
     jnp = jax.numpy
     data = {b"%d" % i: dict(x=x, y=y) for i, (x, y) in enumerate(clients())}
 
@@ -146,7 +146,7 @@ def test_pfl_research():
     torch.manual_seed(0)
 
     class Module(nn.Linear):
-        """Logistic regression with what pfl-research asks a module."""
+        """Logistic regression with the methods that pfl-research expects of a module."""
 
         def loss(self, x: Any, y: Any, eval: bool = False) -> Any:
             return nn.functional.cross_entropy(self(x), y)

@@ -1,4 +1,4 @@
-"""Documentation and examples import from the public namespaces alone, and the reference has every public name."""
+"""Documentation and examples import from the public namespaces only, and the reference contains every public name."""
 
 import ast
 import importlib
@@ -16,7 +16,7 @@ PUBLIC = {*reference_pages.NAMESPACES, "fedrax.cli"}
 
 
 def code_of(path: Path) -> Iterator[str]:
-    """The Python code of a page, a notebook or an example."""
+    """Python code of a page, a notebook or an example."""
     text = path.read_text("utf-8")
     if path.suffix == ".py":
         yield text
@@ -48,7 +48,7 @@ def test_pages_and_examples_import_from_public_namespaces() -> None:
     assert not internal, "\n".join(internal)
 
 
-def test_every_public_class_and_function_is_described_once(tmp_path: Path) -> None:
+def test_reference_contains_every_public_name_once(tmp_path: Path) -> None:
     reference_pages.write_pages(tmp_path)
     text = "\n".join(path.read_text("utf-8") for path in tmp_path.glob("*.md"))
     described = [
@@ -64,5 +64,5 @@ def test_every_public_class_and_function_is_described_once(tmp_path: Path) -> No
     assert len(described) == len(public) and {id(value) for value in described} == public
 
 
-def test_the_root_has_few_names() -> None:
+def test_root_namespace_is_small() -> None:
     assert 20 <= len(reference_pages.exports("fedrax")) <= 32

@@ -1,4 +1,4 @@
-"""Six clients of three sizes, and a grid that serializes messages between them and can lose them."""
+"""Six clients of three sizes, and a grid that serializes messages between them and can drop them."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from fedrax.data import Federation
 from fedrax.flower import LocalGrid, client_app, federate
 from fedrax.models import Logistic
 
-SIZES = (3, 7, 7, 12, 3, 12)  # a client compiles one program for each number of samples
+SIZES = (3, 7, 7, 12, 3, 12)  # a client compiles a program for each number of samples
 ROUNDS, COHORT = 4, 3
 TASK = classification(Logistic().build((4,), 3))
 
 
-def start(task: Task) -> Any:
-    """Starting parameters of which no two arrays are alike."""
+def random_params(task: Task) -> Any:
+    """Random initial parameters without equal arrays."""
     rng = np.random.default_rng(1)
     return jax.tree.map(lambda a: a + 0.1 * rng.normal(size=a.shape).astype(a.dtype), task.init(jax.random.key(0)))
 
 
-START = start(TASK)
+INITIAL_PARAMS = random_params(TASK)
 
 
 def samples() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of six clients, and whose they are."""
+    """Samples of six clients, and their owners."""
     rng = np.random.default_rng(0)
     owner = np.repeat(np.arange(len(SIZES)), SIZES)
     x = rng.normal(size=(len(owner), 4)).astype(np.float32)
@@ -41,18 +41,18 @@ X, Y, OWNER = samples()
 FEDERATION = Federation.from_arrays(X, Y, OWNER, test=(X, Y), num_classes=3, shuffle=False)
 
 
-def own(context: Context) -> Any:
-    """A client's rows."""
+def client_samples(context: Context) -> Any:
+    """Samples of the client."""
     mine = int(context.node_config["partition-id"]) == OWNER
     return X[mine], Y[mine]
 
 
-class Serialized(LocalGrid):
-    """Messages pass as the bytes that a network would carry; ``lose`` says which answers never arrive."""
+class SerializingGrid(LocalGrid):
+    """A grid that serializes messages as a network does; ``lose`` selects replies that never arrive."""
 
     lose: Callable[[Message, int], bool] = staticmethod(lambda message, client: False)
     change: Callable[[Message, int], None] = staticmethod(lambda reply, client: None)
-    """What is done to answers on the way."""
+    """Modifies replies on the way."""
 
     def _reply(self, message: Message) -> Message:
         client = message.metadata.dst_node_id - 2
@@ -63,13 +63,13 @@ class Serialized(LocalGrid):
         return message_from_proto(message_to_proto(reply))
 
 
-def deployed(algorithm: Algorithm, grid: Any = None, task: Task = TASK, **changes: Any) -> Result:
+def run_federation(algorithm: Algorithm, grid: Any = None, task: Task = TASK, **changes: Any) -> Result:
     """A short run over messages."""
-    grid = grid or Serialized(client_app(algorithm, task, own, seed=0), len(SIZES))
+    grid = grid or SerializingGrid(client_app(algorithm, task, client_samples, seed=0), len(SIZES))
     settings = {"rounds": ROUNDS, "cohort_size": COHORT, "test": (X, Y), "seed": 0, "timeout": 30.0, "wait": 30.0}
     return federate(grid, algorithm, task, clients=len(SIZES), **(settings | changes))  # type: ignore[arg-type]
 
 
 def assert_close(a: Any, b: Any, tolerance: float = 2e-5) -> None:
-    """The same tree up to rounding."""
+    """Assert equality of two trees up to rounding."""
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), a, b)

@@ -1,4 +1,4 @@
-"""What a client does in the process that Flower starts for each message: no more than the message needs."""
+"""Work of a client in the process that Flower starts for each message."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flwr.app import Message, MessageType
 from fedrax import LocalSGD, Scaffold
 from fedrax.flower import client as client_module
 from fedrax.flower import client_app
-from tests.flower.messages import SIZES, TASK, Serialized, X, Y, deployed, own
+from tests.flower.messages import SIZES, TASK, SerializingGrid, X, Y, client_samples, run_federation
 
 METHOD = Scaffold(local=LocalSGD(lr=0.05, steps=2, batch_size=4))
 HEAVY = (
@@ -31,16 +31,18 @@ print(*sys.modules)
 """
 
 
-def test_an_app_imports_what_it_uses():
+def test_app_imports_only_what_it_uses():
     shown = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     assert not set(shown.stdout.split()) & set(HEAVY)
 
 
-def test_an_evaluation_traces_no_training(monkeypatch: pytest.MonkeyPatch):
-    grid = Serialized(client_app(METHOD, TASK, lambda context: (own(context), (X[:3], Y[:3])), seed=0), len(SIZES))
+def test_evaluation_traces_no_training(monkeypatch: pytest.MonkeyPatch):
+    grid = SerializingGrid(
+        client_app(METHOD, TASK, lambda context: (client_samples(context), (X[:3], Y[:3])), seed=0), len(SIZES)
+    )
     kinds, schemas = [], client_module.message_schemas
 
-    def traced(*arguments: Any) -> Any:
+    def count_traces(*arguments: Any) -> Any:
         assert kinds[-1] == MessageType.TRAIN
         return schemas(*arguments)
 
@@ -51,6 +53,6 @@ def test_an_evaluation_traces_no_training(monkeypatch: pytest.MonkeyPatch):
         return answer(message)
 
     monkeypatch.setattr(grid, "_reply", reply)
-    monkeypatch.setattr(client_module, "message_schemas", traced)
-    here = deployed(METHOD, grid, test=None, rounds=1)
+    monkeypatch.setattr(client_module, "message_schemas", count_traces)
+    here = run_federation(METHOD, grid, test=None, rounds=1)
     assert {MessageType.TRAIN, MessageType.EVALUATE} <= set(kinds) and "test_loss" in here.events[0]

@@ -1,4 +1,4 @@
-"""`fedrax deploy`: the app, its certificates and keys, the rehearsal, and a trial whose processes all end."""
+"""``fedrax deploy``: the app, its certificates and keys, the rehearsal, and a trial whose processes all end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fedrax.flower.credentials import make_certificates, make_node_key
 from fedrax.flower.deployment import supernode_command
 from fedrax.report import find_runs, read_run
 from fedrax.simulation import read_events
-from tests.flower.messages import SIZES, TASK, X, Y, own
+from tests.flower.messages import SIZES, TASK, X, Y, client_samples
 
 FILE = """
 name = "four hospitals"
@@ -49,15 +49,15 @@ eval_every = 1
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
-    """An experiment of four clients."""
+def experiment_file(tmp_path: Path) -> Path:
+    """File of an experiment with four clients."""
     path = tmp_path / "x.toml"
     path.write_text(FILE)
     return path
 
 
-def shakes_hands(certificates: Path, name: str) -> bool:
-    """Whether a client that trusts the authority accepts the server under a name, verifying strictly."""
+def handshake_succeeds(certificates: Path, name: str) -> bool:
+    """Whether a client that trusts the authority accepts the server under this name with strict verification."""
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
     server.load_cert_chain(certificates / "server.crt", certificates / "server.key")
     client.load_verify_locations(certificates / "ca.crt")
@@ -80,11 +80,11 @@ def shakes_hands(certificates: Path, name: str) -> bool:
     return not waiting
 
 
-def test_certificates_are_valid_for_the_named_hosts_and_this_machine(tmp_path: Path):
+def test_certificates_are_valid_for_the_named_hosts_and_localhost(tmp_path: Path):
     make_certificates(tmp_path, ["fl.example.org", "192.0.2.7"])
     for name in ("fl.example.org", "192.0.2.7", "localhost", "127.0.0.1"):
-        assert shakes_hands(tmp_path, name)
-    assert not shakes_hands(tmp_path, "other.example.org")
+        assert handshake_succeeds(tmp_path, name)
+    assert not handshake_succeeds(tmp_path, "other.example.org")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ca.crt", "server.crt", "server.key"]
     with pytest.raises(FedraxError, match="neither a host name nor an address"):
         make_certificates(tmp_path / "other", ["https://fl.example.org"])
@@ -102,25 +102,25 @@ def test_private_keys_are_readable_by_their_owner_only(tmp_path: Path):
         make_node_key(tmp_path / "keys" / "client-0")
 
 
-def test_an_experiment_becomes_an_app_that_equals_the_simulator(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_app_of_an_experiment_equals_the_simulator(
+    experiment_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     out = tmp_path / "d"
-    assert main(["deploy", str(file), "--out", str(out), "--server", "fl.example.org"]) == 0
+    assert main(["deploy", str(experiment_file), "--out", str(out), "--server", "fl.example.org"]) == 0
     printed = capsys.readouterr().out
     assert "rehearsal: the losses are those of the simulator" in printed
-    assert shakes_hands(out / "certificates", "fl.example.org")
+    assert handshake_succeeds(out / "certificates", "fl.example.org")
     assert sorted(path.name for path in (out / "keys").glob("*.pub")) == [f"client-{k}.pub" for k in range(4)]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of what Flower uses
+        warnings.simplefilter("ignore", DeprecationWarning)  # files that Flower's app needs
         bundle = build_fab_from_disk(out / "app")
     names = set(zipfile.ZipFile(BytesIO(bundle)).namelist())
     files = ("__init__.py", "shared.py", "server_app.py", "client_app.py", "settings.toml", "data.json")
     assert names == {"pyproject.toml", ".info/CONTENT", *(f"deployment/{name}" for name in files)}
     assert "fl.example.org:8000" in (out / "README.md").read_text("utf-8")
-    status = main(["deploy", str(file), "--out", str(out)])
+    status = main(["deploy", str(experiment_file), "--out", str(out)])
     assert status == 2 and f"fedrax deploy {out} --trial" in capsys.readouterr().err
-    # an app that was changed is rehearsed as it is
+    # a changed app is rehearsed as it is
     client = out / "app" / "deployment" / "client_app.py"
     client.write_text(client.read_text().replace("DEPLOYMENT.client_samples(context)", "changed(context)"))
     client.write_text(client.read_text().replace("def data", textwrap.dedent(CHANGED) + "\n\ndef data"))
@@ -135,8 +135,8 @@ def changed(context):
 """
 
 
-def test_texts_of_a_file_are_no_code_of_the_app(tmp_path: Path):
-    """Neither a name that would end a docstring nor one that has the form of user code."""
+def test_texts_of_the_experiment_are_no_code_of_the_app(tmp_path: Path):
+    """Neither a name that ends a docstring nor one with the form of user code."""
     (tmp_path / "secret.py").write_text("KEY = 1\n")
     hostile = f"name = '{tmp_path}/secret.py:KEY'"
     (tmp_path / "x.toml").write_text(FILE.replace('name = "four hospitals"', hostile))
@@ -147,7 +147,7 @@ def test_texts_of_a_file_are_no_code_of_the_app(tmp_path: Path):
     assert all("secret" not in path.read_text() for path in package.glob("*.py"))
 
 
-def test_own_code_is_part_of_the_app(tmp_path: Path):
+def test_user_code_is_copied_to_the_app(tmp_path: Path):
     (tmp_path / "widths.py").write_text("HIDDEN = 3\n")
     model = """
     from widths import HIDDEN
@@ -176,16 +176,16 @@ def test_own_code_is_part_of_the_app(tmp_path: Path):
         (["--server", "two words"], "neither a host name nor an address"),
     ],
 )
-def test_what_no_federation_can_do_is_said_before_anything_is_written(
-    flags: list[str], words: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_unsupported_settings_are_rejected_before_files_are_written(
+    flags: list[str], words: str, experiment_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    assert main(["deploy", str(file), "--out", str(tmp_path / "d"), *flags]) == 2
+    assert main(["deploy", str(experiment_file), "--out", str(tmp_path / "d"), *flags]) == 2
     assert words in capsys.readouterr().err and not (tmp_path / "d" / "app").exists()
 
 
-def test_run_and_node_config_replace_arguments(tmp_path: Path):
-    """A server's run config and a client's node config; a client never takes its seed from the server."""
-    method = FedAvg(local=LocalSGD(lr=0.05, steps=2, batch_size=2))  # of other samples with another seed
+def test_run_and_node_config_override_arguments(tmp_path: Path):
+    """The server reads its run config, a client its node config; a client never takes its seed from the server."""
+    method = FedAvg(local=LocalSGD(lr=0.05, steps=2, batch_size=2))  # other samples with another seed
     config = {"rounds": 2, "seed": 3, "directory": str(tmp_path / "run"), "target": "none", "of the app": 1}
     events = []
     for node_config in ({"seed": 3}, {"seed": 3, "directory": str(tmp_path / "clients")}, {}):
@@ -193,7 +193,7 @@ def test_run_and_node_config_replace_arguments(tmp_path: Path):
         app = server_app(method, TASK, clients=len(SIZES), rounds=9, cohort_size=3, test=(X, Y), target=0.01)
         config["directory"] = str(tmp_path / f"run{len(events)}")
         context = Context(1, 1, {}, RecordDict(), config)
-        app(LocalGrid(client_app(method, TASK, own), nodes), context)
+        app(LocalGrid(client_app(method, TASK, client_samples), nodes), context)
         events.append([event["train_loss"] for event in read_events(config["directory"])])
     assert events[0] == events[1] != events[2] and len(events[0]) == 2
     assert read_run(tmp_path / "run0").seed == 3
@@ -210,16 +210,16 @@ def test_run_and_node_config_replace_arguments(tmp_path: Path):
         ({"rounds": -1}, "rounds must be"),
     ],
 )
-def test_a_run_config_of_other_types_raises_a_clear_error(config: dict[str, Any], words: str):
+def test_run_config_with_wrong_types_raises_a_clear_error(config: dict[str, Any], words: str):
     app = server_app(FedAvg(), TASK, clients=1, rounds=1, cohort_size=1, wait=1.0)
-    grid = LocalGrid(client_app(FedAvg(), TASK, own), 1)
+    grid = LocalGrid(client_app(FedAvg(), TASK, client_samples), 1)
     with pytest.raises(FedraxError, match=words):
         app(grid, Context(1, 1, {}, RecordDict(), config))
 
 
-def test_a_seed_of_a_client_is_a_whole_number(caplog: pytest.LogCaptureFixture):
+def test_seed_of_a_client_must_be_an_integer(caplog: pytest.LogCaptureFixture):
     app = server_app(FedAvg(), TASK, clients=1, rounds=1, cohort_size=1, test=(X, Y))
-    grid = LocalGrid(client_app(FedAvg(), TASK, own), [{"partition-id": 0, "seed": "none"}])
+    grid = LocalGrid(client_app(FedAvg(), TASK, client_samples), [{"partition-id": 0, "seed": "none"}])
     with pytest.raises(FedraxError, match="no round received enough replies"):
         app(grid, Context(1, 1, {}, RecordDict(), {}))
     assert "node_config['seed'] must be a whole number, not 'none'" in caplog.text
@@ -258,8 +258,8 @@ def is_running(number: int) -> bool:
 
 
 @pytest.mark.parametrize("end", ["SIGINT", "SIGTERM", "SIGHUP", "error", "crash"])
-def test_all_processes_end_with_the_one_that_started_them(end: str, tmp_path: Path):
-    """Those that ignore SIGTERM too, and those that lead groups of their own."""
+def test_child_processes_end_with_their_parent(end: str, tmp_path: Path):
+    """Also those that ignore SIGTERM, and leaders of process groups."""
     for name, ignored in (("polite", ""), ("stubborn", "signal.signal(signal.SIGTERM, signal.SIG_IGN)")):
         (tmp_path / f"{name}.py").write_text(SLEEPER.format(ignored=ignored))
     (tmp_path / "owner.py").write_text(OWNER)
@@ -278,12 +278,12 @@ def test_all_processes_end_with_the_one_that_started_them(end: str, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_trial_equals_the_simulator_and_leaves_no_process(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_trial_equals_the_simulator_and_leaves_no_process(
+    experiment_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """Four clients of LoSAC over TLS, with registered keys."""
     before = {one.number for one in processes._running()}
-    assert main(["deploy", str(file), "--out", str(tmp_path / "d"), "--trial"]) == 0
+    assert main(["deploy", str(experiment_file), "--out", str(tmp_path / "d"), "--trial"]) == 0
     assert "trial: the losses are those of the simulator" in capsys.readouterr().out
     place = tmp_path / "d" / "trial"
     ours, theirs = read_events(place / "run"), read_events(place / "simulation")
@@ -295,10 +295,10 @@ def test_a_trial_equals_the_simulator_and_leaves_no_process(
 
 
 @pytest.mark.slow
-def test_a_supernode_without_a_registered_key_is_refused(file: Path, tmp_path: Path):
+def test_supernode_without_a_registered_key_is_rejected(experiment_file: Path, tmp_path: Path):
     directory, place = tmp_path / "d", tmp_path / "place"
     one = ["--partition.clients", "1", "--run.cohort-size", "1", "--quiet"]
-    assert main(["deploy", str(file), "--out", str(directory), *one]) == 0
+    assert main(["deploy", str(experiment_file), "--out", str(directory), *one]) == 0
     make_node_key(tmp_path / "stranger")
     with processes.ProcessSet(place / "logs", trial._environment(place / "flower")) as started:
         at = trial.start_federation(started, directory, place, trial.read_deployment(directory))

@@ -1,4 +1,4 @@
-"""Every method over messages of Flower gives what the simulator gives, and sends as many bytes as it counts."""
+"""Every method over Flower's messages gives the results of the simulator and sends the counted bytes."""
 
 from __future__ import annotations
 
@@ -20,52 +20,54 @@ from tests.examples import example
 from tests.flower.messages import (
     COHORT,
     FEDERATION,
+    INITIAL_PARAMS,
     ROUNDS,
     SIZES,
-    START,
     TASK,
-    Serialized,
+    SerializingGrid,
     assert_close,
-    deployed,
-    own,
+    client_samples,
+    run_federation,
 )
 
-SIMULATED: dict[str, Any] = {"rounds": ROUNDS, "plan": "scan", "devices": 1, "params": START}
+SIMULATED: dict[str, Any] = {"rounds": ROUNDS, "plan": "scan", "devices": 1, "params": INITIAL_PARAMS}
 
 
 def cohort(r: int) -> list[int]:
-    """The clients of a round."""
+    """Clients of a round."""
     return cohort_sampler(Settings(rounds=ROUNDS, cohort_size=COHORT), np.array(SIZES)).cohort(r).tolist()
 
 
 @pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("kind", algorithms().values(), ids=algorithms().keys())
-def test_every_method_gives_the_numbers_of_the_simulator(kind: type[Algorithm]):
+def test_methods_agree_with_the_simulator(kind: type[Algorithm]):
     algorithm = example(kind)
     there = simulate(algorithm, TASK, FEDERATION, cohort_size=COHORT, amplification="none", **SIMULATED)
-    here = deployed(algorithm, params=START)
+    here = run_federation(algorithm, params=INITIAL_PARAMS)
     assert_close(here.server, there.server)
     assert len(here.events) == ROUNDS
-    met: set[int] = set()
+    seen_clients: set[int] = set()
     for r, (ours, theirs) in enumerate(zip(here.events, there.events, strict=True)):
-        met |= set(cohort(r)) if needs_initial_parameters(algorithm, START, ()) else set()
-        theirs["bytes_down"] += len(met) * tree.num_bytes(START)  # who has not taken part is sent the start, too
+        seen_clients |= set(cohort(r)) if needs_initial_parameters(algorithm, INITIAL_PARAMS, ()) else set()
+        theirs["bytes_down"] += len(seen_clients) * tree.num_bytes(
+            INITIAL_PARAMS
+        )  # a client that has not taken part is also sent the initial parameters
         for name in theirs.keys() - {"seconds"}:
-            if "personal" not in name:  # of the clients' own data: see test_evaluation.py
+            if "personal" not in name:  # data of the clients: see test_evaluation.py
                 np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-4, atol=2e-5, err_msg=name)
 
 
-BY_THE_ASKED = (ClientDP, FedBuff)
-"""What their servers divide by is the S that was asked for, whoever came; a script's cohorts are of its own sizes."""
-OTHERS = {name: kind for name, kind in algorithms().items() if kind not in BY_THE_ASKED}
+DIVIDE_BY_COHORT_SIZE = (ClientDP, FedBuff)
+"""Methods whose servers divide by the requested cohort size; a script's cohorts have their own sizes."""
+OTHER_METHODS = {name: kind for name, kind in algorithms().items() if kind not in DIVIDE_BY_COHORT_SIZE}
 
 
 @pytest.mark.slow(keep=4)
-@pytest.mark.parametrize("kind", OTHERS.values(), ids=OTHERS.keys())
-def test_a_client_without_a_reply_counts_as_not_sampled(kind: type[Algorithm]):
-    """One client of each round works, and its answer is lost: nothing of it is left on either side."""
+@pytest.mark.parametrize("kind", OTHER_METHODS.values(), ids=OTHER_METHODS.keys())
+def test_client_without_a_reply_counts_as_not_sampled(kind: type[Algorithm]):
+    """In each round the reply of one client is lost after its work; neither side keeps any of it."""
     algorithm, lost = example(kind), [cohort(r)[r % COHORT] for r in range(ROUNDS)]
-    grid = Serialized(client_app(algorithm, TASK, own, seed=0), len(SIZES))
+    grid = SerializingGrid(client_app(algorithm, TASK, client_samples, seed=0), len(SIZES))
 
     def lose(message: Message, client: int) -> bool:
         if message.metadata.message_type != MessageType.TRAIN:
@@ -75,9 +77,9 @@ def test_a_client_without_a_reply_counts_as_not_sampled(kind: type[Algorithm]):
     grid.lose = lose
     if algorithm.traits.fixed_cohort:
         with pytest.raises(FedraxError, match="no round received enough replies"):
-            deployed(algorithm, grid, params=START)
+            run_federation(algorithm, grid, params=INITIAL_PARAMS)
         return
-    here = deployed(algorithm, grid, params=START)
+    here = run_federation(algorithm, grid, params=INITIAL_PARAMS)
     script = Script(cohorts=[[c for c in cohort(r) if c != lost[r]] for r in range(ROUNDS)])
     there = simulate(algorithm, TASK, FEDERATION, script=script, **SIMULATED)
     assert_close(here.params, there.params)

@@ -1,4 +1,4 @@
-"""The example as it is deployed: a SuperLink, SuperNodes and `flwr run`, each a process, over the network."""
+"""The example as it is deployed: a SuperLink, SuperNodes and ``flwr run`` as processes over the network."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _PATIENCE = 300.0
 
 
 def free_port() -> int:
-    """One that nobody listens at."""
+    """A port without listener."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
 
 
-def listening(port: int, process: subprocess.Popen) -> None:
-    """Wait until a process listens."""
+def wait_until_listening(port: int, process: subprocess.Popen) -> None:
+    """Wait until a process listens at the port."""
     due = time.monotonic() + _PATIENCE
     while time.monotonic() < due and process.poll() is None:
         try:
@@ -47,7 +47,7 @@ def listening(port: int, process: subprocess.Popen) -> None:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """Of processes that find this environment's commands, and keep what they write to themselves."""
+    """Environment variables for processes that use this environment's commands and write below ``tmp_path``."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     home = {"FLWR_HOME": str(tmp_path / "home"), "FLWR_TELEMETRY_ENABLED": "0"}
     return os.environ | home | {"PATH": path}
@@ -55,7 +55,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def superlink(environment: dict[str, str], tmp_path: Path) -> Iterator[int]:
-    """The port of a SuperLink with two SuperNodes."""
+    """Port of a SuperLink with two SuperNodes."""
     port = free_port()
     with ExitStack() as stack:
 
@@ -67,7 +67,7 @@ def superlink(environment: dict[str, str], tmp_path: Path) -> Iterator[int]:
             return process
 
         link = start("flower-superlink", "--insecure", "--port", str(port), "--disable-runtime-dependency-installation")
-        listening(port, link)
+        wait_until_listening(port, link)
         for number in range(CLIENTS):
             where = ["--superlink", f"127.0.0.1:{port}", "--port", str(free_port())]
             start("flower-supernode", "--insecure", *where, "--node-config", f"partition-id={number}")
@@ -75,7 +75,7 @@ def superlink(environment: dict[str, str], tmp_path: Path) -> Iterator[int]:
 
 
 def example(tmp_path: Path) -> Path:
-    """The example with two clients and rounds, and a seed to compare it by."""
+    """The example with two clients, two rounds and a fixed seed."""
     folder = shutil.copytree(ROOT / "examples" / "flower", tmp_path / "app")
     changes = {
         "federation.py": [("CLIENTS = 4", f"CLIENTS = {CLIENTS}")],
@@ -96,7 +96,7 @@ def example(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_the_example_gives_what_the_simulator_gives(superlink: int, environment: dict[str, str], tmp_path: Path):
+def test_deployed_example_agrees_with_the_simulator(superlink: int, environment: dict[str, str], tmp_path: Path):
     home = Path(environment["FLWR_HOME"])
     home.mkdir(exist_ok=True)
     connection = (

@@ -1,4 +1,4 @@
-"""The directory of a federation is a run directory: reports read it beside simulations, doctor says how to resume."""
+"""The directory of a federation is a run directory, for reports and for ``fedrax doctor``."""
 
 from __future__ import annotations
 
@@ -15,26 +15,36 @@ from fedrax.flower import client_app
 from fedrax.privacy import ClientDP
 from fedrax.report import find_runs, read_run
 from fedrax.simulation import NonFiniteError
-from tests.flower.messages import COHORT, FEDERATION, ROUNDS, SIZES, START, TASK, Serialized, deployed, own
+from tests.flower.messages import (
+    COHORT,
+    FEDERATION,
+    INITIAL_PARAMS,
+    ROUNDS,
+    SIZES,
+    TASK,
+    SerializingGrid,
+    client_samples,
+    run_federation,
+)
 
 METHOD = Scaffold(local=LocalSGD(lr=0.05, steps=3, batch_size=4))
 
 
-def told(capsys: pytest.CaptureFixture[str], *command: Any) -> tuple[int, str]:
-    """The status of a command and what it prints."""
+def run_command(capsys: pytest.CaptureFixture[str], *command: Any) -> tuple[int, str]:
+    """Exit status and output of a command."""
     capsys.readouterr()
     status = main([str(part) for part in command])
     printed = capsys.readouterr()
     return status, printed.out + printed.err
 
 
-def test_a_federation_is_read_beside_its_simulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """The same losses and bytes; time and messages are measured."""
+def test_report_shows_a_federation_beside_its_simulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Losses and bytes are equal; time and messages are measured."""
     there, here = tmp_path / "there", tmp_path / "here"
-    options: dict[str, Any] = {"rounds": ROUNDS, "cohort_size": COHORT, "eval_every": 2, "params": START}
+    options: dict[str, Any] = {"rounds": ROUNDS, "cohort_size": COHORT, "eval_every": 2, "params": INITIAL_PARAMS}
     simulate(METHOD, TASK, FEDERATION, directory=there, **options)
-    deployed(METHOD, directory=here, **options)
-    status, out = told(capsys, "show", there, here, "--json", "--target", "0.01")
+    run_federation(METHOD, directory=here, **options)
+    status, out = run_command(capsys, "show", there, here, "--json", "--target", "0.01")
     rows = {row["label"]: row for row in json.loads(out)["methods"]}
     assert status == 0 and set(rows) == {"scaffold", "scaffold (deployed)"}
     ours, theirs = rows["scaffold (deployed)"], rows["scaffold"]
@@ -42,53 +52,53 @@ def test_a_federation_is_read_beside_its_simulation(tmp_path: Path, capsys: pyte
     assert (ours["megabytes"], ours["state"]) == (theirs["megabytes"], "finished")
     event = read_run(here).events[-1]
     assert event["wire_bytes_up"] > event["bytes_up"] and event["wire_bytes_down"] > event["bytes_down"]
-    assert told(capsys, "report", there, here, "--out", tmp_path / "r.html")[0] == 0
+    assert run_command(capsys, "report", there, here, "--out", tmp_path / "r.html")[0] == 0
     page = (tmp_path / "r.html").read_text("utf-8")
     assert "on the wire" in page and "those of a federation are measured" in page
     assert f"data of the clients: 6 clients of 3 to {max(SIZES)} training samples" in page
 
 
-def test_each_kind_of_run_says_how_it_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_doctor_prints_how_to_resume_each_kind_of_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     simulate(METHOD, TASK, FEDERATION, rounds=1, directory=tmp_path / "python")
-    deployed(METHOD, rounds=1, directory=tmp_path / "federation")
+    run_federation(METHOD, rounds=1, directory=tmp_path / "federation")
     remedies = {"python": "run the Python program", "federation": "start the server app again with resume=True"}
     for name, words in remedies.items():
-        status, out = told(capsys, "doctor", tmp_path / name)
+        status, out = run_command(capsys, "doctor", tmp_path / name)
         assert status == 0 and f"can be resumed from round 1: {words}" in out, out
-        status, out = told(capsys, "resume", tmp_path / name)
+        status, out = run_command(capsys, "resume", tmp_path / name)
         assert status == 2 and words in out and "experiment file" in out
     (tmp_path / "federation" / "run.json").write_text("{}")
-    status, out = told(capsys, "doctor", tmp_path / "federation")
+    status, out = run_command(capsys, "doctor", tmp_path / "federation")
     assert status == 1 and "does not describe a run" in out
 
 
-def test_a_secret_seed_is_not_written_and_such_runs_differ(tmp_path: Path):
+def test_secret_seed_is_not_written_and_such_runs_differ(tmp_path: Path):
     for name in "ab":
-        deployed(METHOD, rounds=1, seed=None, directory=tmp_path / name)
+        run_federation(METHOD, rounds=1, seed=None, directory=tmp_path / name)
     assert [run.seed for run in find_runs(tmp_path)] == [None, None]
     assert '"seed": "none"' in (tmp_path / "a" / "run.json").read_text("utf-8")
 
 
-def test_a_spent_budget_is_shown(tmp_path: Path):
+def test_spent_budget_is_shown(tmp_path: Path):
     method = ClientDP(FedAvg(local=METHOD.local), noise=5.0)
-    first = deployed(method, rounds=1, cohort_size=6, seed=None)
+    first = run_federation(method, rounds=1, cohort_size=6, seed=None)
     budget = first.events[0]["epsilon"] + 1e-6
-    deployed(method, rounds=3, cohort_size=6, seed=None, epsilon_budget=budget, directory=tmp_path)
+    run_federation(method, rounds=3, cohort_size=6, seed=None, epsilon_budget=budget, directory=tmp_path)
     assert read_run(tmp_path).state == "budget spent in round 1"
 
 
-def test_a_divergence_is_shown_and_forgotten_when_the_run_is_resumed(tmp_path: Path):
-    grid = Serialized(client_app(METHOD, TASK, own, seed=0), len(SIZES))
+def test_divergence_is_shown_until_the_run_is_resumed(tmp_path: Path):
+    grid = SerializingGrid(client_app(METHOD, TASK, client_samples, seed=0), len(SIZES))
 
-    def spoil(reply: Message, client: int) -> None:
+    def make_infinite(reply: Message, client: int) -> None:
         if reply.metadata.message_type == MessageType.TRAIN:
             sent = reply.content.array_records["sent"]
             for name, a in sent.items():
                 sent[name] = Array(a.dtype, a.shape, a.stype, b"\xff" * len(a.data))
 
-    grid.change = spoil
+    grid.change = make_infinite
     with pytest.raises(NonFiniteError):
-        deployed(METHOD, grid, directory=tmp_path)
+        run_federation(METHOD, grid, directory=tmp_path)
     assert read_run(tmp_path).state == "diverged in round 1"
-    deployed(METHOD, directory=tmp_path, resume=True)
+    run_federation(METHOD, directory=tmp_path, resume=True)
     assert read_run(tmp_path).state == "finished"

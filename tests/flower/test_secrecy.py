@@ -14,43 +14,43 @@ from fedrax import Algorithm, Episode, FedAvg, LocalSGD, Scaffold
 from fedrax.algorithms import Mime
 from fedrax.flower import client_app
 from fedrax.privacy import SampleDP
-from tests.flower.messages import SIZES, START, TASK, Serialized, deployed, own
+from tests.flower.messages import INITIAL_PARAMS, SIZES, TASK, SerializingGrid, client_samples, run_federation
 
 LOCAL = LocalSGD(lr=0.05, steps=3, batch_size=4)
 METHOD = Scaffold(local=LOCAL)
 
 
-def grid_of(algorithm: Algorithm, seed: int | None = 0) -> Serialized:
-    """Six clients of a method."""
-    return Serialized(client_app(algorithm, TASK, own, seed=seed), len(SIZES))
+def make_grid(algorithm: Algorithm, seed: int | None = 0) -> SerializingGrid:
+    """A grid with six clients of a method."""
+    return SerializingGrid(client_app(algorithm, TASK, client_samples, seed=seed), len(SIZES))
 
 
-def test_what_a_client_reads_is_not_in_its_errors(caplog: pytest.LogCaptureFixture):
-    """Errors go to the server, and to the logs of whoever runs it."""
+def test_client_errors_do_not_contain_data(caplog: pytest.LogCaptureFixture):
+    """The server and its logs receive the errors."""
 
     def data(context: Any) -> Any:
         raise ValueError("could not convert 'Jane Doe' to a number")
 
-    grid = Serialized(client_app(METHOD, TASK, data), 1)
+    grid = SerializingGrid(client_app(METHOD, TASK, data), 1)
     with caplog.at_level(logging.ERROR, "flwr"):
         (reply,) = grid.send_and_receive([Message(RecordDict(), 2, MessageType.QUERY)])
     assert str(reply.error.reason).endswith("failed (ValueError): see the client's log")
     assert "Jane Doe" in caplog.text
 
 
-def farthest(a: Any, b: Any) -> float:
-    """The largest difference between two trees."""
+def largest_difference(a: Any, b: Any) -> float:
+    """Largest difference between two trees."""
     return max(float(np.abs(x - y).max()) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
-def asked(grid: Serialized, orders: list[Message]) -> list[Message]:
-    """Client 0's answers to these messages, one after another."""
-    return [next(iter(grid.send_and_receive([Message(one.content, 2, MessageType.TRAIN)]))) for one in orders]
+def replies_of_client_0(grid: SerializingGrid, messages: list[Message]) -> list[Message]:
+    """Replies of client 0 to these messages, in this order."""
+    return [next(iter(grid.send_and_receive([Message(one.content, 2, MessageType.TRAIN)]))) for one in messages]
 
 
-def recorded(method: Algorithm) -> tuple[Serialized, list[Message]]:
-    """A grid, and the messages of its one round to client 0, before it got them."""
-    grid, seen = grid_of(method, seed=None), []
+def record_round(method: Algorithm) -> tuple[SerializingGrid, list[Message]]:
+    """A grid, and the messages of its one round to client 0, before delivery."""
+    grid, seen = make_grid(method, seed=None), []
 
     def note(message: Message, client: int) -> bool:
         if client == 0 and message.metadata.message_type == MessageType.TRAIN:
@@ -58,34 +58,41 @@ def recorded(method: Algorithm) -> tuple[Serialized, list[Message]]:
         return False
 
     grid.lose = note
-    deployed(method, grid, rounds=1, cohort_size=6, seed=None)
+    run_federation(method, grid, rounds=1, cohort_size=6, seed=None)
     grid.contexts[2].state.clear()
     return grid, list(seen)
 
 
-def test_a_round_that_is_asked_for_twice_has_other_noise():
-    """Else the difference of the two would have none."""
+def test_repeated_round_has_different_noise():
+    """Otherwise the difference of two replies would have no noise."""
     method = SampleDP(FedAvg(local=LocalSGD(lr=0.05, steps=1)), noise=2.0)
-    grid, (order,) = recorded(method)
-    sent = [reply.content.array_records["sent"] for reply in asked(grid, [order, order])]
+    grid, (order,) = record_round(method)
+    sent = [reply.content.array_records["sent"] for reply in replies_of_client_0(grid, [order, order])]
     first, second = (np.concatenate([np.frombuffer(a.data, "f4") for a in one.values()]) for one in sent)
     assert np.abs(first - second).min() > 1e-6
 
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("method", [Mime(local=LOCAL), METHOD, Episode(local=LOCAL)], ids=lambda m: type(m).__name__)
-def test_no_part_of_a_round_is_done_twice(method: Algorithm):
-    """The key of a round's later parts is that of its first."""
-    grid, orders = recorded(method)
-    again = [*orders, *orders[1:]]
-    assert [reply.has_error() for reply in asked(grid, again)] == [False] * len(orders) + [True] * len(orders[1:])
+def test_phases_of_a_round_are_not_repeated(method: Algorithm):
+    """All phases of a round use the key of the first one."""
+    grid, messages = record_round(method)
+    again = [*messages, *messages[1:]]
+    assert [reply.has_error() for reply in replies_of_client_0(grid, again)] == [False] * len(messages) + [True] * len(
+        messages[1:]
+    )
     left = set(grid.contexts[2].state)
     assert not left & {"fedrax.received", "fedrax.secret"}, left
 
 
-def test_noise_and_batches_are_secret_unless_a_seed_is_given():
+def test_noise_and_batches_are_random_without_a_seed():
     batches = FedAvg(local=LocalSGD(lr=0.5, steps=2, batch_size=2))
-    secret = [deployed(batches, grid_of(batches, seed=None), params=START, rounds=1, cohort_size=6) for _ in range(2)]
-    given = [deployed(batches, grid_of(batches), params=START, rounds=1, cohort_size=6) for _ in range(2)]
-    assert farthest(secret[0].params, secret[1].params) > 1e-3
-    assert farthest(given[0].params, given[1].params) == 0
+    secret = [
+        run_federation(batches, make_grid(batches, seed=None), params=INITIAL_PARAMS, rounds=1, cohort_size=6)
+        for _ in range(2)
+    ]
+    given = [
+        run_federation(batches, make_grid(batches), params=INITIAL_PARAMS, rounds=1, cohort_size=6) for _ in range(2)
+    ]
+    assert largest_difference(secret[0].params, secret[1].params) > 1e-3
+    assert largest_difference(given[0].params, given[1].params) == 0

@@ -1,5 +1,5 @@
-"""What nobody would type, by the hundred: a sentence or what was meant, and never anything else.
+"""Random inputs: each is rejected with a FedraxError or keeps its meaning.
 
-``python -m tests.fuzz configurations 2000`` (or arrays, files, runs) tries as many as it is told to; the test suite
-tries a few hundred of each.
+``python -m tests.fuzz configurations 2000`` (or arrays, files, runs) tries this number of cases; the test suite tries a
+few hundred of each kind.
 """

@@ -1,4 +1,4 @@
-"""python -m tests.fuzz {configurations, arrays, files, runs} COUNT [SEED]: try so many cases, and say how they went."""
+"""python -m tests.fuzz {configurations, arrays, files, runs} COUNT [SEED]: try COUNT cases and print a summary."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ KINDS = {
 
 
 def main(kind: str, count: str, seed: str = "0") -> None:
-    """Try them."""
+    """Try ``count`` cases of a kind."""
     cases, check = KINDS[kind]
     began = time.monotonic()
     counts = fuzz(cases(), check, int(count), int(seed))
-    said = ", ".join(f"{number} {what}" for what, number in counts.items())
-    print(f"{kind}: {said} in {time.monotonic() - began:.0f} s")
+    summary = ", ".join(f"{number} {what}" for what, number in counts.items())
+    print(f"{kind}: {summary} in {time.monotonic() - began:.0f} s")
 
 
 if __name__ == "__main__":

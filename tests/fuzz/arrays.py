@@ -1,4 +1,4 @@
-"""Arrays of any type and shape: refused in a sentence, or kept number by number."""
+"""Arrays of any dtype and shape: rejected with a FedraxError, or kept exactly."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LABELS = st.integers(0, 4) | st.sampled_from([-1, 2**31 - 1, 2**31, 2**63 - 1])
 
 @st.composite
 def samples(draw: st.DrawFn) -> tuple[Any, Any, Any]:
-    """x, y and owners: mostly of one length."""
+    """x, y and owners, mostly of equal length."""
     n = draw(st.integers(0, 8))
     dtype = draw(DTYPES)
     shape = (n, *draw(st.lists(st.integers(0, 3), max_size=2)))
@@ -41,7 +41,7 @@ def samples(draw: st.DrawFn) -> tuple[Any, Any, Any]:
 
 
 def check(case: tuple[Any, Any, Any]) -> bool:
-    """Every number that is accepted is there afterwards, and belongs to its client."""
+    """Assert that accepted entries are in the federation, at their client."""
     x, y, owner = case
     try:
         held = as_samples(x, y)
@@ -61,7 +61,7 @@ def check(case: tuple[Any, Any, Any]) -> bool:
 
 
 def assert_equal(given: Any, held: np.ndarray) -> None:
-    """The same numbers, whatever their type; NaN is NaN. Floats of more than 64 bits are rounded to 64."""
+    """Assert equal entries for any dtypes, with NaN equal to NaN. Floats of more than 64 bits are rounded to 64."""
     given = np.asarray(given)
     if given.dtype.kind == "f" and given.dtype.itemsize > 8:
         with np.errstate(over="ignore", under="ignore"):

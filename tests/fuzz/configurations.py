@@ -1,4 +1,4 @@
-"""Experiments with values that nobody would type."""
+"""Experiments with unusual values."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ KEYS = ["seed", "rounds", "lr", "steps", "name", "x", "", "client s", "local", "
 
 @cache
 def complete(algorithm: str) -> dict[str, Any]:
-    """The table of an experiment with every key."""
+    """The table of an experiment with all keys."""
     shared = {"data": "digits", "partition": {"name": "iid", "clients": 4}, "model": "logistic"}
     run = {"rounds": 2, "cohort_size": 2}
     table = {**shared, "algorithm": algorithm, "run": run}
@@ -53,7 +53,7 @@ def complete(algorithm: str) -> dict[str, Any]:
 
 
 def places(table: Any, path: tuple = ()) -> list[tuple]:
-    """Every key of a table, inner ones too."""
+    """Paths of all keys of a table and its inner tables."""
     found = [path] if path else []
     if isinstance(table, dict):
         for key, value in table.items():
@@ -63,7 +63,7 @@ def places(table: Any, path: tuple = ()) -> list[tuple]:
 
 @st.composite
 def tables(draw: st.DrawFn) -> tuple[dict, list[tuple]]:
-    """A table, and the places that were changed."""
+    """A table, and the paths that were changed."""
     table = copy.deepcopy(complete(draw(st.sampled_from(sorted(algorithms())))))
     for part, names in (("model", MODELS), ("partition", PARTITIONS)):
         if draw(st.integers(0, 3)) == 0:
@@ -84,21 +84,22 @@ def tables(draw: st.DrawFn) -> tuple[dict, list[tuple]]:
             case 2:
                 inner[last] = draw(st.integers() | st.floats() | st.text(max_size=9))
             case _:
-                inner[last] = copy.deepcopy(draw(st.sampled_from(ODD)))  # lest the next change is in what all share
+                inner[last] = copy.deepcopy(draw(st.sampled_from(ODD)))  # copy, because the value is shared
         changed.append((*outer, last))
     return table, changed
 
 
 @cache
 def federation() -> Federation:
-    """What the models are built on."""
+    """The federation on which models are built."""
     return experiment.load_federation(experiment.from_table(complete("fedavg"), "base"))
 
 
 def check(case: tuple[dict, list[tuple]], deep: bool = False) -> bool:
-    """A sentence; or an experiment that says what the table said, and is read back as it was written.
+    """Check that a table is rejected with a FedraxError, or that its experiment has its values and survives a round
+    trip.
 
-    deep: also divides the data, traces the round, and fixes everything up to the first one.
+    deep: also partitions the data, traces the round, and prepares the run.
     """
     table, changed = case
     try:
@@ -106,7 +107,7 @@ def check(case: tuple[dict, list[tuple]], deep: bool = False) -> bool:
         read = experiment.from_table(tomllib.loads(text), "x.toml")
     except FedraxError:
         return False
-    except ValueError:  # what TOML cannot hold
+    except ValueError:  # values that TOML cannot express
         return False
     written = experiment.to_table(read)
     assert experiment.to_table(experiment.from_table(tomllib.loads(tomlkit.dumps(written)), "again")) == written
@@ -124,7 +125,7 @@ def check(case: tuple[dict, list[tuple]], deep: bool = False) -> bool:
 
 
 def assert_meant(path: tuple, given: Any, kept: Any) -> None:
-    """What was accepted is what was given: no number became another one."""
+    """Assert that no accepted value became another one."""
     for key in path:
         if not isinstance(given, dict) or key not in given or not isinstance(kept, dict) or key not in kept:
             return
@@ -134,6 +135,6 @@ def assert_meant(path: tuple, given: Any, kept: Any) -> None:
     if isinstance(given, str) and Path(str(kept)).is_absolute():
         return
     if isinstance(kept, float) and isinstance(given, int):
-        given = float(given)  # the nearest one
+        given = float(given)  # rounded to the nearest float
     same = given == kept or (given != given and kept != kept)
     assert same, f"{'.'.join(path)}: {given!r} became {kept!r}"

@@ -1,4 +1,4 @@
-"""Bytes as a disk, a transfer or an enemy changes them."""
+"""Bytes with the damage of disks, transfers or attackers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data files and experiments of damaged bytes: a sentence, or data in which every number is one."""
+"""Damaged data files and experiments: a FedraxError, or data with valid entries."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def _bytes(save: object, *arguments: object, **options: object) -> bytes:
 
 
 @cache
-def whole() -> dict[str, bytes]:
-    """A good file of each kind, by its name."""
+def valid_files() -> dict[str, bytes]:
+    """A valid file of each kind, by name."""
     rng = np.random.default_rng(0)
     arrays = {"x_train": rng.random((6, 3)), "y_train": np.arange(6) % 3, "x_test": rng.random((3, 3))}
     arrays |= {"y_test": np.arange(3), "client_train": np.array(list("aabbcc")), "client_test": np.array(list("abc"))}
@@ -64,13 +64,13 @@ def whole() -> dict[str, bytes]:
 
 @st.composite
 def contents(draw: st.DrawFn) -> tuple[str, bytes]:
-    """The name of a file, and what is in it."""
-    name = draw(st.sampled_from(sorted(whole())))
-    return name, draw(damaged(whole()[name]))
+    """Name and content of a file."""
+    name = draw(st.sampled_from(sorted(valid_files())))
+    return name, draw(damaged(valid_files()[name]))
 
 
 def check(case: tuple[str, bytes]) -> bool:
-    """Read the file."""
+    """Whether the file is accepted."""
     name, content = case
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / name
@@ -84,7 +84,7 @@ def check(case: tuple[str, bytes]) -> bool:
 
 
 def read(path: Path) -> None:
-    """As its users do."""
+    """Read the file as users do."""
     match path.name:
         case "trace.csv":
             assert all(len(clients) for clients in read_trace(Availability(path), 3))
@@ -102,15 +102,15 @@ def read(path: Path) -> None:
             labels = bytes([0, 0, 8, 1, 0, 0, 0, 5, 0, 1, 2, 0, 1])
             for other, content in (("train-labels-idx1", labels), ("t10k-labels-idx1", labels)):
                 (path.parent / f"{other}-ubyte").write_bytes(content)
-            (path.parent / "t10k-images-idx3-ubyte").write_bytes(whole()["train-images-idx3-ubyte"])
+            (path.parent / "t10k-images-idx3-ubyte").write_bytes(valid_files()["train-images-idx3-ubyte"])
             assert_sound(load_idx(path.parent))
         case name:
             options = {"client": "user"} if name == "d.csv" else {}
             assert_sound(load(name.rpartition(".")[2], path=path, **options))
 
 
-def assert_sound(made: Dataset) -> None:
-    """Finite numbers, labels in their range."""
-    for part in (made.train, made.test):
+def assert_sound(dataset: Dataset) -> None:
+    """Assert finite entries and labels within their range."""
+    for part in (dataset.train, dataset.test):
         assert np.isfinite(part.x).all() and np.isfinite(part.y).all() and len(part.x) == len(part.y)
-        assert made.num_classes is None or not len(part.y) or 0 <= part.y.min() <= part.y.max() < made.num_classes
+        assert dataset.num_classes is None or not len(part.y) or 0 <= part.y.min() <= part.y.max() < dataset.num_classes

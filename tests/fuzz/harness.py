@@ -1,4 +1,4 @@
-"""Trying many cases: each within its time, all of them within their memory."""
+"""Runs many cases with limits on the time of each and the memory of all."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 
 SECONDS = 600
-"""A case that takes longer hangs, on whatever machine: most take less than one."""
-MEGABYTES = 1024
-"""More than this in all is a leak, or a file that was believed."""
+"""Limit for a case on any machine; most take less than a second."""
+MAX_MEGABYTES = 1024
+"""Limit for the memory of all cases, against leaks and files whose declared sizes are allocated."""
 
 
 def fuzz(cases: SearchStrategy, check: Callable[[Any], bool], count: int, start: int = 0) -> dict[str, int]:
-    """Try ``count`` cases; how many were accepted and refused. Raises what the first broken case raises, made small.
+    """Try ``count`` cases and return the numbers of accepted and rejected ones; raise the minimized first failure.
 
-    ``check`` says whether a case was accepted, and raises for anything that must not be.
+    ``check`` returns whether a case was accepted, and raises for wrong behavior.
     """
     counts = {"accepted": 0, "refused": 0}
 
@@ -29,7 +29,7 @@ def fuzz(cases: SearchStrategy, check: Callable[[Any], bool], count: int, start:
         with time_limit():
             counts["accepted" if check(case) else "refused"] += 1
         if sum(counts.values()) % 100 == 0:
-            jax.clear_caches()  # what JAX remembers of hundreds of programs is no leak
+            jax.clear_caches()  # JAX's caches of hundreds of programs are no leak
 
     quiet = settings(
         max_examples=count,
@@ -41,13 +41,13 @@ def fuzz(cases: SearchStrategy, check: Callable[[Any], bool], count: int, start:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     seed(start)(quiet(given(cases)(one)))()
     counts["MiB"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024
-    assert counts["MiB"] < MEGABYTES, f"the cases took {counts['MiB']} MiB"
+    assert counts["MiB"] < MAX_MEGABYTES, f"the cases took {counts['MiB']} MiB"
     return counts
 
 
 @contextmanager
 def time_limit() -> Iterator[None]:
-    """An AssertionError where the time is over."""
+    """Raise AssertionError after ``SECONDS``."""
 
     def over(number: int, frame: Any) -> None:
         raise AssertionError(f"it hangs: {SECONDS} s")

@@ -1,4 +1,4 @@
-"""Damaged directories of runs: shown, examined, saved without a loss, gone on with bit for bit or not at all."""
+"""Damaged run directories: shown, examined, repaired without loss, and resumed bit for bit or not at all."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ from tests.fuzz.damage import damaged
 from tests.simulation.problems import SCAFFOLD, assert_identical, bytes_of, run
 
 EXPERIMENT = "name = 'x'\n[algorithm]\nname = 'scaffold'\n[run]\nseed = 0\nrounds = 6\n"
-ROUNDS, KEPT = 6, 4
-"""Of the whole run, and of the one that is damaged."""
+ROUNDS, DAMAGED_ROUNDS = 6, 4
+"""Rounds of the complete run, and of the one that is damaged."""
 OFTEN = {"checkpoint_every": 2, "eval_every": 2}
-OTHERS = ("folder", "fifo", "link", "device", "lost", "empty", "twice", "part")
+REPLACEMENTS = ("folder", "fifo", "link", "device", "lost", "empty", "twice", "part")
 
 
 @cache
-def whole() -> dict[str, bytes]:
-    """The files of a run that was interrupted."""
+def intact_files() -> dict[str, bytes]:
+    """Files of an interrupted run."""
     with tempfile.TemporaryDirectory() as folder:
-        run(SCAFFOLD, **OFTEN, rounds=KEPT, directory=folder)
+        run(SCAFFOLD, **OFTEN, rounds=DAMAGED_ROUNDS, directory=folder)
         write_text(Path(folder) / "experiment.toml", EXPERIMENT)
         return bytes_of(Path(folder))
 
 
 @cache
 def reference() -> Result:
-    """The run that nobody damaged."""
+    """The run without damage."""
     with tempfile.TemporaryDirectory() as folder:
-        run(SCAFFOLD, **OFTEN, rounds=KEPT, directory=folder)
+        run(SCAFFOLD, **OFTEN, rounds=DAMAGED_ROUNDS, directory=folder)
         return run(SCAFFOLD, **OFTEN, rounds=ROUNDS, directory=folder, resume=True)
 
 
 @st.composite
 def directories(draw: st.DrawFn) -> dict[str, bytes | str]:
-    """What becomes of each file that does not stay as it is: other bytes, or something else in its place.
+    """Changes of some files: other bytes, or something else in their place.
 
-    Whole directories are among them: 5 of 150 damaged ones are sound, or none, for what Hypothesis draws depends on the
-    constants of all modules that happen to be loaded.
+    About 5 of 150 directories are unchanged. Hypothesis draws depend on the constants of all loaded modules, so that
+    the number may also be zero.
     """
-    changed = draw(st.lists(st.sampled_from(sorted(whole())), max_size=2, unique=True))
-    return {name: draw(st.sampled_from(OTHERS) | damaged(whole()[name])) for name in changed}
+    changed = draw(st.lists(st.sampled_from(sorted(intact_files())), max_size=2, unique=True))
+    return {name: draw(st.sampled_from(REPLACEMENTS) | damaged(intact_files()[name])) for name in changed}
 
 
 def build(folder: Path, changes: dict[str, bytes | str]) -> None:
     """Write the run with its damage; links lead to ``victim``, beside the folder."""
-    for name, content in whole().items():
+    for name, content in intact_files().items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         match changes.get(name, content):
@@ -85,7 +85,7 @@ def build(folder: Path, changes: dict[str, bytes | str]) -> None:
 
 
 def check(changes: dict[str, bytes | str], deep: bool = False) -> bool:
-    """Show, report, examine, repair; deep: and resume."""
+    """Show, report, examine and repair the run; deep: also resume it."""
     with tempfile.TemporaryDirectory() as outer:
         folder, victim = Path(outer) / "run", Path(outer) / "victim"
         folder.mkdir()
@@ -95,27 +95,27 @@ def check(changes: dict[str, bytes | str], deep: bool = False) -> bool:
             read_run(folder)
         with suppress(FedraxError):
             assert page(gather([folder])).endswith("</html>\n")
-        before = kept(folder)
+        before = plain_files(folder)
         with lock_directory(folder, resume=True):
             found = doctor.examine(folder)
-            assert kept(folder) == before
+            assert plain_files(folder) == before
             doctor.apply_repairs(found)
             again = doctor.examine(folder)
             assert not again.repairs, [repair.description for repair in again.repairs]
-        left = list(kept(folder).values())
+        left = list(plain_files(folder).values())
         assert all(content in left for name, content in before.items() if not name.endswith(".part"))
-        goes_on = False
+        resumes = False
         if deep:
             with suppress(FedraxError):
                 resumed = run(SCAFFOLD, **OFTEN, rounds=ROUNDS, directory=folder, resume=True)
                 assert_identical(resumed, reference())
-                goes_on = True
+                resumes = True
         assert victim.read_text() == "precious"
         shutil.rmtree(folder)
-    return goes_on if deep else found.intact
+    return resumes if deep else found.intact
 
 
-def kept(folder: Path) -> dict[str, bytes]:
-    """All plain files below a folder, links not followed."""
+def plain_files(folder: Path) -> dict[str, bytes]:
+    """Regular files below a folder, links not followed."""
     files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}

@@ -1,4 +1,4 @@
-"""A few hundred cases of each kind, half of them where there is time; FEDRAX_FUZZ_SEED chooses others."""
+"""A few hundred cases of each kind; FEDRAX_FUZZ_SEED selects others."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ KINDS = {
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("seed", slow_cases([SEED, SEED + 1]), ids=["first", "second"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_but_sentences(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("FEDRAX_CACHE", os.environ.get("FEDRAX_CACHE", ""))  # the cases change it
+def test_random_inputs_are_rejected_or_keep_their_meaning(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FEDRAX_CACHE", os.environ.get("FEDRAX_CACHE", ""))  # restored, because cases change it
     cases, check, count = KINDS[kind]
     counts = fuzz(cases(), check, count, seed)
     assert counts["accepted"] and counts["refused"], counts
 
 
-def test_the_harness_sees_raw_errors_and_hangs(monkeypatch: pytest.MonkeyPatch):
+def test_harness_detects_other_errors_and_hangs(monkeypatch: pytest.MonkeyPatch):
     def check(number: int) -> bool:
         if number > 5:
             raise KeyError(number)
         return True
 
-    with pytest.raises(KeyError, match="6"):  # the smallest
+    with pytest.raises(KeyError, match="6"):  # the smallest counterexample
         fuzz(st.integers(), check, 100)
     monkeypatch.setattr(harness, "SECONDS", 0.05)
     with pytest.raises(AssertionError, match="it hangs"), harness.time_limit():

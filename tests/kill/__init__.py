@@ -1,5 +1,5 @@
-"""Runs that end in the middle of a write, at every one of them.
+"""Runs that are killed at any of their writes to disk.
 
-``python -m tests.kill --runs 200`` kills processes by SIGKILL, SIGTERM, SIGHUP and SIGINT. The test suite looks at what
-each write leaves on disk, which is what a kill would leave, and goes on from there in its own process.
+``python -m tests.kill --runs 200`` kills processes by SIGKILL, SIGTERM, SIGHUP and SIGINT. The test suite restores the
+files that exist after each write, as a kill would leave them, and resumes from there in its own process.
 """

@@ -1,8 +1,8 @@
-"""python -m tests.kill --runs N [--seed S] [--compare]: kill N runs, each at one of its writes, and go on with them.
+"""python -m tests.kill --runs N [--seed S] [--compare]: kill N runs, each at one of its writes, and resume them.
 
-With --compare what is killed is a comparison of two methods, one of which searches its step size.
+With --compare the killed command is a comparison of two methods, one of which searches its learning rate.
 
-Every process is forked from this one, which has imported all and started nothing: no threads, no devices.
+All processes are forked from this one, which has imported everything and started neither threads nor devices.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fedrax.cli import compare_command, main, resume_command, run_command  # noqa: F401 - imported once, for all
+from fedrax.cli import compare_command, main, resume_command, run_command  # noqa: F401 - imported once, before forks
 from tests.compiler import set_fast_compilation
-from tests.kill.writes import COMPARISON, EXPERIMENT, at_every_write, go_on, outcome
+from tests.kill.writes import COMPARISON, EXPERIMENT, at_every_write, continuing_command, outcome
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 SECONDS = 1200
-"""A process that takes longer hangs, on whatever machine: they take seconds."""
+"""Limit for a process on any machine; they take seconds."""
 
 
-def forked(work: Callable[[], int]) -> int:
-    """The status of a process that does ``work``: negative for the signal that ended it."""
+def run_in_fork(work: Callable[[], int]) -> int:
+    """Exit status of a forked process that calls ``work``; negative if a signal ended it."""
     child = os.fork()
     if not child:
         status = 70
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup and background shells have them ignored
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup and background shells ignore it
             status = work()
         finally:
             sys.stderr.flush()
@@ -49,8 +49,8 @@ def forked(work: Callable[[], int]) -> int:
     raise AssertionError(f"it hangs: {SECONDS} s")
 
 
-def counted(command: list[str], into: Path) -> int:
-    """Run the command and write the number of its writes."""
+def count_writes(command: list[str], into: Path) -> int:
+    """Run the command and write its number of writes to a file."""
     count = 0
 
     def one() -> None:
@@ -63,8 +63,8 @@ def counted(command: list[str], into: Path) -> int:
     return status
 
 
-def killed(command: list[str], number: signal.Signals, at: int) -> int:
-    """Run the command, which gets the signal at the write ``at``."""
+def kill_at_write(command: list[str], number: signal.Signals, at: int) -> int:
+    """Run the command, which receives the signal at the write ``at``."""
     count = 0
 
     def one() -> None:
@@ -78,39 +78,39 @@ def killed(command: list[str], number: signal.Signals, at: int) -> int:
 
 
 def run_all(runs: int, seed: int, base: Path, text: str) -> None:
-    """Kill and go on, and say how it went; AssertionError for the first run that does not come to the same end."""
+    """Kill and resume runs and print a summary; raise AssertionError for the first one with a different end."""
     experiment, folder, rng = base / "x.toml", base / "r", random.Random(seed)
     experiment.write_text(text)
-    command = go_on(folder, experiment)
-    for _ in range(2):  # the first fills the cache of compiled programs
+    command = continuing_command(folder, experiment)
+    for _ in range(2):  # the first one fills the compilation cache
         shutil.rmtree(folder, ignore_errors=True)
-        assert forked(lambda: counted(command, base / "count")) == 0
-    writes, whole = int((base / "count").read_text()), outcome(folder)
-    print(f"{writes} places to be killed at", flush=True)
+        assert run_in_fork(lambda: count_writes(command, base / "count")) == 0
+    writes, expected = int((base / "count").read_text()), outcome(folder)
+    print(f"{writes} writes", flush=True)
     ended: dict[str, int] = {}
     begun = 0
     for run in range(runs):
         number, at = SIGNALS[run % len(SIGNALS)], 1 + (run * writes // runs + rng.randrange(3)) % writes
         shutil.rmtree(folder, ignore_errors=True)
         where = f"{number.name} at write {at} of {writes}"
-        status = forked(lambda number=number, at=at: killed(command, number, at))
+        status = run_in_fork(lambda number=number, at=at: kill_at_write(command, number, at))
         assert status in (-number, 128 + number, 0), f"{where}: status {status}"
         begun += any(folder.rglob("experiment.toml"))
-        after = go_on(folder, experiment)
-        status_after = forked(lambda after=after: main(after))
+        after = continuing_command(folder, experiment)
+        status_after = run_in_fork(lambda after=after: main(after))
         assert status_after == 0, f"{where}: then status {status_after}"
         now = outcome(folder)
-        other = [name for name in {**whole, **now} if now.get(name) != whole.get(name)]
-        assert not other, f"{where}: another end: {other} {set(now['files']) ^ set(whole['files'])}"
+        other = [name for name in {**expected, **now} if now.get(name) != expected.get(name)]
+        assert not other, f"{where}: different results: {other} {set(now['files']) ^ set(expected['files'])}"
         left = [path.name for path in folder.rglob(".*.part")]
         assert not left, f"{where}: {left} left"
         key = f"{number.name} -> {status}"
         ended[key] = ended.get(key, 0) + 1
-    assert ended.get(f"SIGKILL -> {-signal.SIGKILL}", 0) > 0.9 * (runs // len(SIGNALS)), f"few were killed: {ended}"
-    said = ", ".join(f"{key}: {count}" for key, count in sorted(ended.items()))
-    print(
-        f"{runs} killed ({said}): {begun} gone on with, {runs - begun} from the start, all to the same end bit for bit"
+    assert ended.get(f"SIGKILL -> {-signal.SIGKILL}", 0) > 0.9 * (runs // len(SIGNALS)), (
+        f"few processes were killed: {ended}"
     )
+    summary = ", ".join(f"{key}: {count}" for key, count in sorted(ended.items()))
+    print(f"{runs} killed ({summary}): {begun} resumed, {runs - begun} started again, all with bitwise equal results")
 
 
 if __name__ == "__main__":

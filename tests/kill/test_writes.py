@@ -1,4 +1,4 @@
-"""After any single write a run can be resumed to the same end, or has not begun."""
+"""After any write a run can be resumed to the same end, or has not begun."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 
 from fedrax.cli import main
-from tests.kill.writes import EXPERIMENT, at_every_write, go_on, outcome
+from tests.kill.writes import EXPERIMENT, at_every_write, continuing_command, outcome
 
-TRIED = 8
-"""Of the many states of the directory: all before the first round is over would be a third of them."""
+NUM_STATES = 8
+"""Number of tested states of the directory; those before the end of the first round are a third of all."""
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
-    """All files and (None) folders below a folder."""
+    """Files, and folders (None), below a folder."""
     return {str(path.relative_to(folder)): None if path.is_dir() else path.read_bytes() for path in folder.rglob("*")}
 
 
 def restore(folder: Path, kept: dict[str, bytes | None]) -> None:
-    """Make the folder hold that."""
+    """Write these files and folders."""
     for name, content in kept.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         if content is None:
@@ -31,7 +31,7 @@ def restore(folder: Path, kept: dict[str, bytes | None]) -> None:
 
 
 @pytest.mark.usefixtures("shared_tasks")
-def test_every_write_can_be_the_last(tmp_path: Path):
+def test_run_can_be_resumed_after_any_write(tmp_path: Path):
     experiment, folder = tmp_path / "x.toml", tmp_path / "r"
     experiment.write_text(EXPERIMENT)
     seen: list[dict[str, bytes | None]] = []
@@ -48,13 +48,13 @@ def test_every_write_can_be_the_last(tmp_path: Path):
     names = ("experiment.toml", "events.jsonl", "environment.json", "clients.json", "run.json", "model.safetensors")
     files = (*names, "checkpoint/state.npz")
     assert kinds == {str(Path(name).with_name(f".{Path(name).name}.part")) for name in files}
-    whole, rng = outcome(folder), random.Random(0)
+    expected, rng = outcome(folder), random.Random(0)
     first = next(i for i, kept in enumerate(seen) if "experiment.toml" in kept)
-    tried = [*range(first + 2)][:: max(1, first // 3)] + rng.sample(range(first + 2, len(seen)), TRIED - 4)
+    tried = [*range(first + 2)][:: max(1, first // 3)] + rng.sample(range(first + 2, len(seen)), NUM_STATES - 4)
     for number in tried:
         shutil.rmtree(folder)
         restore(folder, seen[number])
         folder.mkdir(exist_ok=True)
-        assert main(go_on(folder, experiment)) == 0, (number, sorted(seen[number]))
-        assert outcome(folder) == whole, (number, sorted(seen[number]))
+        assert main(continuing_command(folder, experiment)) == 0, (number, sorted(seen[number]))
+        assert outcome(folder) == expected, (number, sorted(seen[number]))
         assert not [path for path in folder.rglob("*") if path.name.endswith(".part")]

@@ -1,4 +1,4 @@
-"""Something to do before, in the middle of and after every change of a folder on disk."""
+"""Calls a function before, during and after every change of a folder on disk."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ name = "scaffold"
 """
 )
 CALLS = ("link", "mkdir", "replace", "rename", "unlink", "fsync", "open", "rmdir")
-"""Functions of ``os`` that change a folder, or wait for it."""
+"""Functions of ``os`` that change a folder or synchronize it."""
 
 
 @contextmanager
 def at_every_write(act: Callable[[], None]) -> Iterator[None]:
-    """``act()`` before and after each such call of the process, and in the middle of all that is written to files."""
+    """Call ``act()`` before and after each such call, and in the middle of each write to a file."""
     originals: dict[str, Any] = {name: getattr(os, name) for name in CALLS}
     open_file = builtins.open
 
@@ -59,8 +59,8 @@ def at_every_write(act: Callable[[], None]) -> Iterator[None]:
 
         return called
 
-    class Torn(io.FileIO):
-        """A file of which half a write may be there."""
+    class HalfWrite(io.FileIO):
+        """A file that calls ``act()`` after half of each write."""
 
         def write(self, data: Any, /) -> int:
             view = memoryview(data).cast("B")
@@ -71,7 +71,7 @@ def at_every_write(act: Callable[[], None]) -> Iterator[None]:
     def opened(file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
         if not set(mode) & set("wax") or isinstance(file, int):
             return open_file(file, mode, *arguments, **options)
-        buffered = io.BufferedWriter(Torn(file, mode.strip("bt"), opener=options.get("opener")))
+        buffered = io.BufferedWriter(HalfWrite(file, mode.strip("bt"), opener=options.get("opener")))
         return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding=options.get("encoding"))
 
     for name, call in originals.items():
@@ -85,8 +85,8 @@ def at_every_write(act: Callable[[], None]) -> Iterator[None]:
         builtins.open = open_file
 
 
-def go_on(folder: Path, experiment: Path) -> list[str]:
-    """The command after a kill: resume what has begun, else run it again; a comparison goes on by itself."""
+def continuing_command(folder: Path, experiment: Path) -> list[str]:
+    """The command after a kill: resume a run that has begun, otherwise run it again; repeat a comparison."""
     if experiment.read_text() == COMPARISON:
         return ["compare", str(experiment), "--seeds", "0", "--out", str(folder), "--quiet"]
     begun = (folder / "experiment.toml").exists()
@@ -94,9 +94,7 @@ def go_on(folder: Path, experiment: Path) -> list[str]:
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """What must be the same bit for bit: the names of all files, and of each run the events but for times and the
-    digests of all arrays of the state.
-    """
+    """Everything that must be bitwise equal: file names, events without durations, and digests of the states."""
     found: dict[str, Any] = {"files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))}
     for path in sorted(folder.rglob("events.jsonl")):
         events = [json.loads(line) for line in path.read_text().splitlines()]
