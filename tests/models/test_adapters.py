@@ -26,7 +26,7 @@ def gradient(apply, params):
 
 
 def check_dropout(model):
-    """With a key outputs are random and repeatable, also in jit; without one they are neither."""
+    """With a key, outputs are random and reproducible, also in jit; without a key they are deterministic."""
     params = model.init(KEY)
     first, second = jax.random.split(KEY)
     noisy = model.apply(params, X, first)
@@ -46,7 +46,7 @@ def check_learns(model):
     assert step(params)[0] < 0.8 * start
 
 
-def linen_module(rate=0.0):
+def make_linen_module(rate=0.0):
     nn = pytest.importorskip("flax.linen")
 
     class Network(nn.Module):
@@ -58,20 +58,20 @@ def linen_module(rate=0.0):
     return Network()
 
 
-def test_linen():
-    module = linen_module()
+def test_linen_adapter():
+    module = make_linen_module()
     model = from_linen(module, X)
     variables = module.init(KEY, X)
     params = model.init(KEY)
     assert_same_trees(params, variables["params"])
     np.testing.assert_allclose(model.apply(params, X), module.apply(variables, X), rtol=1e-6)
     assert_same_trees(gradient(model.apply, params), gradient(lambda v, x: module.apply(v, x), variables)["params"])
-    check_dropout(from_linen(linen_module(0.5), X))
+    check_dropout(from_linen(make_linen_module(0.5), X))
     check_learns(model)
 
 
 @pytest.mark.parametrize("argument", ["training", "deterministic"])
-def test_linen_modes_by_other_names(argument):
+def test_linen_modules_with_other_training_arguments(argument):
     nn = pytest.importorskip("flax.linen")
 
     class Training(nn.Module):
@@ -102,7 +102,7 @@ def nnx_network(rate=0.0):
     return nnx, Network
 
 
-def test_linen_modules_that_index_a_numpy_sample():
+def test_linen_modules_that_index_with_the_input():
     nn = pytest.importorskip("flax.linen")
 
     class Network(nn.Module):
@@ -114,7 +114,7 @@ def test_linen_modules_that_index_a_numpy_sample():
     assert model.apply(model.init(KEY), X).shape == (5, 2)
 
 
-def test_nnx():
+def test_nnx_adapter():
     nnx, network = nnx_network()
     module = network(nnx.Rngs(0))
     model = from_nnx(module)
@@ -128,8 +128,8 @@ def test_nnx():
     check_learns(model)
 
 
-def test_a_function_that_makes_nnx_modules_is_only_traced_unless_it_looks_at_numbers():
-    """Each of its parameters would be drawn, and what draws it compiled, by itself."""
+def test_constructors_of_nnx_modules_are_traced_if_possible():
+    """Otherwise each parameter would be drawn by its own compiled program."""
     _, network = nnx_network(0.5)
     seen = []
 
@@ -151,8 +151,8 @@ def test_a_function_that_makes_nnx_modules_is_only_traced_unless_it_looks_at_num
 
 
 @pytest.mark.parametrize("needed", [False, True])
-def test_nnx_modules_that_are_given_their_randomness_at_each_call(needed):
-    """As Flax's own example of MNIST has it: dropout keeps no streams."""
+def test_nnx_modules_that_take_rngs_at_each_call(needed):
+    """For example Flax's MNIST tutorial, in which dropout has no streams of its own."""
     nnx = pytest.importorskip("flax.nnx")
 
     class Network(nnx.Module):
@@ -171,7 +171,7 @@ def test_nnx_modules_that_are_given_their_randomness_at_each_call(needed):
     check_dropout(model)
 
 
-def test_an_equinox_module_of_the_other_layout_is_noted():
+def test_equinox_module_with_channels_first_warns_of_the_layout():
     eqx = pytest.importorskip("equinox")
     model = from_equinox(lambda key: eqx.nn.Conv2d(1, 2, 3, key=key))
     with pytest.raises(ValueError, match="feature") as raised:
@@ -180,7 +180,7 @@ def test_an_equinox_module_of_the_other_layout_is_noted():
     assert "[height, width, channels] = [8, 8, 1]" in note and "jnp.moveaxis(x, -1, 0)" in note
 
 
-def test_applying_other_parameters_leaves_an_nnx_module_alone():
+def test_applying_parameters_does_not_change_an_nnx_module():
     nnx, network = nnx_network()
     module = network(nnx.Rngs(0))
     before = module(X)
@@ -212,7 +212,7 @@ def equinox_network(rate=0.0):
     return eqx, Network
 
 
-def test_equinox():
+def test_equinox_adapter():
     eqx, network = equinox_network()
     module = network(KEY)
     model = from_equinox(module)
@@ -224,7 +224,7 @@ def test_equinox():
     check_learns(model)
 
 
-def test_equinox_samples_get_different_masks():
+def test_equinox_samples_have_different_dropout_masks():
     _, network = equinox_network(0.5)
     model = from_equinox(network)
     same = jnp.tile(X[:1], (5, 1))
@@ -242,10 +242,10 @@ def test_functions_draw_new_parameters_for_each_key_and_modules_do_not(network, 
     assert_same_trees(*(adapt(module).init(jax.random.key(seed)) for seed in (0, 1)))
 
 
-def test_modules_without_statistics_deal_in_plain_parameters():
+def test_modules_without_statistics_have_plain_parameters():
     nnx, eqx = (pytest.importorskip(m) for m in ("flax.nnx", "equinox"))
     models = [
-        from_linen(linen_module(), X),
+        from_linen(make_linen_module(), X),
         from_nnx(nnx.Linear(4, 3, rngs=nnx.Rngs(0))),
         from_equinox(equinox_network()[1]),
     ]
@@ -284,14 +284,14 @@ def test_features_and_blocks_are_methods_or_functions_of_the_module():
         ("equinox", lambda: from_equinox(object()), "equinox"),
     ],
 )
-def test_a_missing_package_is_named(monkeypatch, hidden, adapt, package):
+def test_missing_package_is_named(monkeypatch, hidden, adapt, package):
     monkeypatch.setitem(sys.modules, hidden, None)
     with pytest.raises(FedraxError, match=rf"needs {package}"):
         adapt()
 
 
-def test_random_streams_of_any_name_depend_on_the_key():
-    """In NNX also where a module made for each layer of a scan has streams of its own."""
+def test_random_streams_with_any_name_depend_on_the_key():
+    """In NNX also streams of modules that are created for each layer of a scan."""
     nn, nnx = pytest.importorskip("flax.linen"), pytest.importorskip("flax.nnx")
 
     class Linen(nn.Module):
@@ -319,7 +319,7 @@ def test_random_streams_of_any_name_depend_on_the_key():
         check_dropout(model)
 
 
-def test_what_flax_refuses_raises_a_clear_error():
+def test_errors_of_flax_are_explained():
     nn = pytest.importorskip("flax.linen")
 
     class Noisy(nn.Module):
@@ -338,7 +338,7 @@ def test_what_flax_refuses_raises_a_clear_error():
         from_linen(nn.Sequential([nn.BatchNorm()]), X)
 
 
-def test_equinox_modules_that_need_a_key_get_one_in_evaluation_too():
+def test_equinox_modules_that_require_a_key_get_one_in_evaluation():
     _, network = equinox_network(0.5)
 
     class Needs(network):
@@ -348,8 +348,8 @@ def test_equinox_modules_that_need_a_key_get_one_in_evaluation_too():
     check_dropout(from_equinox(Needs))
 
 
-def test_equinox_modules_with_functions_of_their_own_start_from_every_key():
-    """Two of them are no trees of one structure."""
+def test_equinox_modules_with_local_functions_can_be_initialized_repeatedly():
+    """Two such modules have different tree structures."""
     eqx = pytest.importorskip("equinox")
 
     class Network(eqx.Module):
@@ -369,7 +369,7 @@ def test_equinox_modules_with_functions_of_their_own_start_from_every_key():
 
 
 @pytest.mark.parametrize("normed", [True, False])
-def test_what_linen_modules_sow_is_left_out(normed):
+def test_sown_intermediates_of_linen_modules_are_ignored(normed):
     nn = pytest.importorskip("flax.linen")
 
     class Sowing(nn.Module):

@@ -1,4 +1,4 @@
-"""Metrics of a whole dataset against scikit-learn's, and user-defined tasks."""
+"""Metrics of a whole dataset against scikit-learn, and user-defined tasks."""
 
 import dataclasses
 from pathlib import Path
@@ -24,11 +24,11 @@ from fedrax.simulation import client_metrics, read_events
 
 RNG = np.random.default_rng(0)
 LABELS = RNG.integers(0, 4, 200)
-LOGITS = np.round(RNG.normal(size=(200, 4)) + 0.8 * np.eye(4)[LABELS], 1)  # rounded: with ties
+LOGITS = np.round(RNG.normal(size=(200, 4)) + 0.8 * np.eye(4)[LABELS], 1)  # rounded, to have ties
 
 
 def expected(y: np.ndarray, probabilities: np.ndarray) -> dict[str, Any]:
-    """scikit-learn's values by the names of `METRICS`."""
+    """Values of scikit-learn by the names of ``METRICS``."""
     predicted, two = probabilities.argmax(1), probabilities.shape[1] == 2
     scores = {"precision": sk.precision_score, "recall": sk.recall_score, "f1": sk.f1_score}
     default = {"average": "binary" if two else "macro", "zero_division": 0}
@@ -50,16 +50,18 @@ def expected(y: np.ndarray, probabilities: np.ndarray) -> dict[str, Any]:
     }
 
 
-def of_numbers(y: np.ndarray, output: np.ndarray) -> dict[str, float]:
+def regression_metrics(y: np.ndarray, output: np.ndarray) -> dict[str, float]:
     errors = {"mae": sk.mean_absolute_error(y, output), "mse": sk.mean_squared_error(y, output)}
     named = {"mean_absolute_error": errors["mae"], "mean_squared_error": errors["mse"], "r2": sk.r2_score(y, output)}
     root = sk.root_mean_squared_error(y, output)
     return errors | named | {"rmse": root, "root_mean_squared_error": root}
 
 
-def test_values_are_those_of_scikit_learn() -> None:
-    """Of two classes by one logit and by two, of several, and of several where one is never predicted."""
-    several = RNG.normal(size=(200, 4)) + 0.8 * np.eye(4)[LABELS]  # no ties: after a softmax rounding decides them
+def test_values_agree_with_scikit_learn() -> None:
+    """Two classes with one logit and with two, several classes, and several of which one is never predicted."""
+    several = (
+        RNG.normal(size=(200, 4)) + 0.8 * np.eye(4)[LABELS]
+    )  # no ties, because rounding of a softmax would decide them
     two, binary = several[:, :2], (LABELS > 1).astype(int)
     cases = [
         (two[:, 1] - two[:, 0], binary, two),
@@ -75,13 +77,13 @@ def test_values_are_those_of_scikit_learn() -> None:
     y = RNG.normal(size=(50, 2))
     output = RNG.normal(size=(50, 2))
     for targets, outputs in ((y, output), (y[:, 0], output[:, :1])):
-        numbers = of_numbers(targets.ravel(), outputs.ravel())
+        numbers = regression_metrics(targets.ravel(), outputs.ravel())
         numbers["r2"] = METRICS["r2"](outputs, targets)
         assert {name: METRICS[name](outputs, targets) for name in numbers} == pytest.approx(numbers, rel=1e-5)
     assert set(METRICS) == {*wanted, *numbers}
 
 
-def test_top_k_accuracy_has_the_ties_of_scikit_learn() -> None:
+def test_top_k_accuracy_treats_ties_as_scikit_learn() -> None:
     for k in (1, 2, 3):
         (metric,) = find_metrics([f"top_{k}_accuracy"], "classes")[0].values()
         assert metric(LOGITS, LABELS) == pytest.approx(sk.top_k_accuracy_score(LABELS, LOGITS, k=k))
@@ -89,19 +91,19 @@ def test_top_k_accuracy_has_the_ties_of_scikit_learn() -> None:
         find_metrics(["top_4_accuracy"], "classes")[0]["top_4_accuracy"](LOGITS, LABELS)
 
 
-def test_ties_count_half() -> None:
+def test_ties_count_half_in_auc() -> None:
     y, score = LABELS > 1, LOGITS[:, 2]
     assert auc(score, y.astype(int)) == pytest.approx(sk.roc_auc_score(y, score))
 
 
-def test_of_targets() -> None:
+def test_metrics_of_real_targets() -> None:
     y, output = RNG.normal(size=50), RNG.normal(size=50)
     assert r2(output[:, None], y) == pytest.approx(sk.r2_score(y, output))
     with pytest.raises(fedrax.FedraxError, match="one output per target"):
         r2(LOGITS, LABELS)
 
 
-def test_metrics_that_are_not_defined_are_none_and_not_a_number_that_looks_like_a_result() -> None:
+def test_undefined_metrics_are_none() -> None:
     score, ones, zeros = LOGITS[:, 2], np.ones(200, int), np.zeros(200, int)
     assert auc(score, ones) is None and auc(LOGITS, ones) is None
     assert precision(-np.ones(200), ones) is None and precision(LOGITS, LABELS, positive=9) is None
@@ -110,8 +112,8 @@ def test_metrics_that_are_not_defined_are_none_and_not_a_number_that_looks_like_
     assert accuracy_per_class(LOGITS, np.minimum(LABELS, 2))["3"] is None
 
 
-def test_metrics_of_all_samples_in_a_run_with_a_user_loss() -> None:
-    """The run's numbers are those of its last parameters, computed by hand; odd rows, so that chunks overlap."""
+def test_dataset_metrics_in_a_run_with_a_user_defined_loss() -> None:
+    """Values are those of the final parameters in NumPy; the number of rows is odd, so that chunks are padded."""
     x = RNG.normal(size=(330, 3)).astype(np.float32)
     y = (x[:, 0] + RNG.normal(size=330) > 0).astype(np.int32)
     federation = fedrax.Federation.from_arrays(x[:200], y[:200], np.arange(200) % 4, test=(x[200:], y[200:]))
@@ -143,8 +145,8 @@ def test_metrics_of_all_samples_in_a_run_with_a_user_loss() -> None:
         fedrax.tune(fedrax.FedAvg(), task, federation, {"locl.lr": (0.01, 0.1)})
 
 
-def test_the_class_that_f1_is_of() -> None:
-    """The one that is named; what it is of is said in any case."""
+def test_positive_class_of_f1() -> None:
+    """The given class; messages and names mention it."""
     y, score = LABELS > 1, LOGITS[:, 2]
     assert f1(score, y.astype(int), positive=0) == pytest.approx(sk.f1_score(y, score > 0, pos_label=False))
     assert f1(LOGITS, LABELS, positive=2) == pytest.approx(sk.f1_score(LABELS == 2, LOGITS.argmax(1) == 2))
@@ -172,7 +174,7 @@ def test_the_class_that_f1_is_of() -> None:
             experiment.make_task(experiment.from_table({"task": {"name": "auto", **options}}, "made"), numbers)
 
 
-def test_a_metric_that_is_no_number_raises_a_clear_error() -> None:
+def test_metric_without_a_number_raises_a_clear_error() -> None:
     federation = fedrax.Federation.from_arrays(LOGITS, LABELS, LABELS)
     model = Linear().build((LOGITS.shape[1],), LOGITS.shape[1])
     made = fedrax.classification(model)
@@ -183,21 +185,21 @@ def test_a_metric_that_is_no_number_raises_a_clear_error() -> None:
 
 OWNER = np.repeat([0, 1, 2], [5, 3, 4])
 X = np.random.default_rng(1).normal(size=(12, 3)).astype(np.float32)
-Y = np.array([0, 1, 0, 1, 1, 1, 1, 1, 0, 0, 1, 0])  # client 1 has one class
+Y = np.array([0, 1, 0, 1, 1, 1, 1, 1, 0, 0, 1, 0])  # client 1 has samples of one class
 RUN: dict[str, Any] = {"rounds": 2, "cohort_size": 3, "eval_every": 1}
 
 
-def held(test_y: np.ndarray) -> fedrax.Federation:
-    """Three clients whose test samples are their training samples, with other labels."""
+def with_client_tests(test_y: np.ndarray) -> fedrax.Federation:
+    """Three clients whose test samples are their training samples with other labels."""
     return fedrax.Federation.from_arrays(X, Y, OWNER, test=(X, test_y), test_client_ids=OWNER, shuffle=False)
 
 
-def test_an_undefined_metric_of_a_run_is_null_with_its_reason(tmp_path: Path) -> None:
-    federation = held(np.ones(12, int))
+def test_undefined_metric_of_a_run_is_null_with_its_reason(tmp_path: Path) -> None:
+    federation = with_client_tests(np.ones(12, int))
     task = binary_classification(Linear().build((3,), 1), metrics=["auc", "recall", "accuracy_per_class"])
     with pytest.warns(fedrax.FedraxWarning) as told:
         result = fedrax.simulate(fedrax.FedAvg(), task, federation, directory=tmp_path, **RUN)
-    assert sorted(str(one.message) for one in told) == [  # once, though there are two evaluations
+    assert sorted(str(one.message) for one in told) == [  # once for two evaluations
         "test_accuracy_per_class_0 is undefined (null): no label is of the class",
         "test_auc is undefined (null): all labels are of one class",
     ]
@@ -219,11 +221,13 @@ def test_an_undefined_metric_of_a_run_is_null_with_its_reason(tmp_path: Path) ->
         )
     assert [event["test_auc"] for event in more.events] == [None] * 3
     with pytest.raises(fedrax.FedraxError, match=r"auc is undefined .*, and it is the metric of the search"):
-        fedrax.tune(fedrax.FedAvg(), task, held(np.ones(12, int)), {"local.lr": (0.1,)}, metric="auc", **RUN)
+        fedrax.tune(
+            fedrax.FedAvg(), task, with_client_tests(np.ones(12, int)), {"local.lr": (0.1,)}, metric="auc", **RUN
+        )
 
 
-def test_undefined_metrics_of_clients_and_their_own_models_are_null_with_the_reason() -> None:
-    federation = held(Y)
+def test_undefined_metrics_of_clients_and_personal_models_are_null_with_the_reason() -> None:
+    federation = with_client_tests(Y)
     task = binary_classification(Linear().build((3,), 1), metrics=["auc", "log_loss"])
     with pytest.warns(fedrax.FedraxWarning) as told:
         result = fedrax.simulate(Ditto(fedrax.FedAvg()), task, federation, per_client=True, **RUN)
@@ -245,17 +249,17 @@ def test_undefined_metrics_of_clients_and_their_own_models_are_null_with_the_rea
     assert worst is not None and last["test_log_loss_worst_client"] == pytest.approx(table["log_loss"][worst])
 
 
-def test_a_metric_of_the_user_that_is_undefined_is_null() -> None:
+def test_undefined_user_defined_metric_is_null() -> None:
     task = dataclasses.replace(
         fedrax.classification(Linear().build((3,), 2)), whole_set={"share": lambda outputs, y: {"a": None, "b": 0.5}}
     )
     with pytest.warns(fedrax.FedraxWarning, match="test_share_a is undefined .*: its function returned None"):
-        last = fedrax.simulate(fedrax.FedAvg(), task, held(Y), **RUN).events[-1]
+        last = fedrax.simulate(fedrax.FedAvg(), task, with_client_tests(Y), **RUN).events[-1]
     assert last["test_share_a"] is None and last["test_share_b"] == 0.5
 
 
-def test_perplexity_is_of_all_labels_but_padding() -> None:
-    """Sequences with 1 to 4 real labels: the mean over labels is not the mean over samples."""
+def test_perplexity_is_over_all_labels_except_padding() -> None:
+    """Sequences have 1 to 4 labels, so that the mean over labels is not the mean over samples."""
     labels = np.where(np.arange(4) <= np.arange(12)[:, None] % 4, np.arange(48).reshape(12, 4) % 3, -1)
     weights = np.random.default_rng(2).normal(size=(3, 12)).astype(np.float32)
     model = Model(lambda key: jnp.asarray(weights), lambda w, x, key=None: (x @ w).reshape(len(x), 4, 3))
@@ -302,13 +306,13 @@ def test_perplexity_is_of_all_labels_but_padding() -> None:
         (lambda model: binary_classification(model, class_weights=[1, 2, 3]), "3 weights for 2 classes"),
     ],
 )
-def test_metrics_and_weights_that_cannot_be_are_explained(make: Any, says: str) -> None:
+def test_invalid_metrics_and_weights_are_explained(make: Any, says: str) -> None:
     with pytest.raises(fedrax.FedraxError, match=says):
         make(Linear().build((3,), 3))
 
 
-def test_classes_and_samples_are_weighted_in_the_loss() -> None:
-    """Against plain NumPy, in training, in evaluation and in the gradient; metrics have no weights."""
+def test_class_and_sample_weights_apply_to_losses_only() -> None:
+    """Training, evaluation and gradients against NumPy; metrics are unweighted."""
     weights, w = np.array([1.0, 5.0, 0.0]), RNG.normal(size=(3, 3)).astype(np.float32)
     model = Model(lambda key: jnp.asarray(w), lambda w, x, key=None: x @ w)
     batch = Batch(X, Y + (X[:, 1] > 0.5))
@@ -341,7 +345,7 @@ def test_classes_and_samples_are_weighted_in_the_loss() -> None:
         fedrax.classification(model, sample_weights=lambda x, y: x).loss(w, batch, jax.random.key(0))
 
 
-def test_balanced_weights_of_a_file_are_those_of_scikit_learn() -> None:
+def test_balanced_class_weights_agree_with_scikit_learn() -> None:
     federation = fedrax.Federation.from_arrays(LOGITS, np.minimum(LABELS, 2), LABELS)
     spec = experiment.from_table({"task": {"name": "auto", "class_weights": "balanced"}}, "made")
     task = experiment.make_task(spec, federation)

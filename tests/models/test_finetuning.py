@@ -1,4 +1,4 @@
-"""Frozen parameters and low-rank adapters: the pretrained model's numbers, and nothing of what is frozen is trained."""
+"""Frozen parameters and low-rank adapters: pretrained outputs, and gradients of trainable parameters only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Y = np.arange(6) % 3
 
 
 class Attention(nn.Module):
-    """Kernels [8, heads, 4] and [heads, 4, 8], dropout, and an embedding that is no factor of a product."""
+    """Kernels [8, heads, 4] and [heads, 4, 8], dropout, and an embedding that is not a factor of a product."""
 
     rate: float = 0.0
 
@@ -37,7 +37,7 @@ class Attention(nn.Module):
 
 
 class Normalized(nn.Module):
-    """Batch norm, whose statistics move."""
+    """Batch norm with running statistics."""
 
     @nn.compact
     def __call__(self, x: Array, train: bool = False) -> Array:
@@ -142,7 +142,7 @@ def test_adapters_are_low_rank_changes_of_the_weights(name: str):
             np.testing.assert_allclose(np.linalg.norm(flat), 3 * np.linalg.norm(pair["a"] @ pair["b"]), rtol=1e-5)
 
 
-def test_no_gradient_of_a_frozen_matrix_is_computed():
+def test_gradients_of_frozen_matrices_are_not_computed():
     model = MLP(hidden=(64, 64)).build((32,), 3)
     tuned = lora(model, model.init(jax.random.key(0)), jnp.ones((1, 32)), rank=2, target="dense2/weight")
     start, x = tuned.init(jax.random.key(1)), jnp.ones((5, 32))
@@ -150,7 +150,7 @@ def test_no_gradient_of_a_frozen_matrix_is_computed():
     assert "64,2" in program and program.count("f32[64,64]") == 1, "the matrix itself, and no other array of its shape"
 
 
-def test_attention_kernels_are_split_as_they_are_multiplied():
+def test_adapters_of_attention_kernels_have_their_shapes_as_matrices():
     model = from_linen(Attention(), X)
     start = lora(model, model.init(jax.random.key(0)), X, rank=2, target="*MultiHead*kernel").init(jax.random.key(1))
     shapes = {name.split("/")[1]: (pair["a"].shape, pair["b"].shape) for name, pair in start["lora"].items()}
@@ -162,7 +162,7 @@ def test_attention_kernels_are_split_as_they_are_multiplied():
     }
 
 
-def test_dropout_and_fixed_factors():
+def test_adapter_dropout_and_frozen_factors():
     model = MLP(hidden=(16,)).build((4, 8), 3)
     params = model.init(jax.random.key(0))
     tuned = lora(model, params, X, rank=2, trainable="output/*", dropout=0.5)
@@ -173,7 +173,7 @@ def test_dropout_and_fixed_factors():
     hidden = lora(linear, params["dense1"]["weight"], X, rank=2, dropout=0.5)
     start = perturbed(hidden.init(jax.random.key(1)))
     mean = jax.vmap(lambda key: hidden.apply(start, X, key))(keys).mean(0)
-    np.testing.assert_allclose(mean, hidden.apply(start, X), atol=0.15)  # unbiased where the rest is linear
+    np.testing.assert_allclose(mean, hidden.apply(start, X), atol=0.15)  # unbiased, because the remainder is linear
     fixed = lora(model, params, X, rank=2, target="dense1/weight", train_a=False)
     assert tree.leaf_names(fixed.init(jax.random.key(1))) == ["lora/dense1/weight/b"]
     b = {"lora": {"dense1/weight": {"b": jnp.ones((2, 16))}}}
@@ -184,7 +184,7 @@ def test_dropout_and_fixed_factors():
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
-def test_blocks_of_one_key_draw_different_dropout():
+def test_adapters_in_different_blocks_have_different_dropout():
     blocks = tuple(lambda w, x, key=None, i=i: x @ w[f"w{i}"] for i in range(2))
     model = Model(lambda key: None, lambda w, x, key=None: blocks[1](w, blocks[0](w, x)), blocks=blocks)
     w, x = jnp.ones((8, 8)), jnp.ones((3, 8))
@@ -210,7 +210,7 @@ def test_blocks_of_one_key_draw_different_dropout():
         ),
     ],
 )
-def test_mistakes_are_explained(make: Callable, message: str):
+def test_invalid_arguments_are_explained(make: Callable, message: str):
     model = MLP(hidden=(16,)).build((4, 8), 3)
     with pytest.raises(FedraxError, match=message):
         make(model, model.init(jax.random.key(0)))
@@ -234,7 +234,7 @@ def test_federated_adapters_agree_on_all_plans(plan: Any):
     assert wanted.events[-1]["bytes_up"] == 2 * 3 * tree.num_bytes(tuned.init(jax.random.key(0)))
 
 
-def test_privacy_sees_the_trainable_parameters_alone():
+def test_privacy_covers_the_trainable_parameters_only():
     model = MLP(hidden=(16,)).build((4, 8), 3)
     tuned = freeze(model, model.init(jax.random.key(0)), "output/*")
     method = ClientDP(inner=FedAvg(local=LocalSGD(steps=1, batch_size=4)), noise=1.0)
@@ -242,7 +242,7 @@ def test_privacy_sees_the_trainable_parameters_alone():
     assert tree.leaf_names(result.params) == ["output/bias", "output/weight"]
 
 
-def test_runs_with_other_frozen_weights_are_not_resumed(tmp_path: Path):
+def test_runs_are_not_resumed_with_other_frozen_weights(tmp_path: Path):
     model = MLP(hidden=(512,)).build((4, 8), 3)  # weights of 64 kB
 
     def run(seed: int, rounds: int, resume: bool = False):

@@ -1,4 +1,4 @@
-"""The layers with hand-written gradients against plain JAX ones, in both float types and under vmap."""
+"""Layers with hand-written gradients against plain JAX, in both float types and under vmap."""
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +84,7 @@ def test_dropout_keeps_the_mean_and_needs_a_key():
 @pytest.mark.parametrize("batch", [1, 12, 40])
 @pytest.mark.parametrize("side_by_side", [False, True])
 def test_output_layer_and_its_gradients(batch, side_by_side, dtype):
-    """Few samples have a weight gradient written out; more have a matrix product."""
+    """Small batches have an explicit weight gradient, larger ones a matrix product."""
     lanes = (2,) if side_by_side else ()
     x, weight = normal(0, (*lanes, batch, 7), dtype), normal(1, (*lanes, 5, 7), dtype)
     bias = normal(2, (5,), dtype)

@@ -1,4 +1,4 @@
-"""What an adapted module must take and return, and the errors otherwise."""
+"""Required arguments and outputs of adapted modules."""
 
 from functools import partial
 
@@ -54,7 +54,7 @@ class Pair(nn.Module):
         return nn.Dense(3)(hidden), hidden
 
 
-def test_a_module_with_statistics_must_return_one_array():
+def test_module_with_statistics_must_return_one_array():
     with pytest.raises(FedraxError, match="a model's outputs are an array, not tuple"):
         simulate(FedAvg(), classification(from_linen(Pair(), X)), FEDERATION, rounds=1, cohort_size=2)
 
@@ -78,7 +78,7 @@ def test_losses_and_metrics_of_bfloat16_outputs_are_float32(normed):
     assert simulate(FedAvg(local=LocalSGD(lr=0.1)), task, FEDERATION, **settings).events
 
 
-def test_a_dtype_error_on_uint8_inputs_suggests_preprocess():
+def test_dtype_error_on_uint8_inputs_suggests_preprocess():
     class Network(eqx.Module):
         conv: eqx.nn.Conv2d
 

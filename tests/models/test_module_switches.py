@@ -1,4 +1,4 @@
-"""Arguments by which modules switch between training and evaluation."""
+"""Arguments with which modules switch between training and evaluation."""
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +105,7 @@ class Always(nnx.Module):
         (lambda: from_nnx(Always), "Always draws random numbers depending on its argument noisy"),
     ],
 )
-def test_an_unknown_training_argument_with_the_wrong_default_is_rejected(make, says):
+def test_unknown_training_argument_with_the_wrong_default_is_rejected(make, says):
     with pytest.raises(FedraxError, match=says):
         simulate(FedAvg(), classification(make()), FEDERATION, rounds=1, cohort_size=2)
 

@@ -38,7 +38,7 @@ class Constants(nn.Module):
         return nn.Dense(3)(x + self.variable("constants", "places", make).value)
 
 
-def test_collections_that_training_never_changes_are_constants():
+def test_collections_unchanged_by_training_are_constants():
     model = from_linen(Constants(), X)
     params = model.init(KEY)
     assert model.train is None and not isinstance(params, Variables)

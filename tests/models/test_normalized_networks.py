@@ -21,7 +21,7 @@ def relu(x):
     return np.maximum(x, 0)
 
 
-def test_tinynn_with_batch_norm_is_its_equations():
+def test_tinynn_with_batch_norm_agrees_with_numpy():
     model, x = TinyNN("batch").build((3, 4), 5), normal(6, 3, 4)
     variables = jax.jit(model.init)(KEY)
     assert model.train is not None
@@ -40,7 +40,7 @@ def test_tinynn_with_batch_norm_is_its_equations():
     np.testing.assert_allclose(model.apply(variables, x), h_eval @ top["weight"].T + top["bias"], atol=1e-4)
 
 
-def test_group_norm_is_over_positions_and_a_group_of_channels():
+def test_group_norm_agrees_with_numpy():
     part, x = composable_layers.norm("group", 6, groups=3), normal(2, 4, 5, 6)
     params = {"scale": normal(6), "bias": normal(6)}
     y, statistics = part.apply(params, {}, jnp.asarray(x), composable_layers.Mode(True, None))
@@ -52,7 +52,7 @@ def test_group_norm_is_over_positions_and_a_group_of_channels():
         composable_layers.norm("group", 6, groups=4)
 
 
-def test_a_convolution_pads_and_strides():
+def test_convolution_with_padding_and_stride_agrees_with_numpy():
     part, x = composable_layers.conv(2, 3, side=3, stride=2, padding=1), normal(1, 5, 4, 2)
     params, _ = part.init(KEY)
     y, _ = part.apply(params, {}, jnp.asarray(x), composable_layers.Mode(False, None))
@@ -61,7 +61,7 @@ def test_a_convolution_pads_and_strides():
     np.testing.assert_allclose(y[0], np.array(want) + np.asarray(params["bias"]), atol=1e-5)
 
 
-def test_a_shortcut_without_parameters_drops_positions_and_fills_channels():
+def test_shortcut_without_parameters_subsamples_and_pads_channels():
     x = normal(1, 4, 4, 2)
     y, _ = ResNet20()._shortcut(2, 5, 2).apply({}, {}, jnp.asarray(x), composable_layers.Mode(False, None))
     np.testing.assert_array_equal(y[..., :2], x[:, ::2, ::2])
@@ -69,7 +69,7 @@ def test_a_shortcut_without_parameters_drops_positions_and_fills_channels():
     assert not y[..., 2:].any()
 
 
-def test_the_large_stem_pools_three_by_three_as_printed():
+def test_large_stem_pools_three_by_three():
     part, x = ResNet50(stem="large", norm="none")._stem(3, 2), normal(1, 13, 12, 3)
     params, _ = part.init(KEY)
     y, _ = part.apply(params, {}, jnp.asarray(x), composable_layers.Mode(False, None))
@@ -83,7 +83,7 @@ def test_the_large_stem_pools_three_by_three_as_printed():
 
 @pytest.mark.parametrize(
     ("model", "shape", "size"),
-    [  # what PyTorch's networks of these names have with 10 outputs
+    [  # number of parameters of PyTorch's networks with 10 outputs
         (ResNet18("batch"), (32, 32, 3), 11_173_962),
         (ResNet20("batch"), (32, 32, 3), 269_722),
         (ResNet50("batch", stem="large"), (64, 64, 3), 23_528_522),
@@ -92,7 +92,7 @@ def test_the_large_stem_pools_three_by_three_as_printed():
         (LeNet5("none"), (32, 32, 3), 2_432 + 51_264 + 819_712 + 65_664 + 1290),
     ],
 )
-def test_networks_have_the_sizes_that_are_known_of_them(model, shape, size):
+def test_networks_have_their_published_numbers_of_parameters(model, shape, size):
     variables = jax.eval_shape(model.build(shape, 10).init, KEY)
     params = getattr(variables, "params", variables)
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == size
@@ -100,7 +100,7 @@ def test_networks_have_the_sizes_that_are_known_of_them(model, shape, size):
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("model", [LeNet5(), ResNet18("group", 4, width=4)])
-def test_blocks_features_and_training_fit_together(model):
+def test_blocks_features_and_training_are_consistent(model):
     made, x = model.build((16, 16, 3), 4), normal(3, 16, 16, 3)
     task = classification(made)
     variables = jax.jit(made.init)(KEY)
@@ -118,7 +118,7 @@ def test_blocks_features_and_training_fit_together(model):
     np.testing.assert_allclose(features @ top["weight"].T + top["bias"], outputs, atol=1e-4)
     losses = jax.jit(task.evaluation_loss)(variables, Batch(x, np.array([0, 1, 2])))
     alone = jax.jit(task.evaluation_loss)(variables, Batch(x[:1], np.array([0])))
-    np.testing.assert_allclose(losses[0], alone[0], rtol=1e-4)  # in evaluation samples do not mix
+    np.testing.assert_allclose(losses[0], alone[0], rtol=1e-4)  # in evaluation samples are independent
 
 
 def test_impossible_inputs_are_rejected():

@@ -1,4 +1,4 @@
-"""PyTorch modules as models: values, gradients, statistics, dropout, and the way back. Needs torch."""
+"""PyTorch modules as models: values, gradients, statistics, dropout, and conversion back. Needs torch."""
 
 import copy
 from typing import Any
@@ -16,10 +16,12 @@ from fedrax import FedAvg, Federation, FedraxError, LocalSGD, classification, si
 from fedrax.contract import Batch, Variables  # noqa: E402
 from fedrax.contract.task_checks import constant_statistic  # noqa: E402
 from fedrax.models import from_torch  # noqa: E402
-from tests.models.torch_modules import Made  # noqa: E402
+from tests.models.torch_modules import LayerAndFunction  # noqa: E402
 from tests.models.torch_networks import NETWORKS, BasicBlock, LeNet5  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("full_compilation")  # quickly compiled, gradients of one network are not finite
+pytestmark = pytest.mark.usefixtures(
+    "full_compilation"
+)  # with fast compilation, gradients of one network are not finite
 
 
 def without_dropout(module):
@@ -32,7 +34,7 @@ def without_dropout(module):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_outputs_gradients_and_statistics_are_pytorchs(name):
+def test_outputs_gradients_and_statistics_agree_with_pytorch(name):
     torch.manual_seed(0)
     module, example = NETWORKS[name]()
     without_dropout(module)
@@ -40,7 +42,7 @@ def test_outputs_gradients_and_statistics_are_pytorchs(name):
     variables, x = model.init(jax.random.key(0)), jnp.asarray(example.numpy())
     statistics = variables.statistics if isinstance(variables, Variables) else None
     params = variables.params if isinstance(variables, Variables) else variables
-    other = example[torch.randperm(len(example))].repeat(2, *[1] * (example.ndim - 1))[:5]  # another size of batch
+    other = example[torch.randperm(len(example))].repeat(2, *[1] * (example.ndim - 1))[:5]  # another batch size
     with torch.no_grad():
         expected = module.eval()(other)
     np.testing.assert_allclose(model.apply(variables, jnp.asarray(other.numpy())), expected, rtol=1e-4, atol=1e-5)
@@ -56,9 +58,9 @@ def test_outputs_gradients_and_statistics_are_pytorchs(name):
         return (found * weights.numpy()).sum()
 
     gradient = jax.jit(jax.grad(loss))(params)
-    # Rounding is in proportion to what was summed: a bias before batch norm has the gradient 0, of terms like others'.
+    # Rounding is relative to the summed terms: a bias before batch norm has gradient 0 as a sum of such terms.
     limit = 2e-5 * max(1.0, *(float(p.grad.abs().max()) for p in trained.parameters() if p.grad is not None))
-    for leaf, (label, parameter) in zip(*named(gradient, trained), strict=True):
+    for leaf, (label, parameter) in zip(*leaves_and_parameters(gradient, trained), strict=True):
         wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         np.testing.assert_allclose(leaf, wanted, rtol=1e-3, atol=limit, err_msg=label)
     if statistics is not None:
@@ -69,8 +71,8 @@ def test_outputs_gradients_and_statistics_are_pytorchs(name):
             np.testing.assert_allclose(leaf, buffers[label], rtol=1e-4, atol=1e-5, err_msg=label)
 
 
-def named(tree, module):
-    """The leaves of a tree, and a module's trained parameters with their names, in one order."""
+def leaves_and_parameters(tree, module):
+    """Leaves of a tree, and trainable parameters of a module with their names, in the same order."""
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
     leaves = {".".join(entry.key for entry in path): leaf for path, leaf in paths}
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -78,7 +80,7 @@ def named(tree, module):
     return [leaves[name] for name in sorted(leaves)], [(name, trained[name]) for name in sorted(trained)]
 
 
-class Wrong(nn.Module):
+class Unsupported(nn.Module):
     def __init__(self, how):
         super().__init__()
         self.linear, self.how = nn.Linear(4, 4), how
@@ -98,12 +100,12 @@ class Wrong(nn.Module):
         (lambda y: y + torch.randn_like(y), "random numbers in evaluation too.*test_pytorch.py, line"),
     ],
 )
-def test_what_cannot_be_raises_a_clear_error_with_the_line(how, sentence):
+def test_unsupported_code_raises_a_clear_error_with_its_line(how, sentence):
     with pytest.raises(FedraxError, match=sentence):
-        from_torch(Wrong(how), torch.randn(3, 4))
+        from_torch(Unsupported(how), torch.randn(3, 4))
 
 
-def test_other_mistakes_raise_a_clear_error():
+def test_invalid_arguments_raise_a_clear_error():
     with pytest.raises(FedraxError, match=r"takes a torch\.nn\.Module"):
         from_torch(3, torch.randn(3, 4))
     with pytest.raises(FedraxError, match="nothing to train"):
@@ -114,15 +116,15 @@ def test_other_mistakes_raise_a_clear_error():
         from_torch(LeNet5(), torch.randn(2, 3, 32, 32), features="encoder")
 
 
-def test_detached_values_get_no_gradient():
-    model = from_torch(Wrong(lambda y: y * y.detach() + torch.no_grad()(torch.exp)(y)), torch.randn(3, 4))
+def test_detached_values_have_no_gradient():
+    model = from_torch(Unsupported(lambda y: y * y.detach() + torch.no_grad()(torch.exp)(y)), torch.randn(3, 4))
     params, x = model.init(jax.random.key(0)), jnp.ones((1, 4))
     gradient = jax.grad(lambda p: model.apply(p, x, jax.random.key(0)).sum())(params)
     outputs = x @ params["linear"]["weight"].T + params["linear"]["bias"]
     np.testing.assert_allclose(gradient["linear"]["bias"], outputs[0], rtol=1e-5)
 
 
-def test_dropout_follows_the_key():
+def test_dropout_depends_on_the_key():
     model = from_torch(nn.Sequential(nn.Linear(50, 400), nn.Dropout(0.25)), torch.randn(2, 50))
     params, x = model.init(jax.random.key(0)), jnp.ones((3, 50))
     whole = model.apply(params, x)
@@ -133,7 +135,7 @@ def test_dropout_follows_the_key():
     assert 0.2 < (one == 0).mean() < 0.3
 
 
-def test_a_run_and_the_way_back_to_pytorch():
+def test_trained_parameters_are_converted_back_to_pytorch():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -172,7 +174,7 @@ def test_a_run_and_the_way_back_to_pytorch():
 
 
 @pytest.mark.parametrize("given", ["module", "class"])
-def test_a_double_module_starts_a_run_of_double_precision_with_all_its_digits(given):
+def test_float64_module_starts_a_float64_run_without_rounding(given):
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -185,7 +187,7 @@ def test_a_double_module_starts_a_run_of_double_precision_with_all_its_digits(gi
     x = torch.rand(6, 4, dtype=torch.float64)
     model = from_torch(Net() if given == "module" else Net, x)
     federation = Federation.from_arrays(x.numpy(), np.arange(6) % 2, np.arange(6) % 2)
-    method = FedAvg(local=LocalSGD(lr=1e-30, steps=1))  # moves nothing
+    method = FedAvg(local=LocalSGD(lr=1e-30, steps=1))  # learning rate so small that nothing moves
     result = simulate(method, classification(model), federation, rounds=1, cohort_size=2, dtype="float64")
     weight = np.asarray(result.params["out"]["weight"])
     assert weight.dtype == np.float64
@@ -199,7 +201,7 @@ def test_a_double_module_starts_a_run_of_double_precision_with_all_its_digits(gi
     assert short.params["out"]["weight"].dtype == np.float32
 
 
-def test_samples_of_the_other_layout_are_noted():
+def test_samples_with_the_other_layout_are_warned_of():
     convolution = from_torch(torch.nn.Conv2d(1, 2, 3), torch.zeros(2, 1, 8, 8))
     params = convolution.init(jax.random.key(0))
     with pytest.raises(
@@ -212,7 +214,7 @@ def test_samples_of_the_other_layout_are_noted():
 
 def test_small_integer_types_do_not_overflow():
     torch.manual_seed(0)
-    net = Made(nn.Embedding(1000, 2), lambda self, x: self.layer((x * 31 + 7) % 1000))
+    net = LayerAndFunction(nn.Embedding(1000, 2), lambda self, x: self.layer((x * 31 + 7) % 1000))
     x = torch.tensor([[9, 200], [3, 77]])
     model = from_torch(net, x)
     params = model.init(jax.random.key(0))
@@ -220,7 +222,7 @@ def test_small_integer_types_do_not_overflow():
         np.testing.assert_array_equal(model.apply(params, jnp.asarray(x.numpy(), kind)), net(x).detach())
 
 
-class Moving(nn.Module):
+class MovingAverage(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.kept = nn.Linear(4, 3), []
@@ -229,7 +231,7 @@ class Moving(nn.Module):
 
     def forward(self, x: Any) -> Any:
         y = self.layer(x)
-        self.kept.append(y)  # an array with a history, which cannot be copied
+        self.kept.append(y)  # a tensor with autograd history, which cannot be deep-copied
         if self.training:
             with torch.no_grad():
                 self.mean = 0.9 * self.mean + 0.1 * y.mean(0)
@@ -238,7 +240,7 @@ class Moving(nn.Module):
 
 
 def test_assigned_buffers_are_statistics():
-    net, x = nn.Sequential(Moving()), torch.randn(5, 4)
+    net, x = nn.Sequential(MovingAverage()), torch.randn(5, 4)
     model = from_torch(net, torch.randn(3, 4))
     variables = model.init(jax.random.key(0))
     moved = model.train(variables, jnp.asarray(x.numpy()), jax.random.key(1))[1]["0"]
@@ -285,7 +287,7 @@ def test_batch_norm_without_momentum_averages_over_all_batches(net: nn.Module):
     ],
     ids=["dense", "dropout", "one pixel", "images"],
 )
-def test_a_single_sample_without_variance_is_found(net: nn.Module, name: str | None):
+def test_modules_that_fail_on_a_single_sample_are_detected(net: nn.Module, name: str | None):
     model = from_torch(net, torch.randn(3, 4))
     samples = Batch(np.zeros((1, 4), np.float32), np.zeros(1, int))
     assert constant_statistic(classification(model), model.init(jax.random.key(0)), samples) == name

@@ -1,4 +1,4 @@
-"""PyTorch's operators one by one: values and gradients are PyTorch's. Needs torch."""
+"""Values and gradients of single operators agree with PyTorch. Needs torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORDS[:, 3] = 0
 
 
 class Net(nn.Module):
-    """A first layer, what is made of its outputs, and other parts by name."""
+    """A first layer, a function of its outputs, and further named modules."""
 
     def __init__(self, first: Any, function: Any, **parts: Any):
         super().__init__()
@@ -39,40 +39,40 @@ class Net(nn.Module):
         return self.function(self, self.first(x))
 
 
-def of_rows(function: Any) -> tuple[Net, Any]:
-    """Of positive definite matrices, one a sample: [B, 6, 6]."""
+def net_of_matrices(function: Any) -> tuple[Net, Any]:
+    """A network whose function gets positive definite matrices, one per sample: [B, 6, 6]."""
     definite = lambda y: y[:, :, None] * y[:, None] + 2 * torch.eye(6) + 0.1 * torch.arange(36.0).reshape(6, 6)  # noqa: E731
     return Net(nn.Linear(6, 6), lambda _, y: function(definite(y))), VECTORS
 
 
-def of_vectors(function: Any) -> tuple[Net, Any]:
+def net_of_vectors(function: Any) -> tuple[Net, Any]:
     return Net(nn.Linear(6, 8), lambda _, y: function(y)), VECTORS
 
 
-def of_images(function: Any, **parts: Any) -> tuple[Net, Any]:
+def net_of_images(function: Any, **parts: Any) -> tuple[Net, Any]:
     return Net(nn.Conv2d(2, 4, 3), function, **parts), IMAGES
 
 
-def rotated(self: Net, y: Any) -> Any:
-    """Pairs of numbers turned by complex ones, as large language models turn queries."""
+def rotary(self: Net, y: Any) -> Any:
+    """Rotary position embedding by complex multiplication."""
     turns = torch.polar(torch.ones(7, 3), torch.arange(7.0)[:, None] * torch.arange(3.0) * 0.1)
     return torch.view_as_real(torch.view_as_complex(y.reshape(-1, 7, 3, 2)) * turns).flatten(2)
 
 
 def spectral(self: Net, y: Any) -> Any:
-    """The lowest waves of images, mixed, and back."""
+    """A spectral layer: mix the lowest frequencies of images."""
     waves = torch.fft.rfft2(y, norm="ortho")
     low = torch.einsum("bixy,io->boxy", waves[:, :, :3, :3], torch.complex(self.mix, -self.mix))
     return torch.fft.irfft2(F.pad(low, (0, 1, 0, 3)), s=(6, 6), norm="ortho")
 
 
-def transformed(self: Net, y: Any) -> Any:
+def spatial_transformer(self: Net, y: Any) -> Any:
     theta = torch.tanh(y.mean((2, 3)) @ self.turn).reshape(-1, 2, 3) + torch.eye(2, 3)
     return F.grid_sample(y, F.affine_grid(theta, [y.shape[0], 4, 5, 5], align_corners=False), align_corners=False)
 
 
-def changed(y: Any) -> Any:
-    """What is changed in place without gradients keeps those of what it was; what is made there has none."""
+def in_place_changes(y: Any) -> Any:
+    """In-place changes under no_grad keep the gradient of the original tensor; new tensors have none."""
     z, other = y * 1, torch.zeros_like(y)
     with torch.no_grad():
         z.mul_(2)
@@ -83,18 +83,18 @@ def changed(y: Any) -> Any:
     return z * y + other * y + made * z
 
 
-def placed(mode: str, padding: str, corners: bool) -> tuple[Net, Any]:
+def grid_sample_net(mode: str, padding: str, corners: bool) -> tuple[Net, Any]:
     grid = torch.randn(1, 5, 4, 2, generator=torch.Generator().manual_seed(3)) * 1.2
 
     def function(_: Any, y: Any) -> Any:
         where = grid.expand(y.shape[0], -1, -1, -1)
         return F.grid_sample(y, where, mode=mode, padding_mode=padding, align_corners=corners)
 
-    return of_images(function)
+    return net_of_images(function)
 
 
-def quantized(self: Net, y: Any) -> Any:
-    """The nearest vectors of a codebook of 30, with the gradient of what they stand for."""
+def vector_quantized(self: Net, y: Any) -> Any:
+    """Vector quantization with a codebook of 30 and straight-through gradients."""
     nearest = self.book[torch.cdist(y, self.book).argmin(1)]
     return y + (nearest - y).detach() + nearest
 
@@ -115,9 +115,9 @@ def without(y: Any) -> Any:
 
 
 CASES: dict[str, Any] = {
-    "inference mode": of_vectors(lambda y: y * without(y).clone()),
+    "inference mode": net_of_vectors(lambda y: y * without(y).clone()),
     **{
-        name: of_vectors(function)
+        name: net_of_vectors(function)
         for name, function in {
             "lgamma, digamma": lambda y: torch.lgamma(y.abs() + 0.5) + torch.digamma(y.abs() + 0.5),
             "erfinv, exp2": lambda y: torch.erfinv(torch.tanh(y) * 0.9) + torch.exp2(y),
@@ -138,7 +138,7 @@ CASES: dict[str, Any] = {
         }.items()
     },
     **{
-        name: of_rows(function)
+        name: net_of_matrices(function)
         for name, function in {
             "inverse": torch.linalg.inv,
             "cholesky": lambda a: torch.linalg.cholesky((a + a.mT) / 2 + 9 * torch.eye(6)),
@@ -150,32 +150,32 @@ CASES: dict[str, Any] = {
             "eigenvalues": lambda a: torch.linalg.eigh((a + a.mT) / 2)[0],
         }.items()
     },
-    **{f"grid, {m}, {p}, {c}": placed(m, p, c) for m, p, c in [
+    **{f"grid, {m}, {p}, {c}": grid_sample_net(m, p, c) for m, p, c in [
         ("bilinear", "zeros", False), ("bilinear", "border", True), ("bilinear", "reflection", False),
         ("bilinear", "reflection", True), ("nearest", "zeros", False),
     ]},
-    "spatial transformer": of_images(transformed, turn=nn.Parameter(0.3 * torch.randn(4, 6))),
-    "fourier layer": of_images(spectral, mix=nn.Parameter(torch.randn(4, 4))),
-    "turned queries": (Net(nn.Linear(6, 6), rotated), SEQUENCES),
-    "dilated pooling": of_images(lambda _, y: F.max_pool2d(y, 2, 1, 1, dilation=2, ceil_mode=True)),
-    "pooling undone": of_images(lambda _, y: F.max_unpool2d(*F.max_pool2d(y, 2, return_indices=True), 2)),
-    "codebook": (Net(nn.Linear(6, 4), quantized, book=nn.Parameter(torch.randn(30, 4))), VECTORS),
+    "spatial transformer": net_of_images(spatial_transformer, turn=nn.Parameter(0.3 * torch.randn(4, 6))),
+    "fourier layer": net_of_images(spectral, mix=nn.Parameter(torch.randn(4, 4))),
+    "turned queries": (Net(nn.Linear(6, 6), rotary), SEQUENCES),
+    "dilated pooling": net_of_images(lambda _, y: F.max_pool2d(y, 2, 1, 1, dilation=2, ceil_mode=True)),
+    "pooling undone": net_of_images(lambda _, y: F.max_unpool2d(*F.max_pool2d(y, 2, return_indices=True), 2)),
+    "codebook": (Net(nn.Linear(6, 4), vector_quantized, book=nn.Parameter(torch.randn(30, 4))), VECTORS),
     "bags, sums": bags("sum", padding_idx=0),
     "bags, means": bags("mean", padding_idx=0),
     "bags, maxima": bags("max", padding_idx=0),
     "orthogonal": (Net(nn.utils.parametrizations.orthogonal(nn.Linear(6, 4)), lambda _, y: y), VECTORS),
     "weight norm": (Net(nn.utils.weight_norm(nn.Linear(6, 4)), lambda _, y: y), VECTORS),
     "sequence to sequence": seq2seq(),
-    "checkpoint": of_vectors(lambda y: torch.utils.checkpoint.checkpoint(torch.tanh, y, use_reentrant=False)),
-    "changed in place": of_vectors(changed),
-    "data": of_vectors(lambda y: y * y.tanh().data),
-    "item": of_vectors(lambda y: y * torch.tensor(2.0).item()),
+    "checkpoint": net_of_vectors(lambda y: torch.utils.checkpoint.checkpoint(torch.tanh, y, use_reentrant=False)),
+    "changed in place": net_of_vectors(in_place_changes),
+    "data": net_of_vectors(lambda y: y * y.tanh().data),
+    "item": net_of_vectors(lambda y: y * torch.tensor(2.0).item()),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients_are_pytorchs(name: str):
-    """At other samples than the example, and more of them."""
+def test_values_and_gradients_agree_with_pytorch(name: str):
+    """On more and other samples than the example."""
     net, example = CASES[name]
     net = net.eval()
     model = from_torch(net, example)
@@ -196,7 +196,7 @@ def test_values_and_gradients_are_pytorchs(name: str):
 
 
 def at_kinks(_: Net, y: Any) -> Any:
-    """Of whole numbers, zeros among them, and two that are the same in every row."""
+    """Integers including zeros, and two values that are equal in every row."""
     pairs = y.reshape(-1, 3, 2)
     parts = [
         y.abs(), torch.copysign(y, -y), torch.fmax(y, y.flip(1)), torch.fmin(y, y.flip(1)), torch.sinc(y), torch.i0(y),
@@ -207,7 +207,7 @@ def at_kinks(_: Net, y: Any) -> Any:
     return torch.cat(parts, 1)
 
 
-def test_gradients_at_kinks_are_pytorchs():
+def test_gradients_at_kinks_agree_with_pytorch():
     net = Net(nn.Linear(6, 6), at_kinks)
     model, start = from_torch(net, VECTORS), {"first": {"weight": jnp.eye(6), "bias": jnp.zeros(6)}}
     x = torch.tensor([[0.0, 1, -2, 2, 1, 0], [1, 1, 0, 0, -1, -1], [2, 0, 0, 0, 0, 0]])
@@ -227,20 +227,20 @@ class Sign(torch.autograd.Function):
         return gradients[0]
 
 
-def test_derivatives_that_a_trace_loses_are_rejected():
+def test_custom_derivatives_and_hooks_are_rejected():
     with pytest.raises(FedraxError, match=r"custom derivatives.*\(Sign\).*detach"):
-        from_torch(*of_vectors(Sign.apply))
-    again = of_vectors(lambda y: torch.utils.checkpoint.checkpoint(torch.tanh, y, use_reentrant=True))
+        from_torch(*net_of_vectors(Sign.apply))
+    again = net_of_vectors(lambda y: torch.utils.checkpoint.checkpoint(torch.tanh, y, use_reentrant=True))
     with pytest.raises(FedraxError, match=r"\(CheckpointFunction\).*use_reentrant=False"):
         from_torch(*again)
-    hooked = copy.deepcopy(of_vectors(torch.tanh)[0])
-    hooked.first.register_full_backward_hook(lambda module, inputs, outputs: tuple(-g for g in outputs))
+    with_gradient_hook = copy.deepcopy(net_of_vectors(torch.tanh)[0])
+    with_gradient_hook.first.register_full_backward_hook(lambda module, inputs, outputs: tuple(-g for g in outputs))
     with pytest.raises(FedraxError, match=r"hooks of them.*a backward hook of Linear"):
-        from_torch(hooked, VECTORS)
+        from_torch(with_gradient_hook, VECTORS)
 
 
-def test_compiled_modules_are_those_they_were_made_of():
-    net = of_vectors(torch.compile(lambda y: torch.tanh(y) * 2))[0]
+def test_compiled_modules_are_unwrapped():
+    net = net_of_vectors(torch.compile(lambda y: torch.tanh(y) * 2))[0]
     net.first = torch.compile(net.first)
     model = from_torch(torch.compile(net), VECTORS)
     params = model.init(jax.random.key(0))
@@ -252,7 +252,7 @@ def test_compiled_modules_are_those_they_were_made_of():
         from_torch(torch.jit.script(nn.Linear(6, 2)), VECTORS)
 
 
-def hooked(y: Any) -> Any:
+def with_gradient_hook(y: Any) -> Any:
     if y.requires_grad:
         y.register_hook(lambda gradient: -gradient)
     return y.tanh()
@@ -262,12 +262,12 @@ def hooked(y: Any) -> Any:
     ("function", "name"),
     [
         (lambda self, y: Sign.apply(y) if self.training else y, "Sign"),
-        (lambda self, y: hooked(y), "register_hook"),
+        (lambda self, y: with_gradient_hook(y), "register_hook"),
         (lambda self, y: y * y.tanh().detach_(), "detach_"),
     ],
-    ids=["in training alone", "a tensor's hook", "detached in place"],
+    ids=["only in training", "tensor hook", "detached in place"],
 )
-def test_derivatives_that_a_trace_loses_in_other_ways_are_rejected(function: Any, name: str):
+def test_hidden_custom_derivatives_are_rejected(function: Any, name: str):
     with pytest.raises(FedraxError, match=rf"custom derivatives.*\({name}\)"):
         from_torch(Net(nn.Linear(6, 8), function), VECTORS)
 
@@ -280,18 +280,18 @@ def test_hooks_of_parameters_are_rejected(kind: str):
         from_torch(net, VECTORS)
 
 
-def test_outputs_that_are_infinite_and_complex_ones_are_compared():
+def test_infinite_and_complex_outputs_are_compared():
     hidden = torch.arange(8) > 5
-    from_torch(*of_vectors(lambda y: y.masked_fill(hidden, -torch.inf)))
+    from_torch(*net_of_vectors(lambda y: y.masked_fill(hidden, -torch.inf)))
     other = lambda a: F.pad(torch.linalg.eigh(a, UPLO="U")[0], (0, 1), value=-torch.inf)  # noqa: E731
-    with pytest.raises(FedraxError, match="differ from PyTorch's by"):  # of matrices that are not symmetric
-        from_torch(*of_rows(other))
-    from_torch(*of_vectors(lambda y: torch.complex(y, -y)))
+    with pytest.raises(FedraxError, match="differ from PyTorch's by"):  # for nonsymmetric matrices
+        from_torch(*net_of_matrices(other))
+    from_torch(*net_of_vectors(lambda y: torch.complex(y, -y)))
     with pytest.raises(FedraxError, match="differ from PyTorch's by"):
-        from_torch(*of_rows(lambda a: 1j * torch.linalg.eigh(a, UPLO="U")[0]))
+        from_torch(*net_of_matrices(lambda a: 1j * torch.linalg.eigh(a, UPLO="U")[0]))
 
 
-def test_settings_of_pytorch_are_restored_after_two_threads():
+def test_pytorch_settings_are_restored_with_two_threads():
     entered, may_leave = threading.Event(), threading.Event()
 
     def other() -> None:
@@ -309,13 +309,13 @@ def test_settings_of_pytorch_are_restored_after_two_threads():
     assert settings() == before
 
 
-def test_parameters_of_sixteen_bits_are_rejected():
+def test_bfloat16_parameters_are_rejected():
     with pytest.raises(FedraxError, match=r"bfloat16: from_torch\(module\.float\(\), example\)"):
         from_torch(nn.Linear(6, 2).bfloat16(), VECTORS)
 
 
-def test_slopes_by_chance():
-    model = from_torch(*of_vectors(F.rrelu))
+def test_randomized_leaky_relu():
+    model = from_torch(*net_of_vectors(F.rrelu))
     params, x = model.init(jax.random.key(0)), jnp.asarray(VECTORS.numpy())
     flat = x @ params["first"]["weight"].T + params["first"]["bias"]
     np.testing.assert_allclose(model.apply(params, x), jnp.where(flat > 0, flat, flat * 11 / 48), rtol=1e-5, atol=1e-6)

@@ -16,15 +16,17 @@ from torch.nn import functional as F  # noqa: E402
 
 from fedrax import FedraxError  # noqa: E402
 from fedrax.models import from_torch  # noqa: E402
-from tests.models.torch_modules import Made, made  # noqa: E402
+from tests.models.torch_modules import LayerAndFunction, dense_and_function  # noqa: E402
 
 
-def with_noise(self: Made, x: Any) -> Any:
+def with_noise(self: LayerAndFunction, x: Any) -> Any:
     return self.layer(x + 0.1 * torch.randn_like(x) if self.training else x)
 
 
 @pytest.mark.parametrize(
-    "net", [made(4, 3, with_noise), nn.Sequential(nn.Linear(4, 3), nn.AlphaDropout(0.3))], ids=["noise", "alpha"]
+    "net",
+    [dense_and_function(4, 3, with_noise), nn.Sequential(nn.Linear(4, 3), nn.AlphaDropout(0.3))],
+    ids=["noise", "alpha"],
 )
 def test_noise_is_drawn_from_the_key_and_only_in_training(net: Any):
     model = from_torch(net, torch.randn(3, 4))
@@ -37,10 +39,10 @@ def test_noise_is_drawn_from_the_key_and_only_in_training(net: Any):
 
 def test_noise_in_evaluation_is_rejected():
     with pytest.raises(FedraxError, match=r"draws random numbers in evaluation too: do it only if self.training"):
-        from_torch(made(4, 3, lambda self, x: self.layer(x + torch.randn_like(x))), torch.randn(3, 4))
+        from_torch(dense_and_function(4, 3, lambda self, x: self.layer(x + torch.randn_like(x))), torch.randn(3, 4))
 
 
-def drawn(self: Made, x: Any) -> Any:
+def all_draws(self: LayerAndFunction, x: Any) -> Any:
     y = self.layer(x)
     if not self.training:
         return y
@@ -54,8 +56,8 @@ def drawn(self: Made, x: Any) -> Any:
     return torch.stack([d.float() for d in draws], 1)
 
 
-def test_draws_have_pytorchs_distributions():
-    model = from_torch(made(4, 9, drawn), torch.randn(3, 4))
+def test_draws_have_the_distributions_of_pytorch():
+    model = from_torch(dense_and_function(4, 9, all_draws), torch.randn(3, 4))
     found = model.apply(model.init(jax.random.key(0)), jnp.ones((4000, 4)), jax.random.key(1))
     means, deviations = found.mean(0), found.std(0)
     np.testing.assert_allclose(means, [2, 1, 0.5, 2, 1, 1 / 9, 0.75, 0.5, 1], atol=0.15)

@@ -97,8 +97,8 @@ def assert_same(actual, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), actual, expected)
 
 
-def moved(model: Model, steps: int = 3) -> Variables:
-    """Variables whose statistics have seen a few batches."""
+def train_steps(model: Model, steps: int = 3) -> Variables:
+    """Variables after some training batches."""
     variables = model.init(KEY)
     for step in range(steps):
         _, statistics = model.train(variables, X + step, jax.random.key(step))
@@ -107,8 +107,8 @@ def moved(model: Model, steps: int = 3) -> Variables:
 
 
 @pytest.mark.slow(keep=2)
-def test_training_moves_statistics_and_evaluation_reads_them(model: Model):
-    start, later = model.init(KEY), moved(model)
+def test_training_updates_statistics_and_evaluation_uses_them(model: Model):
+    start, later = model.init(KEY), train_steps(model)
     assert isinstance(start, Variables)
     assert_same(model.init(KEY), start)
     assert jax.tree.structure(start.statistics) == jax.tree.structure(later.statistics)
@@ -118,16 +118,16 @@ def test_training_moves_statistics_and_evaluation_reads_them(model: Model):
     np.testing.assert_array_equal(model.apply(later, X), model.apply(later, X))
 
 
-def test_only_evaluation_treats_samples_apart(model: Model):
-    variables = moved(model)
+def test_samples_are_independent_in_evaluation_only(model: Model):
+    variables = train_steps(model)
     np.testing.assert_allclose(model.apply(variables, X)[:2], model.apply(variables, X[:2]), rtol=1e-5, atol=1e-6)
     others = X.at[2:].multiply(3)
     assert not jnp.allclose(model.apply(variables, X, KEY)[:2], model.apply(variables, others, KEY)[:2])
 
 
 @pytest.mark.slow(keep=2)
-def test_compiled_and_traced_alike(model: Model):
-    variables = moved(model)
+def test_results_are_the_same_under_jit_and_vmap(model: Model):
+    variables = train_steps(model)
     assert_same(jax.jit(model.train)(variables, X, KEY), model.train(variables, X, KEY))
     np.testing.assert_allclose(
         jax.jit(model.apply)(variables, X, KEY), model.train(variables, X, KEY)[0], rtol=1e-5, atol=1e-6
@@ -136,8 +136,8 @@ def test_compiled_and_traced_alike(model: Model):
     assert_same(jax.tree.map(lambda a: a[1], over_clients), model.train(variables, 2 * X, KEY))
 
 
-def test_blocks_make_up_the_model_in_both_modes(model: Model):
-    variables = moved(model)
+def test_blocks_compose_to_the_model_in_both_modes(model: Model):
+    variables = train_steps(model)
     for key in (None, KEY):
         x = X
         for block in model.blocks or ():
@@ -147,7 +147,7 @@ def test_blocks_make_up_the_model_in_both_modes(model: Model):
         assert features is not None and features.shape == (6, 8)
 
 
-def test_linen_as_its_own_calls():
+def test_linen_agrees_with_the_module():
     module, model = Linen(), from_linen(Linen(), X)
     own = module.init(KEY, X)
     variables = model.init(KEY)
@@ -158,14 +158,14 @@ def test_linen_as_its_own_calls():
     assert_same(model.train(variables, X, KEY), theirs)
 
 
-def test_nnx_as_its_own_calls():
+def test_nnx_agrees_with_the_module():
     module = Nnx(nnx.Rngs(0))
     model = from_nnx(module)
     variables = model.init(KEY)
     module.eval()
     np.testing.assert_allclose(model.apply(variables, X), module(X), rtol=1e-6)
     outputs, statistics = model.train(variables, X, KEY)
-    np.testing.assert_array_equal(module.norm.mean[...], 0)  # the user's module is left alone
+    np.testing.assert_array_equal(module.norm.mean[...], 0)  # the user's module is not changed
     module.train()
     nnx.reseed(module, default=KEY, dropout=KEY)
     np.testing.assert_allclose(outputs, module(X), rtol=1e-5, atol=1e-6)
@@ -173,7 +173,7 @@ def test_nnx_as_its_own_calls():
 
 
 @pytest.mark.parametrize("mode", ["batch", "ema"])
-def test_equinox_as_its_own_calls(mode):
+def test_equinox_agrees_with_the_module(mode):
     network, state = eqx.nn.make_with_state(Equinox)(KEY, mode=mode)
     model = from_equinox(lambda key: eqx.nn.make_with_state(Equinox)(key, mode=mode))
     variables = model.init(KEY)
@@ -188,7 +188,7 @@ def test_equinox_as_its_own_calls(mode):
     np.testing.assert_allclose(model.apply(Variables(variables.params, statistics), X), evaluated, rtol=1e-6)
 
 
-def test_a_module_with_its_state_inside_and_the_pair_are_the_same():
+def test_equinox_module_with_state_inside_equals_the_pair():
     inside = from_equinox(Equinox(KEY))
     pair = from_equinox(eqx.nn.make_with_state(Equinox)(KEY))
     assert_same(jax.tree.leaves(inside.init(KEY)), jax.tree.leaves(pair.init(KEY)))
@@ -200,7 +200,7 @@ def losses_of(task: Task, variables: Variables, batch: Batch) -> dict[str, jax.A
     return {"train": trained, "evaluation": task.evaluation_loss(variables, batch)}
 
 
-def test_a_loss_that_is_replaced_is_the_one_that_is_trained(model: Model):
+def test_replaced_loss_is_used_in_training(model: Model):
     task, batch = classification(model), Batch(X, jnp.array([0, 1, 2, 0, 1, 2]))
     with pytest.raises(FedraxError, match=r"loss_and_statistics, .* replace that one instead"):
         dataclasses.replace(task, loss=lambda variables, batch, key: 2 * task.loss(variables, batch, key))
@@ -209,13 +209,13 @@ def test_a_loss_that_is_replaced_is_the_one_that_is_trained(model: Model):
         losses, statistics = task.loss_and_statistics(variables, batch, key)
         return 2 * losses, statistics
 
-    twice, variables = dataclasses.replace(task, loss_and_statistics=doubled), moved(model)
+    twice, variables = dataclasses.replace(task, loss_and_statistics=doubled), train_steps(model)
     np.testing.assert_allclose(twice.loss(variables, batch, KEY), 2 * task.loss(variables, batch, KEY), rtol=1e-6)
 
 
-def test_tasks_train_in_one_mode_and_judge_in_the_other(model: Model):
+def test_tasks_train_and_evaluate_in_different_modes(model: Model):
     task, batch = classification(model), Batch(X, jnp.array([0, 1, 2, 0, 1, 2]))
-    variables = moved(model)
+    variables = train_steps(model)
     logits = {"train": model.train(variables, X, KEY)[0], "evaluation": model.apply(variables, X)}
     for mode, losses in losses_of(task, variables, batch).items():
         expected = -jax.nn.log_softmax(logits[mode])[jnp.arange(6), batch.y]
@@ -226,10 +226,10 @@ def test_tasks_train_in_one_mode_and_judge_in_the_other(model: Model):
     np.testing.assert_array_equal(task.outputs(variables, X), logits["evaluation"])
 
 
-def test_variables_are_starting_parameters(model: Model):
+def test_variables_can_be_given_as_initial_parameters(model: Model):
     task = classification(model)
     assert_same(initial_parameters(task, KEY, None), task.init(KEY))
-    given = moved(model)
+    given = train_steps(model)
     assert_same(initial_parameters(task, KEY, given), given)
     with pytest.raises(FedraxError, match="do not fit the model"):
         initial_parameters(task, KEY, given.params)
@@ -262,15 +262,15 @@ def test_integer_and_float64_statistics_keep_their_types():
         assert model.apply(variables, X.astype("float64")).dtype == jnp.float64
 
 
-def clients_of(*sizes: int) -> fedrax.Federation:
-    """Clients of so many samples."""
+def make_clients(*sizes: int) -> fedrax.Federation:
+    """Clients with these numbers of samples."""
     x = np.random.default_rng(1).normal(size=(sum(sizes), 4)).astype(np.float32)
     return fedrax.Federation.from_arrays(x, np.arange(len(x)) % 3, np.repeat(np.arange(len(sizes)), sizes))
 
 
 @pytest.mark.slow(keep=2)
-def test_a_single_sample_makes_a_constant_of_batch_norm(model: Model):
-    """That is found for modules of every library, and said before the first round."""
+def test_batches_of_a_single_sample_are_rejected_with_batch_norm(model: Model):
+    """Detected for modules of all libraries before the first round."""
     task = classification(model)
     name = constant_statistic(task, model.init(KEY), Batch(X, jnp.zeros(6, int)))
     assert name is not None
@@ -278,7 +278,7 @@ def test_a_single_sample_makes_a_constant_of_batch_norm(model: Model):
     with pytest.warns(
         fedrax.FedraxWarning, match=rf"local.batch_size is 1, .* \({re.escape(name)}\) is zero .* 2 or more"
     ):
-        prepare(method, task, clients_of(3, 4), settings)
+        prepare(method, task, make_clients(3, 4), settings)
 
 
 @pytest.mark.parametrize(
@@ -295,15 +295,15 @@ def test_a_single_sample_makes_a_constant_of_batch_norm(model: Model):
         ({"batch_size": 1}, (3, 2), "local.batch_size is 1"),
     ],
 )
-def test_which_batches_hold_a_single_sample(local: dict, sizes: tuple, words: str | None, recwarn):
+def test_batches_of_a_single_sample_are_warned_of(local: dict, sizes: tuple, words: str | None, recwarn):
     method = fedrax.FedAvg(local=fedrax.LocalSGD(**local))
-    prepare(method, classification(from_nnx(Nnx)), clients_of(*sizes), fedrax.Settings())
+    prepare(method, classification(from_nnx(Nnx)), make_clients(*sizes), fedrax.Settings())
     said = [str(w.message) for w in recwarn if issubclass(w.category, fedrax.FedraxWarning)]
     assert (said == []) if words is None else re.search(words, " ".join(said))
 
 
 class Counting(nnx.Module):
-    """Running statistics that no sample changes, and those of images."""
+    """Running statistics that do not depend on samples, and batch norm of images."""
 
     def __init__(self, rngs):
         self.seen, self.norm = nnx.BatchStat(jnp.zeros(())), nnx.BatchNorm(1, rngs=rngs)
@@ -314,7 +314,7 @@ class Counting(nnx.Module):
         return self.out(self.norm(x.reshape(-1, 4, 1)).reshape(-1, 4))
 
 
-def test_other_statistics_do_not_warn(recwarn):
+def test_other_statistics_are_not_warned_of(recwarn):
     task = classification(from_nnx(Counting))
     assert constant_statistic(task, task.init(KEY), Batch(X, jnp.zeros(6, int))) is None
 
@@ -330,7 +330,7 @@ def hand_made_pair():
     return module, eqx.nn.State(module)
 
 
-REFUSED = {
+REJECTED = {
     "argument train": lambda: from_linen(Stubborn(), X),
     "unknown method of Linen 'encod'; did you mean 'encode'": lambda: from_linen(Linen(), X, features="encod"),
     "unknown method of Nnx 'heads'": lambda: from_nnx(Nnx, blocks=("encode", "heads")),
@@ -342,8 +342,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_modules_that_cannot_be_carried_are_rejected_in_one_sentence(words):
+@pytest.mark.parametrize("words", REJECTED)
+def test_unsupported_statistics_are_rejected(words):
     with pytest.raises(FedraxError, match=words) as caught:
-        REFUSED[words]()
+        REJECTED[words]()
     assert "\n" not in str(caught.value)

@@ -14,8 +14,8 @@ from fedrax.models import CNN, MLP, Linear, Logistic, Model
 KEY = jax.random.key(0)
 
 
-def outputs_are_inputs():
-    """A model whose outputs are its inputs, times one parameter of value one."""
+def identity_model():
+    """A model whose outputs are its inputs times one parameter with value 1."""
     return Model(lambda key: {"gain": jnp.ones(())}, lambda p, x, key=None: p["gain"] * x)
 
 
@@ -23,7 +23,7 @@ def test_cross_entropy_and_accuracy():
     logits = np.random.default_rng(0).normal(size=(6, 4)) * 5
     labels = np.array([0, 1, 2, 3, 0, 1])
     with jax.enable_x64(True):
-        task = classification(outputs_are_inputs())
+        task = classification(identity_model())
         params, batch = task.init(KEY), Batch(jnp.asarray(logits), jnp.asarray(labels))
         losses, accuracy = task.loss(params, batch, KEY), task.metrics["accuracy"](params, batch)
         gradient = jax.grad(lambda x: task.loss(params, Batch(x, batch.y), KEY).sum())(batch.x)
@@ -33,16 +33,16 @@ def test_cross_entropy_and_accuracy():
     np.testing.assert_array_equal(accuracy, logits.argmax(1) == labels)
 
 
-def test_cross_entropy_survives_huge_logits():
-    task = classification(outputs_are_inputs())
+def test_cross_entropy_of_huge_logits_is_finite():
+    task = classification(identity_model())
     batch = Batch(jnp.array([[1e4, -1e4], [-1e4, 1e4]]), jnp.array([0, 0]))
     np.testing.assert_allclose(task.loss(task.init(KEY), batch, KEY), [0, 2e4])
 
 
 @pytest.mark.parametrize("shape", [(5,), (5, 1)])
-def test_binary(shape):
+def test_binary_classification(shape):
     logits, labels = np.array([-3.0, -0.1, 0.2, 5.0, 100.0]), np.array([0, 1, 1, 0, 0])
-    task = binary_classification(outputs_are_inputs())
+    task = binary_classification(identity_model())
     batch = Batch(jnp.asarray(logits.reshape(shape)), jnp.asarray(labels))
     expected = np.log1p(np.exp(-np.abs(logits))) + np.maximum(logits, 0) - logits * labels
     np.testing.assert_allclose(task.loss(task.init(KEY), batch, KEY), expected, rtol=1e-5)
@@ -51,20 +51,20 @@ def test_binary(shape):
 
 @pytest.mark.parametrize("shape", [(3,), (3, 1)])
 def test_regression(shape):
-    task = regression(outputs_are_inputs())
+    task = regression(identity_model())
     batch = Batch(jnp.array([1.0, 2.0, 3.0]).reshape(shape), jnp.array([1, 0, 5]))
     for values in (task.loss(task.init(KEY), batch, KEY), task.metrics["mse"](task.init(KEY), batch)):
         np.testing.assert_allclose(values, [0, 4, 4])
 
 
 @pytest.mark.parametrize("kind", [binary_classification, regression])
-def test_one_output_is_needed(kind):
+def test_one_output_is_required(kind):
     task = kind(Linear().build((4,), 2))
     with pytest.raises(FedraxError, match="one output"):
         task.loss(task.init(KEY), Batch(jnp.ones((3, 4)), jnp.ones(3)), KEY)
 
 
-def test_scale_of_bytes_and_of_floats():
+def test_scaling_of_bytes_and_floats():
     images = np.random.default_rng(0).integers(0, 256, (2, 3, 3, 3), np.uint8)
     mean, std = np.array([0.5, 0.4, 0.3]), np.array([0.1, 0.2, 0.3])
     scaled = rescale(mean.tolist(), std.tolist())(jnp.asarray(images))
@@ -75,7 +75,7 @@ def test_scale_of_bytes_and_of_floats():
     assert rescale(0.5, 0.5)(floats) is floats
 
 
-def test_scale_refuses_what_cannot_be():
+def test_invalid_scaling_is_rejected():
     with pytest.raises(FedraxError, match="positive"):
         rescale(0.0, 0.0)
     with pytest.raises(FedraxError, match="3 channels"):
@@ -92,23 +92,23 @@ def test_float64_parameters_get_float64_inputs(raw):
         losses, gradients = jax.jit(jax.value_and_grad(lambda p: task.loss(p, batch, KEY).mean()))(params)
         values = [losses, task.metrics["accuracy"](params, batch), task.features(params, batch.x)]
         assert {leaf.dtype.name for leaf in [*values, *jax.tree.leaves(gradients)]} == {"float64"}
-        if raw == "uint8":  # not rounded to float32 on the way
+        if raw == "uint8":  # without rounding to float32
             exact = (pixels / 255 - 0.3) / 0.7 @ params["dense1"]["weight"] + params["dense1"]["bias"]
             np.testing.assert_allclose(values[2], np.maximum(exact, 0), rtol=1e-13, atol=1e-15)
 
 
-def test_half_precision_parameters_stay_half():
+def test_half_precision_parameters_are_kept():
     task = classification(Logistic().build((6,), 3))
     params = jax.tree.map(lambda v: v.astype(jnp.bfloat16), task.init(KEY))
     batch = Batch(jnp.zeros((2, 6), jnp.uint8), jnp.zeros(2, int))
     mean = lambda params: task.loss(params, batch, KEY).mean()  # noqa: E731
     found = jax.grad(mean)(params)
     assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype(jnp.bfloat16)}
-    assert mean(params).dtype == jnp.float32  # losses are summed
+    assert mean(params).dtype == jnp.float32  # losses are accumulated
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16", "int32", "uint32", "bool"])
-def test_integers_reach_the_model_as_they_are_and_truths_as_numbers(dtype):
+def test_integers_reach_the_model_unchanged_and_booleans_as_numbers(dtype):
     seen = []
 
     def apply(params, x, key=None):
@@ -122,7 +122,7 @@ def test_integers_reach_the_model_as_they_are_and_truths_as_numbers(dtype):
     np.testing.assert_array_equal(seen[0], x)
 
 
-def test_models_of_the_zoo_read_integers_as_numbers():
+def test_zoo_models_convert_integers_to_floats():
     x, y = np.array([[3, 200], [7, 0]], np.uint8), jnp.array([0, 1])
     task = classification(MLP((5,)).build((2,), 2))
     params = task.init(KEY)
@@ -141,10 +141,10 @@ def numpy_losses(logits, labels):
 
 @pytest.mark.parametrize("dtype", ["int32", "int8", "uint8", "uint32"])
 @pytest.mark.parametrize("positions", [(7,), (3, 2)])
-def test_labels_of_many_positions_are_averaged_within_each_sample(positions, dtype):
+def test_losses_are_averaged_over_the_positions_of_a_sample(positions, dtype):
     rng = np.random.default_rng(0)
     logits, labels = rng.normal(size=(4, *positions, 5)).astype(np.float32), rng.integers(0, 5, (4, *positions))
-    task, batch = classification(outputs_are_inputs()), Batch(logits, labels.astype(dtype))
+    task, batch = classification(identity_model()), Batch(logits, labels.astype(dtype))
     expected = numpy_losses(logits, labels).reshape(4, -1).mean(1)
     np.testing.assert_allclose(task.loss(task.init(KEY), batch, KEY), expected, rtol=1e-5)
     accuracy = (logits.argmax(-1) == labels).reshape(4, -1).mean(1)
@@ -152,13 +152,13 @@ def test_labels_of_many_positions_are_averaged_within_each_sample(positions, dty
 
 
 @pytest.mark.parametrize(("padding", "dtype"), [(-1, "int32"), (-100, "int8"), (255, "uint8"), (2, "int32")])
-def test_padded_positions_do_not_count(padding, dtype):
+def test_padded_positions_are_ignored(padding, dtype):
     rng = np.random.default_rng(1)
     logits, labels = rng.normal(size=(4, 6, 3)).astype(np.float32), rng.integers(0, 2, (4, 6))
     padded = rng.random((4, 6)) < 0.4
     padded[0], padded[1] = True, False
     labels = np.where(padded, padding, labels)
-    task, batch = classification(outputs_are_inputs(), padding=padding), Batch(logits, labels.astype(dtype))
+    task, batch = classification(identity_model(), padding=padding), Batch(logits, labels.astype(dtype))
     params = task.init(KEY)
     kept, count = ~padded, np.maximum((~padded).sum(1), 1)
     expected = (numpy_losses(logits, np.where(padded, 0, labels)) * kept).sum(1) / count
@@ -168,18 +168,18 @@ def test_padded_positions_do_not_count(padding, dtype):
     assert expected[0] == 0 and not gradient[padded].any() and gradient[kept].any()
     accuracy = ((logits.argmax(-1) == labels) & kept).sum(1) / count
     np.testing.assert_allclose(task.metrics["accuracy"](params, batch), accuracy, rtol=1e-6)
-    other = np.where(padded[..., None], 1e3, logits)  # whatever the model says there
+    other = np.where(padded[..., None], 1e3, logits)  # for any outputs there
     np.testing.assert_allclose(task.loss(params, Batch(other, batch.y), KEY), expected, rtol=1e-5)
 
 
-def test_several_targets_a_sample_are_averaged():
+def test_losses_are_averaged_over_the_targets_of_a_sample():
     rng = np.random.default_rng(0)
     outputs, targets = (rng.normal(size=(4, 3)).astype(np.float32) for _ in range(2))
-    squared = regression(outputs_are_inputs())
+    squared = regression(identity_model())
     losses = squared.loss(squared.init(KEY), Batch(outputs, targets), KEY)
     np.testing.assert_allclose(losses, ((outputs - targets) ** 2).mean(1), rtol=1e-5)
     labels = (targets > 0).astype(np.int32)
-    logistic = binary_classification(outputs_are_inputs())
+    logistic = binary_classification(identity_model())
     expected = np.log1p(np.exp(np.where(labels == 1, -outputs, outputs))).mean(1)
     np.testing.assert_allclose(logistic.loss(logistic.init(KEY), Batch(outputs, labels), KEY), expected, rtol=1e-5)
     accuracy = logistic.metrics["accuracy"](logistic.init(KEY), Batch(outputs, labels))
@@ -197,16 +197,16 @@ def test_several_targets_a_sample_are_averaged():
         (binary_classification, (4, 3), np.zeros((4, 1), np.int32), "outputs of shape .* per sample"),
     ],
 )
-def test_outputs_and_labels_that_do_not_fit_raise_a_clear_error(kind, outputs, labels, words):
-    task = kind(outputs_are_inputs())
+def test_inconsistent_outputs_and_labels_raise_a_clear_error(kind, outputs, labels, words):
+    task = kind(identity_model())
     for function in (task.loss, lambda p, b, key: task.evaluation_loss(p, b)):
         with pytest.raises(FedraxError, match=words):
             function(task.init(KEY), Batch(np.zeros(outputs, np.float32), labels), KEY)
 
 
-def test_padding_is_a_label():
+def test_padding_must_be_a_label():
     with pytest.raises(FedraxError, match="padding must fit into 32 bits"):
-        classification(outputs_are_inputs(), padding=2**31)
+        classification(identity_model(), padding=2**31)
 
 
 def test_blocks_features_and_outputs_start_from_stored_samples():
@@ -229,7 +229,7 @@ def test_blocks_features_and_outputs_start_from_stored_samples():
     assert not jnp.allclose(task.loss(params, Batch(x, y), KEY), task.evaluation_loss(params, Batch(x, y)))
 
 
-def test_hand_made_tasks_need_only_a_loss():
+def test_user_defined_tasks_require_only_a_loss():
     task = Task(init=lambda key: jnp.zeros(2), loss=lambda params, batch, key: (batch.x - params).sum(-1) ** 2)
     batch = Batch(jnp.ones((3, 2)), jnp.zeros(3))
     np.testing.assert_allclose(task.evaluation_loss(task.init(KEY), batch), [4, 4, 4])
@@ -249,4 +249,4 @@ def test_tasks_are_static_arguments():
         trace_once(each, jnp.ones(()))
     assert calls == [task, other]
     assert task.name == "classification/logistic"
-    assert classification(outputs_are_inputs()).features is None
+    assert classification(identity_model()).features is None

@@ -1,4 +1,4 @@
-"""Text networks against NumPy, independence of padding, the hinge loss, and the path from a file to a task."""
+"""Text networks against NumPy, independence of padding, the hinge loss, and experiments from files."""
 
 import json
 from dataclasses import replace
@@ -40,7 +40,7 @@ def numpy_states(layer, vectors):
     return np.array(found)
 
 
-def test_sentence_pairs_are_their_equations() -> None:
+def test_sentence_pair_network_agrees_with_numpy() -> None:
     task = margin(SMALL.build((2, 5), 3, vocabulary=WORDS))
     params = task.init(KEY)
     x = np.array([[[2, 3, 4, 1, 0], [4, 2, 0, 0, 0]]], np.int32)
@@ -62,10 +62,10 @@ def test_sentence_pairs_are_their_equations() -> None:
     np.testing.assert_allclose(task.loss(params, Batch(x, np.array([1], np.int32)), KEY), [loss], rtol=1e-4)
     wider = np.pad(x, ((0, 0), (0, 0), (0, 4)))
     np.testing.assert_allclose(task.outputs(params, wider), scores, atol=1e-6)
-    assert np.isfinite(task.outputs(params, np.zeros_like(x))).all()  # a pair without any words
+    assert np.isfinite(task.outputs(params, np.zeros_like(x))).all()  # a pair without words
 
 
-def test_tweets_end_in_the_state_at_the_last_word() -> None:
+def test_tweet_network_reads_the_state_at_the_last_word() -> None:
     task = classification(Tweets(hidden=3, embedding=2).build((4,), 2, vocabulary=WORDS))
     params = task.init(KEY)
     p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
@@ -76,14 +76,14 @@ def test_tweets_end_in_the_state_at_the_last_word() -> None:
     np.testing.assert_allclose(outputs[0], p["output"]["weight"] @ h + p["output"]["bias"], atol=1e-5)
 
 
-def test_without_padding_the_states_are_the_lstms() -> None:
+def test_states_without_padding_equal_those_of_the_lstm() -> None:
     params = Tweets(hidden=3, layers=1, embedding=2).build((4,), 2, vocabulary=WORDS).init(KEY)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 2)), jnp.float32)
     found = lstm_states(params["lstm1"], x, jnp.ones((2, 4), bool))
     np.testing.assert_allclose(found[:, -1], lstm(params["lstm1"], x), atol=1e-6)
 
 
-def test_vectors_of_a_file_are_not_trained(tmp_path: Path) -> None:
+def test_word_vectors_of_a_file_are_not_trained(tmp_path: Path) -> None:
     (tmp_path / "glove.txt").write_text("a 1 0 2\nc 0 1 0\n")
     task = classification(Tweets(2, layers=1, vectors=tmp_path / "glove.txt").build((2,), 2, vocabulary=WORDS))
     params = task.init(KEY)
@@ -94,14 +94,14 @@ def test_vectors_of_a_file_are_not_trained(tmp_path: Path) -> None:
     assert not np.allclose(known, unknown)
 
 
-def test_the_hinge_is_pytorchs_multi_margin() -> None:
+def test_hinge_loss_agrees_with_multi_margin_loss_of_pytorch() -> None:
     scores = np.array([[0.1, 0.2, 0.4, 0.8]], np.float32)
     task = margin(Model(lambda key: {"w": jnp.ones(1)}, lambda params, x, key=None: x))
     loss = task.loss({"w": jnp.ones(1)}, Batch(scores, np.array([3], np.int32)), KEY)
-    np.testing.assert_allclose(loss, [(0.3 + 0.4 + 0.6) / 4], rtol=1e-5)  # the example of its documentation
+    np.testing.assert_allclose(loss, [(0.3 + 0.4 + 0.6) / 4], rtol=1e-5)  # example of its documentation
 
 
-def test_models_of_words_need_words() -> None:
+def test_word_models_require_word_indices() -> None:
     with pytest.raises(FedraxError, match="vocabulary"):
         SMALL.build((2, 5), 3)
     with pytest.raises(FedraxError, match="pairs of texts"):
@@ -110,7 +110,7 @@ def test_models_of_words_need_words() -> None:
         Tweets().build((2, 5), 3, vocabulary=WORDS)
 
 
-def test_from_a_file_to_a_task(tmp_path: Path) -> None:
+def test_word_model_of_an_experiment_file(tmp_path: Path) -> None:
     (tmp_path / "snli").mkdir()
     for part in ("dev", "test"):
         columns = {"sentence1": ["a b", "c"] * 4, "sentence2": ["b", "a"] * 4, "label": ["entailment", "neutral"] * 4}
@@ -130,8 +130,8 @@ def test_from_a_file_to_a_task(tmp_path: Path) -> None:
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
 
 
-def test_models_that_read_amounts_take_no_words(tmp_path: Path) -> None:
-    """In files and in Python; whole numbers that are amounts they take as ever."""
+def test_numeric_models_reject_word_indices(tmp_path: Path) -> None:
+    """In files and in Python; other integers are accepted."""
     data = {user: {"x": ["good day", "bad day", "day"], "y": [0, 1, 1]} for user in "ab"}
     (tmp_path / "t.json").write_text(json.dumps({"users": list(data), "user_data": data}))
     table = {"data": {"name": "leaf", "path": str(tmp_path / "t.json")}, "partition": {"name": "natural"}}
@@ -149,8 +149,8 @@ def test_models_that_read_amounts_take_no_words(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [-1, 5])
-def test_numbers_of_no_word_are_rejected(number: int) -> None:
-    """Of which JAX would take the last word's vector: another's padding, or words of a longer vocabulary."""
+def test_word_indices_out_of_range_are_rejected(number: int) -> None:
+    """JAX would clamp them to the last word."""
     x = np.array([[2, 3], [4, 0], [3, 2]], np.int32)
     task = classification(Tweets(hidden=2, layers=1, embedding=2).build((2,), 2, vocabulary=WORDS))
     for part in ("train", "test"):

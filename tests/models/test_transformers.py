@@ -1,4 +1,4 @@
-"""Federated LoRA of transformers and peft: the rounds are those of a PyTorch loop on the same batches."""
+"""Federated LoRA of transformers and peft agrees with a PyTorch loop on the same batches."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def vit() -> Wrapped:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("make", [bert, gpt2, llama, vit])
-def test_rounds_are_those_of_a_pytorch_loop(make: Any):
+def test_rounds_agree_with_a_pytorch_loop(make: Any):
     torch.manual_seed(0)
     module = make()
     rng = np.random.default_rng(0)

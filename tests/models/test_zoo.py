@@ -1,4 +1,4 @@
-"""Every model of the zoo: shapes, sizes, initialization, float types, and errors for impossible inputs."""
+"""Models of the zoo: shapes, sizes, initialization, float types, and errors for invalid inputs."""
 
 import math
 from functools import cache
@@ -27,9 +27,9 @@ from fedrax.models import (
 )
 
 OTHERS = {"trace_regression", "polynomial", "tinynn", "lenet5", "vgg11", "resnet18", "resnet20", "resnet50"}
-OTHERS |= {"sentence_pairs", "tweets"}  # all of which have tests of their own
+OTHERS |= {"sentence_pairs", "tweets"}  # tested in other modules
 NETWORKS = sorted(set(MODELS) - OTHERS)
-INPUTS = {"lstm": (6, 5), "lenet": (18, 20, 3), "cnn": (8, 9, 3)}  # the others read anything
+INPUTS = {"lstm": (6, 5), "lenet": (18, 20, 3), "cnn": (8, 9, 3)}  # the other models accept any input
 
 
 @cache
@@ -38,7 +38,7 @@ def build(name, num_outputs=4):
 
 
 def compiled(model):
-    """The same model, each function one compiled call: a test spends its time on little else."""
+    """The model with jitted functions, because op-by-op execution dominates the time of the tests."""
     return Model(jax.jit(model.init), jax.jit(model.apply), jax.jit(model.features), model.name)
 
 
@@ -47,8 +47,8 @@ def inputs(name, batch=2):
     return jnp.asarray(np.random.default_rng(0).normal(size=shape))
 
 
-def unchecked(cls, **fields):
-    """A configuration that a type checker would refuse."""
+def untyped(cls, **fields):
+    """Options with types that a type checker would reject."""
     return cls(**fields)
 
 
@@ -58,7 +58,7 @@ def size(params):
 
 @pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("name", NETWORKS)
-def test_outputs_are_the_last_layer_on_the_features(name):
+def test_outputs_are_the_last_layer_of_the_features(name):
     model = build(name)
     params, x = model.init(jax.random.key(0)), inputs(name)
     features = model.features(params, x)
@@ -72,7 +72,7 @@ def test_outputs_are_the_last_layer_on_the_features(name):
 
 @pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("name", NETWORKS)
-def test_blocks_one_after_the_other_are_the_model(name):
+def test_blocks_compose_to_the_model(name):
     model, whole = MODELS[name]().build(INPUTS.get(name, (3, 4)), 4), build(name)
     params, x = whole.init(jax.random.key(0)), inputs(name)
     assert model.blocks is not None
@@ -86,7 +86,7 @@ def test_blocks_one_after_the_other_are_the_model(name):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_samples_of_a_batch_do_not_mix(name):
+def test_samples_of_a_batch_are_independent(name):
     model = build(name)
     params, x = model.init(jax.random.key(0)), inputs(name, batch=3)
     others_changed = model.apply(params, x.at[1:].set(7.0))
@@ -113,7 +113,7 @@ def test_float32_stays_float32(name):
 
 @pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("name", NETWORKS)
-def test_every_parameter_is_trained(name):
+def test_every_parameter_has_a_gradient(name):
     model = build(name)
     params, x = model.init(jax.random.key(0)), inputs(name, batch=8)
     gradients = jax.jit(jax.grad(lambda p: jnp.square(model.apply(p, x) - 1).sum()))(params)
@@ -121,7 +121,7 @@ def test_every_parameter_is_trained(name):
         assert jnp.any(leaf != 0), path
 
 
-def test_sizes_are_those_of_the_literature():
+def test_numbers_of_parameters_agree_with_the_literature():
     def start(config, shape):
         return jax.eval_shape(config.build(shape, 10).init, jax.random.key(0))
 
@@ -142,7 +142,7 @@ def test_sizes_are_those_of_the_literature():
 
 @pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("name", sorted({*NETWORKS} - {"logistic"}))
-def test_start_fills_plus_minus_one_over_root_fan_in(name):
+def test_initialization_is_uniform_within_one_over_root_fan_in(name):
     shapes = {"lstm": (6, 5), "lenet": (16, 16, 3), "cnn": (6, 6, 3)}
     params = jax.jit(MODELS[name]().build(shapes.get(name, (40,)), 30).init)(jax.random.key(0))
     for layer_name, layer in params.items():
@@ -161,7 +161,7 @@ def test_logistic_starts_at_zero_and_linear_does_not():
     assert all(jnp.any(leaf) for leaf in jax.tree.leaves(Linear().build((5,), 3).init(key)))
 
 
-def test_seeds_differ_and_repeat():
+def test_initialization_depends_on_the_seed_only():
     init = build("mlp").init
     first, again, other = (init(jax.random.key(seed)) for seed in (0, 0, 1))
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), first, again)))
@@ -169,14 +169,14 @@ def test_seeds_differ_and_repeat():
 
 
 @pytest.mark.parametrize(("model", "side"), [(LeNet(), 16), (CNN(), 6)])
-def test_grey_images_need_no_channel_axis(model, side):
+def test_gray_images_need_no_channel_axis(model, side):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, side, side)), jnp.float32)
     grey, one_channel = (compiled(model.build(shape, 3)) for shape in ((side, side), (side, side, 1)))
     params = grey.init(jax.random.key(0))
     np.testing.assert_array_equal(grey.apply(params, x), one_channel.apply(params, x[..., None]))
 
 
-def test_lenet_is_what_the_textbook_writes():
+def test_lenet_agrees_with_numpy():
     x = np.random.default_rng(0).normal(size=(2, 16, 16, 3)).astype("float32")
     model = compiled(LeNet(channels=(4, 5), hidden=(7,)).build((16, 16, 3), 3))
     params = jax.tree.map(np.asarray, model.init(jax.random.key(0)))
@@ -196,7 +196,7 @@ def test_lenet_is_what_the_textbook_writes():
     np.testing.assert_allclose(model.apply(params, x), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_dropout_acts_only_with_a_key():
+def test_dropout_is_applied_only_with_a_key():
     model = build("cnn")
     params, x = model.init(jax.random.key(0)), inputs("cnn")
     without, first, second = (model.apply(params, x, key) for key in (None, *jax.random.split(jax.random.key(1))))
@@ -221,20 +221,20 @@ def test_configurations_are_hashable_values():
         (lambda: LSTM().build((784,), 10), "sequences"),
         (lambda: MLP(activation="rellu").build((4,), 2), "'relu'"),  # type: ignore[arg-type]
         (lambda: MLP(hidden=(5, 0)).build((4,), 2), "hidden must hold items that must be at least 1"),
-        (lambda: unchecked(MLP, hiden=(5,)), "unknown field of MLP: 'hiden'; did you mean 'hidden'"),
+        (lambda: untyped(MLP, hiden=(5,)), "unknown field of MLP: 'hiden'; did you mean 'hidden'"),
         (
-            lambda: unchecked(MLP, initialization="xavier").build((4,), 2),
+            lambda: untyped(MLP, initialization="xavier").build((4,), 2),
             "initialization must be one of 'pytorch', 'glorot', 'he'",
         ),
-        (lambda: unchecked(ResNet18, stem="big").build((32, 32, 3), 2), "stem must be one of 'small', 'large'"),
-        (lambda: unchecked(ResNet20, norm="layer").build((8, 8, 3), 2), "norm must be one of"),
+        (lambda: untyped(ResNet18, stem="big").build((32, 32, 3), 2), "stem must be one of 'small', 'large'"),
+        (lambda: untyped(ResNet20, norm="layer").build((8, 8, 3), 2), "norm must be one of"),
         (lambda: VGG11(width=0).build((32, 32, 3), 2), "width must be at least 1"),
-        (lambda: unchecked(SentencePairs, activation="gelu").build((2, 5), 3, ("a",)), "must be one of 'none', 'relu'"),
+        (lambda: untyped(SentencePairs, activation="gelu").build((2, 5), 3, ("a",)), "must be one of 'none', 'relu'"),
         (lambda: TraceRegression(deviation=math.nan).build((3, 3), 1), "deviation must be a finite number"),
         (lambda: Linear().build((4,), 0), "positive"),
     ],
 )
-def test_impossible_models_are_rejected_in_one_sentence(build_it, sentence):
+def test_impossible_models_are_rejected(build_it, sentence):
     with pytest.raises(FedraxError, match=sentence) as caught:
         build_it()
     assert "\n" not in str(caught.value)

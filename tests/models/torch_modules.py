@@ -1,4 +1,4 @@
-"""A PyTorch module of one layer and a function, and the comparison of its adapted model with PyTorch."""
+"""A PyTorch module of one layer and a function, and a comparison of its adapted model with PyTorch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from fedrax.models import from_torch
 
 
-class Made(nn.Module):
+class LayerAndFunction(nn.Module):
     """A layer, and a forward function of the module and x."""
 
     def __init__(self, layer: Any, function: Any):
@@ -24,13 +24,13 @@ class Made(nn.Module):
         return self.function(self, x)
 
 
-def made(inputs: int, outputs: int, function: Any, **options: Any) -> Made:
+def dense_and_function(inputs: int, outputs: int, function: Any, **options: Any) -> LayerAndFunction:
     torch.manual_seed(0)
-    return Made(nn.Linear(inputs, outputs, **options), function)
+    return LayerAndFunction(nn.Linear(inputs, outputs, **options), function)
 
 
-def agree(net: Any, example: Any, x: Any) -> None:
-    """Outputs, and gradients of the sum of their cubes, equal PyTorch's on samples that differ from the example."""
+def assert_agrees(net: Any, example: Any, x: Any) -> None:
+    """Assert equal outputs, and gradients of the sum of their cubes, on samples that differ from the example."""
     model = from_torch(net, example)
     params = model.init(jax.random.key(0))
     values = jnp.asarray(x.numpy())
@@ -39,7 +39,7 @@ def agree(net: Any, example: Any, x: Any) -> None:
     (expected**3).sum().backward()
     found = jax.grad(lambda p: (model.apply(p, values) ** 3).sum())(params)
     own = [p.grad.numpy() for p in net.parameters()]
-    by_weights = lambda a: (a.shape, a.ravel() @ np.arange(a.size))  # noqa: E731 - many sum to zero
+    by_weights = lambda a: (a.shape, a.ravel() @ np.arange(a.size))  # noqa: E731 - many functions have constant sums
     theirs = sorted((np.asarray(leaf) for leaf in jax.tree.leaves(found)), key=by_weights)
     for a, b in zip(theirs, sorted(own, key=by_weights), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)

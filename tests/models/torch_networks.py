@@ -1,4 +1,4 @@
-"""Networks as PyTorch's users write them, small: (module, example) by name."""
+"""Small versions of networks as users of PyTorch write them: (module, example) by name."""
 
 import math
 from itertools import pairwise
@@ -154,7 +154,7 @@ class LSTMClassifier(nn.Module):
 
 
 class Seq2Seq(nn.Module):
-    """A GRU encoder, and a decoder of GRU cells with additive attention."""
+    """GRU encoder, and a decoder of GRU cells with additive attention."""
 
     def __init__(self):
         super().__init__()
@@ -309,7 +309,7 @@ class RnnTagger(nn.Module):
 
 
 class Handwritten(nn.Module):
-    """Tensor methods and functional forms, assignments in place, buffers, frozen parameters."""
+    """Tensor methods and functional forms, in-place assignments, buffers, frozen parameters."""
 
     def __init__(self):
         super().__init__()

@@ -1,7 +1,7 @@
 """The projection onto the cone of directions that agree with given columns: thousands of problems.
 
-The oracle is scipy's non-negative least squares on the columns themselves (``reference_gradma``), which never forms
-their products.
+The oracle is scipy's non-negative least squares on the columns themselves (``reference_gradma``), which never computes
+their inner products.
 """
 
 from dataclasses import dataclass
@@ -34,8 +34,8 @@ KINDS = (
     "scales",
     "one direction",
 )
-EACH = {1: 200, 2: 200, 3: 300, 10: 60, 50: 30}
-"""Problems of a kind, by the number of columns."""
+NUM_PROBLEMS = {1: 200, 2: 200, 3: 300, 10: 60, 50: 30}
+"""Number of problems of each kind, by the number of columns."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Problems:
 
     @property
     def units(self) -> np.ndarray:
-        """The columns at length one, or zero."""
+        """Columns with length one or zero."""
         columns = self.columns / np.maximum(np.abs(self.columns).max(1, keepdims=True), 1e-300)
         return columns / np.maximum(np.linalg.norm(columns, axis=1, keepdims=True), 1e-300)
 
     @property
     def sizes(self) -> np.ndarray:
-        """|p|, or one: [K, 1]."""
+        """|p|, or one if it is zero: [K, 1]."""
         norms = np.linalg.norm(self.p, axis=1, keepdims=True)
         return np.where(norms > 0, norms, 1)
 
@@ -63,11 +63,11 @@ def draw(kind: str, rng: np.random.Generator, d: int, m: int) -> tuple[np.ndarra
     """One problem: columns [d, m] and p [d]."""
     columns, p = rng.normal(size=(d, m)), rng.normal(size=d)
     positive, other = np.abs(rng.normal(size=m)), rng.integers(0, m, m)
-    if kind == "inside":  # the p of a feasible point, with most constraints loose
+    if kind == "inside":  # p from a feasible point at which most constraints are inactive
         p = nearest(p, list(columns.T)) + columns @ np.linalg.pinv(columns.T @ columns) @ positive * (m <= d)
     elif kind == "zero p":
         p = np.zeros(d)
-    elif kind == "polar":  # the answer is zero
+    elif kind == "polar":  # the projection is zero
         p = -columns @ positive
     elif kind == "zero columns":
         columns[:, rng.random(m) < 0.5] = 0
@@ -78,7 +78,7 @@ def draw(kind: str, rng: np.random.Generator, d: int, m: int) -> tuple[np.ndarra
     elif kind == "dependent":
         rank = max(1, min(d, m) // 2)
         columns = rng.normal(size=(d, rank)) @ rng.normal(size=(rank, m))
-    elif kind == "signs":  # small whole numbers: exactly parallel, antiparallel, orthogonal and zero columns
+    elif kind == "signs":  # small integers: exactly parallel, antiparallel, orthogonal and zero columns
         columns, p = rng.integers(-1, 2, (d, m)).astype(float), rng.integers(-2, 3, d).astype(float)
     elif kind == "scales":
         columns, p = columns * 10.0 ** rng.uniform(-20, 20, m), p * 10.0 ** rng.uniform(-20, 20)
@@ -89,20 +89,20 @@ def draw(kind: str, rng: np.random.Generator, d: int, m: int) -> tuple[np.ndarra
 
 @cache
 def problems(kind: str, m: int) -> Problems:
-    """In 2, 3, 8 and 60 dimensions, so that there are more columns than dimensions and fewer."""
+    """In 2, 3, 8 and 60 dimensions, with more columns than dimensions and fewer."""
     rng = np.random.default_rng([KINDS.index(kind), m])
-    drawn = [draw(kind, rng, int(rng.choice([2, 3, 8, 60])), m) for _ in range(EACH[m])]
+    drawn = [draw(kind, rng, int(rng.choice([2, 3, 8, 60])), m) for _ in range(NUM_PROBLEMS[m])]
     fill = lambda a: np.pad(a, [(0, 60 - len(a))] + [(0, 0)] * (a.ndim - 1))  # noqa: E731
     columns, p = (np.stack([fill(problem[k]) for problem in drawn]) for k in (0, 1))
     return Problems(columns, p, np.stack([nearest(b, list(a.T)) for a, b in zip(columns, p, strict=True)]))
 
 
-_side_by_side = jax.jit(jax.vmap(multipliers))
-_in_turn = jax.jit(lambda *products: jax.lax.map(lambda one: multipliers(*one), products))
+_vectorized = jax.jit(jax.vmap(multipliers))
+_sequential = jax.jit(lambda *products: jax.lax.map(lambda one: multipliers(*one), products))
 
 
-def solve(given: Problems, dtype: str = "float64", program: Any = _side_by_side) -> tuple[np.ndarray, np.ndarray]:
-    """z [K, m] and p + M z [K, d] of all problems, products and answers alike in ``dtype``."""
+def solve(given: Problems, dtype: str = "float64", program: Any = _vectorized) -> tuple[np.ndarray, np.ndarray]:
+    """z [K, m] and p + M z [K, d] of all problems, with products and solutions in ``dtype``."""
     with jax.enable_x64(True), jax.default_matmul_precision("highest"):
         columns, p = jnp.asarray(given.columns, dtype), jnp.asarray(given.p, dtype)
         gram, inner = jnp.einsum("kdm,kdn->kmn", columns, columns), jnp.einsum("kdm,kd->km", columns, p)
@@ -111,41 +111,41 @@ def solve(given: Problems, dtype: str = "float64", program: Any = _side_by_side)
         return np.asarray(z, np.float64), np.asarray(p + jnp.einsum("kdm,km->kd", columns, z), np.float64)
 
 
-def broken(given: Problems, found: np.ndarray) -> np.ndarray:
-    """By how much of |p| each answer breaks its worst condition, zero where it keeps all of them: [K]."""
+def violation(given: Problems, found: np.ndarray) -> np.ndarray:
+    """Largest violation of a condition of each solution, relative to |p| [K]."""
     cosines = np.einsum("kdm,kd->km", given.units, found) / given.sizes
     return np.maximum(0, -cosines.min(1))
 
 
-EVERYTHING = [(kind, m) for m in COUNTS for kind in KINDS]
+ALL_PROBLEMS = [(kind, m) for m in COUNTS for kind in KINDS]
 
 
 @pytest.mark.slow(keep=4)
-@pytest.mark.parametrize(("kind", "m"), EVERYTHING)
+@pytest.mark.parametrize(("kind", "m"), ALL_PROBLEMS)
 def test_float64_agrees_with_least_squares(kind: str, m: int):
-    """And with the conditions of Karush, Kuhn and Tucker, which name the nearest point without any oracle."""
+    """Also satisfies the Karush-Kuhn-Tucker conditions, which characterize the nearest point without an oracle."""
     given = problems(kind, m)
     z, found = solve(given)
     np.testing.assert_allclose(found / given.sizes, given.nearest / given.sizes, rtol=0, atol=1e-6)
     assert (z >= 0).all()
     assert not z[np.einsum("kdm,kdm->km", given.columns, given.columns) == 0].any()
-    assert broken(given, found).max() < 1e-9
+    assert violation(given, found).max() < 1e-9
     complementary = np.einsum("kd,kd->k", found, found - given.p) / given.sizes[:, 0] ** 2
     np.testing.assert_allclose(complementary, 0, atol=1e-9)
 
 
 @pytest.mark.slow(keep=6)
-@pytest.mark.parametrize(("kind", "m"), [(kind, m) for kind, m in EVERYTHING if kind != "scales"])
-def test_float32_is_as_exact_as_the_products_allow(kind: str, m: int):
-    """Products of unit columns are off by eps; solving with them divides that by their smallest eigenvalue.
+@pytest.mark.parametrize(("kind", "m"), [(kind, m) for kind, m in ALL_PROBLEMS if kind != "scales"])
+def test_float32_error_is_bounded_by_that_of_the_products(kind: str, m: int):
+    """Products of unit columns have errors of eps, which the solution divides by their smallest eigenvalue.
 
-    That is the square of the columns' smallest singular value: on columns of full rank it bounds the error. On any
-    columns the answer breaks no condition by more than the sine below which a column counts as dependent (about
-    3e-3; three times that when several are left out), and is no longer than p.
+    That is the square of the smallest singular value of the columns and bounds the error for columns of full rank. For
+    any columns, the solution violates no condition by more than the sine below which a column counts as dependent
+    (about 3e-3; three times that if several are dropped), and is not longer than p.
     """
     given = problems(kind, m)
     _, found = solve(given, "float32")
-    assert broken(given, found).max() < 1e-2
+    assert violation(given, found).max() < 1e-2
     assert (np.linalg.norm(found, axis=1) <= 1.001 * np.linalg.norm(given.p, axis=1)).all()
     least = np.linalg.svd(given.units, compute_uv=False).min(1)
     error = np.abs(found - given.nearest).max(1) / given.sizes[:, 0]
@@ -154,29 +154,29 @@ def test_float32_is_as_exact_as_the_products_allow(kind: str, m: int):
 
 
 def rounded(columns: list[np.ndarray], p: np.ndarray, dtype: str) -> Problems:
-    """Problems in numbers that ``dtype`` has, without the oracle."""
+    """Problems rounded to ``dtype``, without the oracle."""
     exact = lambda a: np.asarray(a, dtype).astype(np.float64)  # noqa: E731
     return Problems(exact(columns), exact(p), p)
 
 
-def assert_safe(given: Problems, dtype: str) -> None:
-    """What must hold however ill-posed a problem is: nearly feasible, and no longer than p.
+def assert_nearly_feasible(given: Problems, dtype: str) -> None:
+    """Assert the properties of ill-posed problems: nearly feasible, and not longer than p.
 
-    In turn: side by side all would wait for the slowest.
+    Problems run sequentially, because vectorized ones all wait for the slowest.
     """
-    _, found = solve(given, dtype, _in_turn)
-    assert broken(given, found).max() < (1e-3 if dtype == "float64" else 2e-2)
+    _, found = solve(given, dtype, _sequential)
+    assert violation(given, found).max() < (1e-3 if dtype == "float64" else 2e-2)
     assert (np.linalg.norm(found, axis=1) <= 1.001 * np.linalg.norm(given.p, axis=1)).all()
 
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("m", "d", "count"), [(10, 8, 1000), (50, 20, 600), (100, 40, 200)])
 @pytest.mark.parametrize("dtype", slow_cases(["float32", "float64"]))
-def test_many_columns_in_a_plane(m: int, d: int, count: int, dtype: str):
-    """Columns that span all dimensions but one: the last to come in is independent, or a rounding error."""
+def test_many_columns_in_a_subspace(m: int, d: int, count: int, dtype: str):
+    """The columns span all dimensions except one: the last active column is independent or a rounding error."""
     rng = np.random.default_rng([m, d, 3])
     columns = [rng.normal(size=(d, d - 1)) @ rng.normal(size=(d - 1, m)) for _ in range(count)]
-    assert_safe(rounded(columns, rng.normal(size=(count, d)), dtype), dtype)
+    assert_nearly_feasible(rounded(columns, rng.normal(size=(count, d)), dtype), dtype)
 
 
 NEARLY = [(dtype, m) for dtype in ("float64", "float32") for m in (2, 3, 4, 10, 50)]
@@ -185,8 +185,8 @@ NEARLY = [(dtype, m) for dtype in ("float64", "float32") for m in (2, 3, 4, 10, 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("dtype", "m"), slow_cases(NEARLY, NEARLY[1::2]))
 def test_nearly_opposite_columns(dtype: str, m: int):
-    """Opposite up to 1 ... 1e-16, half of them where float64 just sees that they are not, as full-batch GradMA has them
-    from its second step on: the answer jumps from a wedge to a plane where rounding errors decide which it is.
+    """Opposite up to 1 ... 1e-16; for half of them float64 resolves the difference, as in full-batch GradMA from the
+    second step on. The projection jumps from a wedge to a plane where rounding decides which it is.
     """
     rng, columns, p = np.random.default_rng(m), [], []
     for k in range(3000 if m < 50 else 300):
@@ -196,11 +196,11 @@ def test_nearly_opposite_columns(dtype: str, m: int):
         columns.append(np.pad(near, [(0, 20 - d), (0, 0)]))
         start = -near @ np.abs(rng.normal(size=m)) if k % 3 == 0 else rng.normal(size=d)
         p.append(np.pad(start, (0, 20 - d)))
-    assert_safe(rounded(columns, np.array(p), dtype), dtype)
+    assert_nearly_feasible(rounded(columns, np.array(p), dtype), dtype)
 
 
 @pytest.mark.parametrize("m", COUNTS)
-def test_a_feasible_p_is_left_alone(m: int):
+def test_feasible_p_is_unchanged(m: int):
     given = problems("random", m)
     feasible = np.einsum("kdm,kd->km", given.columns, given.p).min(1) > 0
     assert feasible.any() == (m < 10)
@@ -217,7 +217,7 @@ def test_a_feasible_p_is_left_alone(m: int):
 @pytest.mark.parametrize("m", COUNTS)
 @pytest.mark.parametrize("kind", ["random", "duplicates", "signs"])
 def test_no_feasible_point_is_nearer(kind: str, m: int):
-    """The origin, points with given slacks, points near the answer, and points between: those that are feasible."""
+    """Candidates: the origin, points with given slacks, points near the solution and between, if feasible."""
     given, rng = problems(kind, m), np.random.default_rng(m)
     _, found = solve(given)
     distance = np.linalg.norm(found - given.p, axis=1)
@@ -235,19 +235,18 @@ def test_no_feasible_point_is_nearer(kind: str, m: int):
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("m", COUNTS)
-def test_alone_and_among_others(m: int):
-    """A problem's answer does not depend on those beside it."""
+def test_solutions_do_not_depend_on_other_problems_of_the_batch(m: int):
     given = problems("random", m)
-    (z, found), (_, alone) = solve(given), solve(given, program=_in_turn)
+    (z, found), (_, alone) = solve(given), solve(given, program=_sequential)
     np.testing.assert_allclose(alone / given.sizes, found / given.sizes, rtol=0, atol=1e-10)
-    assert z.shape == (EACH[m], m)
+    assert z.shape == (NUM_PROBLEMS[m], m)
 
 
-def test_the_oracle_satisfies_the_conditions_itself():
+def test_oracle_satisfies_the_conditions():
     """Feasible, in p plus the cone of the columns, and orthogonal to the move."""
-    for kind, m in EVERYTHING:
+    for kind, m in ALL_PROBLEMS:
         given = problems(kind, m)
-        assert broken(given, given.nearest).max() < 1e-9
+        assert violation(given, given.nearest).max() < 1e-9
         move = given.nearest - given.p
         np.testing.assert_allclose(np.einsum("kd,kd->k", move, given.nearest) / given.sizes[:, 0] ** 2, 0, atol=1e-9)
         for units, step, size in zip(given.units[:20], move, given.sizes[:, 0], strict=False):
@@ -255,9 +254,9 @@ def test_the_oracle_satisfies_the_conditions_itself():
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("parallel", [False, True], ids=["apart", "nearly parallel"])
-def test_the_projection_has_a_derivative(parallel: bool) -> None:
-    """Attackers differentiate a worker's program; nearly parallel columns take the pass that refines in a loop."""
+@pytest.mark.parametrize("parallel", [False, True], ids=["separated", "nearly parallel"])
+def test_projection_has_a_derivative(parallel: bool) -> None:
+    """Needed by attacks on client programs; nearly parallel columns use the refinement in a loop."""
     rng = np.random.default_rng(0)
     p, a, b = rng.normal(size=(3, 6))
     b = b - 1.1 * p

@@ -1,4 +1,4 @@
-"""Schedules of optax as hyper-parameters, in Python and in experiment files, against optax's own."""
+"""Schedules of optax as hyper-parameters, in Python and in experiment files, against optax."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ VALUES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", optax_schedules())
-def test_a_traced_schedule_is_that_of_optax_and_a_file_can_hold_it(name: str):
+def test_traced_schedules_agree_with_optax_and_survive_files(name: str):
     make = getattr(optax.schedules, name)
     options = {key: value for key, value in VALUES.items() if key in inspect.signature(make).parameters}
     schedule = OptaxSchedule.of(make, **options)
@@ -56,8 +56,8 @@ def test_a_traced_schedule_is_that_of_optax_and_a_file_can_hold_it(name: str):
     assert experiment.from_table(described, "x", Path()).algorithm == method
 
 
-def test_functions_and_transformations_of_optax_are_taken_as_they_are():
-    """As a factor on the clients' and the server's learning rate, and as the local and the server optimizer."""
+def test_optax_schedules_and_transformations_are_accepted():
+    """As factors of the client's and the server's learning rate, and as local and server optimizer."""
     options = {"rounds": 3, "cohort_size": 2, "devices": 1}
     warmup = optax.linear_schedule(0.1, 1.0, 2)
     given = FedAvg(local=LocalSGD(steps=2, schedule=warmup, optimizer=optax.sgd(0.1)), server_optimizer=optax.sgd(0.5))
@@ -70,7 +70,7 @@ def test_functions_and_transformations_of_optax_are_taken_as_they_are():
     assert_close(run(given, **options), run(traced, **options))
 
 
-def test_what_optax_does_not_accept_is_reported():
+def test_errors_of_optax_are_reported():
     with pytest.raises(FedraxError, match="needs the option 'decay_steps'"):
         OptaxSchedule.of(optax.cosine_decay_schedule, init_value=1.0)
     with pytest.raises(FedraxError, match="unknown option of cosine_decay_schedule: 'steps'"):

@@ -27,18 +27,18 @@ class Halving:
         return tree.add_scaled(params, self.lr, delta), state
 
 
-def test_a_user_defined_server_optimizer_is_used():
+def test_user_defined_server_optimizer_is_used():
     one, other = run(FedAvg(LOCAL, Halving())), run(FedAvg(LOCAL, SGD(lr=0.5)))  # type: ignore[arg-type]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), one.params, other.params)
 
 
-class Half:
-    """Not a server optimizer: it lacks ``step``."""
+class WithoutStep:
+    """Not a server optimizer, because it lacks ``step``."""
 
     def init(self, params: Any) -> Any:
         return ()
 
 
-def test_a_class_without_step_is_rejected_as_server_optimizer():
+def test_class_without_step_is_rejected_as_server_optimizer():
     with pytest.raises(FedraxError, match="server_optimizer must be of class"):
-        run(FedAvg(LOCAL, hyperparameters(Half)()))
+        run(FedAvg(LOCAL, hyperparameters(WithoutStep)()))

@@ -22,24 +22,26 @@ from papers.upcycled import __main__ as upcycled
 
 
 @pytest.mark.parametrize(
-    ("stop", "status", "sentence"),
+    ("error", "status", "sentence"),
     [
         (FedraxError("no such data"), 1, "papers.x: no such data\n"),
         (KeyboardInterrupt(), 130, "papers.x: stopped; runs that are finished and kept are not run again\n"),
         (Interrupted(signal.SIGTERM), 143, "papers.x: stopped; runs that are finished and kept are not run again\n"),
     ],
 )
-def test_status_and_sentence(stop: Any, status: int, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_status_and_message(error: Any, status: int, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     @in_a_sentence("papers.x")
     def main() -> int:
-        raise stop
+        raise error
 
     assert main() == status
     assert capsys.readouterr().err == sentence
     assert in_a_sentence("papers.x")(lambda: 7)() == 7
 
 
-def test_missing_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_data_raise_a_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv("FEDRAX_DATA", raising=False)
     folders = ["--data-dir", str(tmp_path), "--out", str(tmp_path / "out"), "--results", str(tmp_path / "results")]
     monkeypatch.setattr(sys, "argv", ["dlg", "lenet", *folders])
@@ -58,7 +60,7 @@ def test_missing_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         (dlg, ["methods", "--steps", "0"], "--steps: a whole number of 1 or more is wanted, not '0'"),
     ],
 )
-def test_numbers_that_mean_nothing(
+def test_invalid_numbers_are_rejected(
     command: Any, wrong: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["command", *wrong])
@@ -71,7 +73,7 @@ def test_numbers_that_mean_nothing(
     ("command", "what"),
     [(losac, "figure6"), (episode, "fig3"), (gradma, "table1"), (upcycled, "table1"), (dlg, "methods")],
 )
-def test_results_that_cannot_be_written_are_known_at_once(
+def test_unwritable_results_are_rejected_before_runs(
     command: Any, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -81,7 +83,7 @@ def test_results_that_cannot_be_written_are_known_at_once(
 
 
 @pytest.mark.parametrize("damaged", [b"", b'{"seeds": [0', b"[1]", b"{}", b"\xff", b"[" * 100_000], ids=range(6))
-def test_a_damaged_row_of_the_table_of_leaks(
+def test_damaged_table_of_leaks_is_rejected(
     damaged: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept = tmp_path / "methods" / "FedSGD.json"
@@ -93,7 +95,7 @@ def test_a_damaged_row_of_the_table_of_leaks(
     assert kept.read_bytes() == damaged
 
 
-def test_what_is_only_tried_is_in_no_whole_results_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shortened_runs_do_not_overwrite_complete_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
     def filled(tried: bool, **given: Path) -> tuple[Path, Path]:
@@ -107,7 +109,9 @@ def test_what_is_only_tried_is_in_no_whole_results_way(tmp_path: Path, monkeypat
     assert filled(True, results=Path("mine")) == (Path("runs/losac/tried"), Path("mine"))
 
 
-def test_figure_3_of_fewer_seeds_is_only_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figure3_with_fewer_seeds_does_not_overwrite_complete_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for seeds, where in (("5", Path("runs/episode/tried/results")), ("200", Path(episode.__file__).parent / "results")):
         told: list[Path] = []

@@ -1,4 +1,4 @@
-"""The commands of LoSAC's Figure 6 and of deep leakage from gradients, on the bundled digits."""
+"""The commands for LoSAC's Figure 6 and for deep leakage from gradients, on the bundled digits."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from papers.losac import figure6, figure6_attacks
 
 
 @pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
+def reduced_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two methods on four clients of the digits."""
     for module in (figure6, figure6_attacks):
         monkeypatch.setattr(module, "CLIENTS", 4)
         monkeypatch.setattr(module, "DATA", {"digits": ("digits", 4)})
     monkeypatch.setattr(figure6, "LEAKS", {"DSGD": True, "LoSAC": False})
-    monkeypatch.setattr(figure6.attacked, "__defaults__", (5,))  # frames: images are matched in each
+    monkeypatch.setattr(figure6.attacked, "__defaults__", (5,))  # number of frames, in each of which images are matched
     every = figure6.methods
     chosen = lambda reduction: {name: every(reduction)[name] for name in ("DSGD", "LoSAC")}  # noqa: E731
     monkeypatch.setattr(figure6, "methods", chosen)
@@ -36,7 +36,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def command(main: Any, what: str, results: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> list[list[str]]:
-    """The rows of the table that a command writes."""
+    """Rows of the table that a command writes."""
     arguments = [what, "--results", str(results), "--out", str(results / "runs"), "--seeds", "0", *more]
     monkeypatch.setattr(sys, "argv", ["papers", *arguments])
     assert main() == 0
@@ -45,8 +45,8 @@ def command(main: Any, what: str, results: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("few")
-def test_figure6_shows_every_method_beside_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("reduced_problem")
+def test_figure6_table_contains_measured_and_printed_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = command(losac.main, "figure6", tmp_path, monkeypatch)
     assert [row[1:3] for row in rows] == [["DSGD", "falls"], ["LoSAC", "rises"]]
     start, end, change = (float(rows[0][k].split(" ")[0]) for k in (3, 4, 5))
@@ -55,8 +55,8 @@ def test_figure6_shows_every_method_beside_what_is_printed(tmp_path: Path, monke
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("few")
-def test_the_search_counts_what_is_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("reduced_problem")
+def test_search_counts_values_that_agree_with_the_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = command(losac.main, "figure6-search", tmp_path, monkeypatch)
     assert len(rows) == 2 * 2 * 2 * 3
     for row in rows:
@@ -65,8 +65,8 @@ def test_the_search_counts_what_is_as_printed(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("few")
-def test_the_server_has_losac_s_gradient_and_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("reduced_problem")
+def test_server_attack_recovers_gradient_and_data_of_losac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {
         row[1]: [float(cell.split(" ")[0]) for cell in row[2:]]
         for row in command(losac.main, "figure6-attacks", tmp_path, monkeypatch, "--rounds", "2")
@@ -76,19 +76,19 @@ def test_the_server_has_losac_s_gradient_and_data(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_lenet_recovers_an_image_and_nothing_of_a_private_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attack_on_lenet_recovers_plain_but_no_private_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lenet, "load", lambda name, data_dir: load("digits"))
     monkeypatch.setattr(lenet, "STEPS", {"DLG": 2, "iDLG": 120, "inverting gradients": 2})
     monkeypatch.setattr(lenet, "ROUNDS", {name: lenet.ROUNDS[name] for name in ("FedSGD", "ClientDP, z = 1")})
     rows = {(row[0], row[2]): row for row in command(dlg_main.main, "lenet", tmp_path, monkeypatch)}
     assert rows["FedSGD", "iDLG"][-2:] == ["100 %", "1 of 1"]
-    assert rows["FedSGD", "DLG"][-1] == "0 of 1"  # of two steps
+    assert rows["FedSGD", "DLG"][-1] == "0 of 1"  # two steps
     assert rows["ClientDP, z = 1", "iDLG"][-1] == "0 of 1"
     assert (tmp_path / "lenet.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
-def test_methods_shows_what_is_sent_and_runs_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_methods_table_contains_messages_and_is_not_recomputed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         methods, "METHODS", {"FedSGD": fedrax.algorithms.FedSGD(), "SignSGD": methods.METHODS["SignSGD"]}
     )
@@ -102,7 +102,7 @@ def test_methods_shows_what_is_sent_and_runs_nothing_twice(tmp_path: Path, monke
     assert command(dlg_main.main, "methods", tmp_path, monkeypatch, "--steps", "120") == rows
 
 
-def test_every_method_of_the_library_is_in_the_table_or_sends_what_one_of_its_rows_sends() -> None:
+def test_methods_table_covers_all_algorithms() -> None:
     shown = {type(part).__name__ for method in methods.METHODS.values() for part in parts_of(method)}
     alike = [name for some in methods.ALIKE.values() for name in some]
     assert set(methods.ALIKE) <= set(methods.METHODS)
@@ -111,6 +111,6 @@ def test_every_method_of_the_library_is_in_the_table_or_sends_what_one_of_its_ro
 
 
 def parts_of(method: fedrax.Algorithm) -> list[fedrax.Algorithm]:
-    """A method and what it wraps."""
+    """A method and the methods it wraps."""
     inner = getattr(method, "inner", None)
     return [method, *([] if inner is None else parts_of(inner))]

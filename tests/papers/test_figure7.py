@@ -16,7 +16,7 @@ SMALL = {"dim": 6, "rank": 2, "clients": 6, "samples": 40, "test_samples": 0}
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two methods on matrices of six rows; the directory of results."""
+    """Two methods on matrices with six rows; the directory of results."""
     table = tomlkit.parse(figure7.FILE.read_text()).unwrap()
     table["data"] |= SMALL
     table["run"] |= {"cohort_size": 3, "rounds": 60, "eval_every": 20}
@@ -41,22 +41,22 @@ def test_figure7_draws_and_prints_every_rank(small: Path, monkeypatch: pytest.Mo
     text = command("figure7", small, monkeypatch)
     cells = next(line for line in text.splitlines() if "LoSAC-Prox (consistent)" in line).split(" | ")
     assert cells[0] == "| 2"
-    assert float(cells[4].split(" ")[0]) < 1.4  # it starts at the norm of the true matrix, the root of 2
+    assert float(cells[4].split(" ")[0]) < 1.4  # initially the norm of the true matrix, sqrt(2)
     assert "| 2 | FedADMM |" in text
     assert (small / "figure7.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
-def test_the_search_changes_one_constant_after_another(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_varies_one_constant_after_another(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figure7, "VARIED", {"lambda": (50.0,)})
     text = command("figure7-search", small, monkeypatch)
     assert "| the file's | LoSAC-Prox (consistent) |" in text
-    # so strong a regularizer leaves nothing of the matrix
+    # this regularizer is so strong that the matrix becomes zero
     assert "| lambda = 50.0 | LoSAC-Prox (consistent) | 0.0 | - | 1.4142 | 0 |" in text
 
 
 @pytest.mark.parametrize(("what", "value"), [*figure7.settings()])
-def test_every_setting_is_an_experiment(what: str | None, value: float) -> None:
+def test_settings_are_valid_experiments(what: str | None, value: float) -> None:
     table = figure7.changed(tomlkit.parse(figure7.FILE.read_text()).unwrap(), what, value)
     spec = comparison.from_table(table, "test")
     spec.check()
@@ -67,7 +67,7 @@ def test_every_setting_is_an_experiment(what: str | None, value: float) -> None:
     assert weights[0].weight == pytest.approx(value if what == "lambda" else 0.2)
 
 
-def test_exact_from_is_the_last_time_the_rank_became_right() -> None:
+def test_exact_from_is_the_round_from_which_the_rank_stays_correct() -> None:
     events = [{"round": 10 * k, "rank": rank} for k, rank in enumerate([4, 9, 4, 4])]
     assert figure7.exact_from(SavedRun(Path(), {}, events, None), 4) == 20
     assert figure7.exact_from(SavedRun(Path(), {}, events[:2], None), 4) is None

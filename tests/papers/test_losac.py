@@ -1,4 +1,4 @@
-"""The command that reproduces LoSAC's Table 2, on a part of it and on stand-in files of MNIST's format."""
+"""The command that reproduces LoSAC's Table 2, on a part of it and on stand-in files in MNIST's format."""
 
 import struct
 import sys
@@ -16,7 +16,7 @@ HERE = Path(losac.__file__).parent
 
 @pytest.fixture
 def data_dir(tmp_path: Path) -> Path:
-    """2,000 training and 500 test images of noise with a bright stripe whose height tells the label."""
+    """2,000 training and 500 test images of noise with a bright stripe, whose height is the label."""
     rng, folder = np.random.default_rng(0), tmp_path / "data" / "mnist"
     folder.mkdir(parents=True)
     for part, rows in (("train", 2000), ("t10k", 500)):
@@ -29,7 +29,9 @@ def data_dir(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_table2_prints_paper_ours_and_gap(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table2_prints_paper_fedrax_and_difference(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     table = tomlkit.parse((HERE / "table2.toml").read_text()).unwrap()
     table["compare"] = [entry for entry in table["compare"] if "T=2, M=5" in entry["label"]]
     (tmp_path / "table2.toml").write_text(tomlkit.dumps(table))
@@ -52,7 +54,7 @@ def test_table2_prints_paper_ours_and_gap(data_dir: Path, tmp_path: Path, monkey
 
 
 @pytest.mark.slow
-def test_tuned_finds_the_best_step_size(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuned_finds_the_best_learning_rate(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tomlkit.parse((HERE / "figure2.toml").read_text()).unwrap()
     table["compare"] = [entry for entry in table["compare"] if entry["label"] == "FedAvg"]
     table["partition"]["clients"], table["run"]["cohort_size"] = 20, 5
@@ -69,7 +71,7 @@ def test_tuned_finds_the_best_step_size(data_dir: Path, tmp_path: Path, monkeypa
     assert max(accuracy, key=lambda lr: accuracy[lr]) == 2e-4
 
 
-def test_constants_are_tuned_with_the_step_size():
+def test_constants_are_tuned_with_the_learning_rate():
     wider, made = losac.with_constants([{"label": "FedAvg"}, {"label": "FedADMM", "rho": 5.0}])
     assert {entry["label"]: entry.get("rho") for entry in wider} == {label: value for label, (_, value) in made.items()}
     assert made["FedADMM"] == ("FedADMM", 5.0) and made["FedADMM, rho = 150"] == ("FedADMM", 150.0)
@@ -79,7 +81,7 @@ def test_constants_are_tuned_with_the_step_size():
 
 
 @pytest.mark.parametrize(("file", "methods"), [("table2.toml", 18), ("figure2.toml", 9)])
-def test_the_experiment_files_are_the_papers(file: str, methods: int) -> None:
+def test_experiment_files_have_the_settings_of_the_paper(file: str, methods: int) -> None:
     spec = comparison.read([HERE / file])
     spec.check()
     assert len(spec.methods) == methods
@@ -91,7 +93,7 @@ def test_the_experiment_files_are_the_papers(file: str, methods: int) -> None:
         assert local.steps is not None
 
 
-def test_what_was_not_reached_is_reported() -> None:
+def test_targets_that_were_not_reached_are_reported() -> None:
     assert losac.against(57, [], ".0f", 3) == ["57", "not reached", ""]
     assert losac.against(57, [60, 64], ".0f", 2) == ["57", "62 ± 3", "+5"]
     assert losac.against(57, [60, 64], ".0f", 3) == ["57", "62 ± 3 (2 runs)", "+5"]

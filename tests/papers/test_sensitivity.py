@@ -1,4 +1,4 @@
-"""The command behind LoSAC's Figures 3 to 5, on a few rows of HAR's kind."""
+"""The command for LoSAC's Figures 3 to 5, on few rows in HAR's format."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ from papers.losac import running, sensitivity
 
 @pytest.fixture
 def data_dir(tmp_path: Path) -> Path:
-    """1,000 training and 60 test rows of six numbers, of which the label's is large."""
+    """1,000 training and 60 test rows of six features, of which the one of the label is large."""
     rng, folder = np.random.default_rng(0), tmp_path / "data" / "har"
     folder.mkdir(parents=True)
     arrays = {}
@@ -43,7 +43,7 @@ def test_figures_share_the_runs_of_a_panel(data_dir: Path, monkeypatch: pytest.M
     first = command("figure4", data_dir, monkeypatch, "01")
     text = command("figure5", data_dir, monkeypatch, "0")
     assert "Two seeds only (0 and 1)." in first
-    assert "One seed only (0)" in text  # figure4's second seed lies in the same directory and is not taken
+    assert "One seed only (0)" in text  # the second seed of figure4 is in the same directory and not used
     assert sensitivity.RECOMPUTED in text
     assert [line.split(" | ")[1] for line in text.splitlines() if "| FedCM |" in line] == ["10", "20"]
     assert (data_dir / "results" / "figure5.png").stat().st_size > 10_000
@@ -51,14 +51,14 @@ def test_figures_share_the_runs_of_a_panel(data_dir: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_table2_of_har_compares_with_hars_printed_rows(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table2_of_har_is_compared_with_the_rows_of_har(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tomlkit.parse((losac.HERE / "table2.toml").read_text()).unwrap()
     table["compare"] = [entry for entry in table["compare"] if entry["label"] == "LoSAC, T=2, M=5"]
     table["run"]["cohort_size"] = 5
     (data_dir / "table2.toml").write_text(tomlkit.dumps(table))
     lines = (losac.HERE / "table2_printed.csv").read_text().splitlines()
     kept = [line for line in lines if line.startswith("data,") or "LoSAC,2,5" in line]
-    assert len(kept) == 3  # a row of MNIST's too
+    assert len(kept) == 3  # MNIST has a row of this name as well
     (data_dir / "table2_printed.csv").write_text("\n".join(kept) + "\n")
     monkeypatch.setattr(losac, "HERE", data_dir)
     text = command("table2-har", data_dir, monkeypatch, "0")
@@ -71,7 +71,7 @@ def test_table2_of_har_compares_with_hars_printed_rows(data_dir: Path, monkeypat
 
 
 @pytest.mark.parametrize("panel", [panel for panels in sensitivity.FIGURES.values() for panel in panels])
-def test_every_panel_is_an_experiment(panel: sensitivity.Panel) -> None:
+def test_panels_are_valid_experiments(panel: sensitivity.Panel) -> None:
     spec = comparison.from_table(sensitivity.experiment(panel), "test")
     spec.check()
     assert tuple(method.name for method in spec.methods) == panel.methods
@@ -81,7 +81,7 @@ def test_every_panel_is_an_experiment(panel: sensitivity.Panel) -> None:
         assert (local.lr, method.run.rounds) == ((1e-4, 500) if panel.data == "HAR" else (4e-4, 100))
 
 
-def test_three_seeds_need_no_remark(tmp_path: Path) -> None:
+def test_three_seeds_have_no_remark(tmp_path: Path) -> None:
     runs = [running.SavedRun(tmp_path, {"run": {"seed": seed}}, [], None) for seed in range(3)]
     assert running.few_seeds([running.MethodRuns("all", runs)]) == ""
     assert running.few_seeds([running.MethodRuns("two", runs[:2])]) == " Two seeds only (0 and 1)."

@@ -1,4 +1,4 @@
-"""The command for Upcycled-FL's tables, on a few devices and points."""
+"""The command for Upcycled-FL's tables, on few devices and points."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from papers.upcycled import figures, grid, private
 
 
 @pytest.mark.slow
-def test_table1_prints_paper_ours_and_what_held_out_rows_say(
+def test_table1_prints_paper_fedrax_and_held_out_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fedavg = dataclasses.replace(grid.METHODS["FedAvg"], steps=(1e-3, 0.1))
@@ -30,10 +30,10 @@ def test_table1_prints_paper_ours_and_what_held_out_rows_say(
     assert upcycled.main() == 0
     text = (tmp_path / "table1-own.md").read_text()
     assert "| own 0_0 | FedAvg | 79.28 ± 0.61 | " in text
-    assert "| +2.18 |" in text  # the paper's gain
+    assert "| +2.18 |" in text  # gain in the paper
     assert "| own 0_0 | FedAvg, server step tuned instead | " in text
     assert '--data "own 0_0" --methods FedAvg --rounds 2' in text
-    # upcycle(FedAvg, 0.5) is FedAvg with server step 1.5
+    # upcycle(FedAvg, 0.5) is FedAvg with server learning rate 1.5
     where = (tmp_path / "runs", "own 0_0", 90)
     up = dict_of(grid.measured(*where, "FedAvg", "test", [0, 1], 2, None))
     own = dict_of(grid.measured(*where, "FedAvg, server step", "test", [0, 1], 2, None))
@@ -42,7 +42,7 @@ def test_table1_prints_paper_ours_and_what_held_out_rows_say(
     monkeypatch.setattr(sys, "argv", [*command, "--only-write"])
     assert upcycled.main() == 0
     assert (tmp_path / "table1-own.md").stat().st_mtime_ns > before
-    # A wider grid runs its new points alone; what a point that diverged lacks is 0.
+    # A wider grid runs only its new points; missing values of a diverged point are 0.
     ran, run = [], grid.run
     monkeypatch.setattr(grid, "run", lambda spec, points, *rest: ran.append(points) or run(spec, points, *rest))
     monkeypatch.setitem(every, "FedAvg", dataclasses.replace(fedavg, steps=(1e-3, 0.1, 0.2)))
@@ -66,7 +66,7 @@ def dict_of(found: upcycled.Found) -> dict[tuple[float, ...], np.ndarray]:
     return {tuple(point.values()): values["devices"] for point, values in found}
 
 
-def test_the_best_point_is_marked_where_it_lies_at_an_end() -> None:
+def test_best_point_at_an_end_of_the_grid_is_marked() -> None:
     def found(*means: float) -> upcycled.Found:
         return [({"lr": lr, "a": 0.0}, {"devices": np.array([m])}) for lr, m in zip((1, 2, 3), means, strict=True)]
 
@@ -76,7 +76,7 @@ def test_the_best_point_is_marked_where_it_lies_at_an_end() -> None:
     assert upcycled.shown(found(5, 8, 8), 2) == "lr 3"
 
 
-def test_held_out_rows_are_of_the_training_rows_of_every_device() -> None:
+def test_held_out_rows_are_training_rows_of_every_device() -> None:
     data = load("synthetic", devices=5, features=3)
     made = grid.held_out(data)
     assert data.train_clients is not None
@@ -85,7 +85,7 @@ def test_held_out_rows_are_of_the_training_rows_of_every_device() -> None:
     np.testing.assert_array_equal(np.bincount(made.test_clients), np.bincount(data.train_clients) // 5)
 
 
-def test_the_grids_are_wide_and_hold_the_papers_extrapolations() -> None:
+def test_grids_contain_the_extrapolations_of_the_paper() -> None:
     assert list(grid.METHODS) == ["FedAvg", "FedAvgM", "FedProx", "SCAFFOLD", "FedDyn", "pFedMe", "FedYogi"]
     assert min(grid.STEPS) < 0.003 < max(grid.STEPS)
     assert {point["a"] for point in grid.METHODS["FedDyn"].points} == {0, 0.1, 0.3, 0.5, 0.7, 0.9}
@@ -113,15 +113,15 @@ def test_figure3_compares_at_the_same_epsilon(
     text = (tmp_path / "figure3.md").read_text()
     assert (tmp_path / "figure3.png").stat().st_size > 10_000
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| own 0_0 | FedAvg | ")]
-    assert len(rows) == 4  # by test loss, by held-out loss, and two levels
+    assert len(rows) == 4  # by test loss, by held-out loss, and at two levels
     paper, sound = [float(cell) for cell in rows[0][2:4]], [float(cell) for cell in rows[0][4:6]]
-    assert paper[1] < paper[0] and sound[1] < sound[0]  # half the rounds, 0.8 of the noise
+    assert paper[1] < paper[0] and sound[1] < sound[0]  # half of the rounds, 0.8 of the noise
     found = {}
     for kind in ("plain", "upcycled", "server step"):
         options = {"out": tmp_path / "runs", "seeds": [0, 1], "rounds": 4, "data_dir": None, "only_kept": True}
         found[kind] = private.measured("figure3", "own 0_0", "FedAvg", kind, "test", **options)
         assert found[kind].loss.shape[1:] == (2, 2) and np.isfinite(found[kind].loss).all()
-    # without noise upcycle(FedAvg, 0.5) is FedAvg with server step 1.5
+    # without noise upcycle(FedAvg, 0.5) is FedAvg with server learning rate 1.5
     up, step = (found[kind].only(lambda p: p["sigma / tau"] < 1e-5) for kind in ("upcycled", "server step"))
     np.testing.assert_allclose(up.only(lambda p: p["a"] == 0.5).loss, step.loss, rtol=1e-3)
     monkeypatch.setattr(sys, "argv", [*command, "--rounds", "8"])
@@ -133,7 +133,7 @@ def test_figure3_compares_at_the_same_epsilon(
     assert "not FedYogi" in capsys.readouterr().err
 
 
-def test_figure4s_epsilons_are_those_of_theorem_6_3_and_of_fedprox_alone() -> None:
+def test_figure4_epsilons_are_those_of_theorem_6_3_and_of_fedprox() -> None:
     of, point, sizes = private.FIGURES["figure4"], {"lr": 0.1, "alpha": 20.0}, np.array([50, 200])
     sound, paper = private.spent(of.at("FedProx", point | {"a": 0.5}), 40, sizes)
     assert sound == np.inf
@@ -142,7 +142,7 @@ def test_figure4s_epsilons_are_those_of_theorem_6_3_and_of_fedprox_alone() -> No
     assert np.isnan(private.spent(of.at("SCAFFOLD", point), 40, sizes)[1])
 
 
-def test_rows_of_features_are_cut_to_length_one_and_shorter_ones_left() -> None:
+def test_feature_rows_are_scaled_to_at_most_length_one() -> None:
     data = load("synthetic", devices=3, features=3)
     made = private.unit_rows(data)
     lengths = np.linalg.norm(data.train.x, axis=1)
