@@ -1,4 +1,4 @@
-"""Adaptive policies of the library: each against a NumPy derivation, unbiased weights, resume, and what is refused."""
+"""Adaptive participation policies: each against NumPy, unbiased weights, resuming, and unsupported combinations."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,21 +23,23 @@ from tests.simulation.problems import LOCAL, MODEL_BYTES, SIZES, TASK, assert_id
 POPULATION = Population(np.array(SIZES), cohort_size=3, rounds=10, seed=0)
 
 
-def seen_by(policy: ParticipationPolicy) -> tuple[ParticipationPolicy, list[tuple[list[int], dict[str, list[float]]]]]:
-    """A policy that behaves as ``policy``, and what it observes: clients and reports of each round."""
+def recording(
+    policy: ParticipationPolicy,
+) -> tuple[ParticipationPolicy, list[tuple[list[int], dict[str, list[float]]]]]:
+    """A subclass of the policy that records what it observes: clients and reports of each round."""
     found: list[tuple[list[int], dict[str, list[float]]]] = []
 
-    class Seen(type(policy)):
+    class Recording(type(policy)):
         def observe(self, state: Any, round: int, clients: np.ndarray, info: Mapping[str, np.ndarray]) -> Any:
             found.append((clients.tolist(), {name: values.tolist() for name, values in info.items()}))
             return super().observe(state, round, clients, info)
 
-    return Seen(**vars(policy)), found
+    return Recording(**vars(policy)), found
 
 
 @pytest.mark.parametrize("samples", ["resident", "streamed"])
-def test_power_of_choice_asks_its_candidates(samples: Any):
-    policy, seen = seen_by(PowerOfChoice(candidates=2))
+def test_power_of_choice_evaluates_its_candidates(samples: Any):
+    policy, seen = recording(PowerOfChoice(candidates=2))
     method = FedAvg(local=problems.LOCAL)
     result = problems.run(method, rounds=4, cohort_size=1, participation=policy, trajectory=True, samples=samples)
     sizes = np.array(problems.SIZES)
@@ -48,13 +50,15 @@ def test_power_of_choice_asks_its_candidates(samples: Any):
         assert seen[r][0] == [asked[np.argmax(losses)]]
     assert len({clients[0] for clients, _ in seen}) > 1
     plain = problems.run(method, rounds=1, cohort_size=1).events[0]
-    for r, event in enumerate(result.events, 1):  # two models of 6 numbers in float64 and two answers in each round
+    for r, event in enumerate(
+        result.events, 1
+    ):  # messages of two models of 6 numbers in float64, and two losses, in each round
         assert event["bytes_down"] == r * (plain["bytes_down"] + 2 * 48)
         assert event["bytes_up"] == r * (plain["bytes_up"] + 2 * 4)
         assert event["asked"] == 2
 
 
-def test_losses_of_streamed_samples_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch):
+def test_losses_of_streamed_samples_are_computed_in_chunks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(candidate_losses, "STREAMED_BYTES", 1)  # one chunk of rows at a time
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(900, 2)), rng.integers(0, 3, 900)
@@ -66,7 +70,7 @@ def test_losses_of_streamed_samples_are_computed_in_parts(monkeypatch: pytest.Mo
     np.testing.assert_allclose(found, [losses[600 + 1 :].mean(), losses[:310].mean(), losses[600]], rtol=1e-10)
 
 
-def test_power_of_choice_with_reported_losses_asks_no_client():
+def test_power_of_choice_with_reported_losses_evaluates_no_client():
     own = run(cohort_size=3, rounds=5, participation=test_policies.PowerOfChoice(candidates=5))
     assert_identical(run(cohort_size=3, rounds=5, participation=PowerOfChoice(candidates=5, ask=False)), own)
     assert own.events[-1]["bytes_down"] == 5 * 3 * MODEL_BYTES
@@ -89,7 +93,7 @@ def test_inverse_probability_weights_are_unbiased():
     rng, draws = np.random.default_rng(1), 20_000
     population = Population(np.array(SIZES), cohort_size=3, rounds=1, seed=0, weights="samples")
     policy, norms = ImportanceSampling(mixing=0.2), rng.pareto(1.0, len(SIZES))
-    norms[5] = np.nan  # has not reported
+    norms[5] = np.nan  # has not reported a loss
     inclusion, updates = policy.inclusion(norms, 0, population), norms * rng.choice([-1, 1], len(SIZES))
     updates[5] = 0.7
     assert inclusion.sum() == pytest.approx(3) and inclusion.max() == 1
@@ -101,12 +105,12 @@ def test_inverse_probability_weights_are_unbiased():
     right = np.array(SIZES) / sum(SIZES) @ updates
     assert abs(sums.mean() - right) < 5 * sums.std() / np.sqrt(draws)
     biased = np.array([(population.cohort_shares(cohort) * updates[cohort]).sum() for cohort in cohorts])
-    assert abs(biased.mean() - right) > 5 * biased.std() / np.sqrt(draws)  # so that this test can fail
+    assert abs(biased.mean() - right) > 5 * biased.std() / np.sqrt(draws)  # ensures that the test can fail
 
 
 @pytest.mark.parametrize(("by", "weights"), [("norm", "samples"), ("loss", "uniform")])
-def test_importance_sampling_against_numpy(by: Any, weights: Any):
-    policy, seen = seen_by(ImportanceSampling(by=by))
+def test_importance_sampling_agrees_with_numpy(by: Any, weights: Any):
+    policy, seen = recording(ImportanceSampling(by=by))
     options: dict[str, Any] = {"rounds": 4, "cohort_size": 2, "weights": weights}
     result = problems.run(FedAvg(local=problems.LOCAL), participation=policy, **options)
     shares = np.array(problems.SIZES) / 10 if weights == "samples" else np.full(3, 1 / 3)
@@ -123,7 +127,7 @@ def test_importance_sampling_against_numpy(by: Any, weights: Any):
     np.testing.assert_allclose(result.params, w, rtol=1e-10)
 
 
-def test_the_utility_of_oort_against_its_formula(tmp_path: Path):
+def test_utility_of_oort_agrees_with_its_formula(tmp_path: Path):
     seconds = [3.0, 8.0, 1.0, 5.0, 20.0, 2.0, 4.0, 6.0]
     trace = tmp_path / "seconds.csv"
     trace.write_text("client,seconds\n" + "".join(f"{i},{2 * t}\n{i},0.0001\n" for i, t in enumerate(seconds)))
@@ -132,7 +136,7 @@ def test_the_utility_of_oort_against_its_formula(tmp_path: Path):
     with pytest.raises(FedraxError, match="set trace"):
         Oort(deadline=5.0).init(POPULATION)
     first = policy.sample(state, 0, POPULATION, np.random.default_rng(0))
-    assert len(set(first.tolist())) == 3  # no client has reported: all are explored
+    assert len(set(first.tolist())) == 3  # no client has reported, so all are explored
     losses = np.array([0.5, 2.0, 1.0, 0.1, 3.0, 0.7, 1.5, 0.2])
     state = policy.observe(state, 3, np.arange(8), {"loss": losses})
     state = policy.observe(state, 6, np.array([2, 5]), {"loss": losses[[2, 5]]})
@@ -175,13 +179,13 @@ def test_runs_resume_bit_for_bit(policy: Callable[[], ParticipationPolicy], tmp_
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_no_guarantee_is_claimed_for_choices_that_depend_on_data(policy: Callable[[], ParticipationPolicy]):
+def test_data_dependent_sampling_has_no_amplified_guarantee(policy: Callable[[], ParticipationPolicy]):
     with pytest.raises(FedraxError, match=r"samples cohorts by what clients report|uniform aggregation weights only"):
         run(ClientDP(FedAvg(local=LOCAL), noise=1.0), cohort_size=3, participation=policy())
     assert policy().sampling(POPULATION).drawn == "refilled"
 
 
-def test_inverse_probabilities_are_refused_where_weights_must_sum_to_one():
+def test_inverse_probabilities_are_rejected_if_weights_must_sum_to_one():
     policy = ImportanceSampling()
     for method, task, words in (
         (Scaffold(local=LOCAL), TASK, "Scaffold is defined for uniform aggregation weights only"),
@@ -192,7 +196,7 @@ def test_inverse_probabilities_are_refused_where_weights_must_sum_to_one():
             run(method, task=task, participation=policy)
 
 
-def test_the_policies_in_experiment_files(tmp_path: Path):
+def test_policies_in_experiment_files(tmp_path: Path):
     (tmp_path / "seconds.csv").write_text("client,seconds\n0,1\n")
     for text, policy in (
         ('{name = "power_of_choice", candidates = 7, ask = false}', PowerOfChoice(7, ask=False)),

@@ -1,4 +1,4 @@
-"""FedBuff beside clients on a clock: an asynchronous server in plain Python, event by event."""
+"""FedBuff with asynchronous clients against an event-driven server in plain Python."""
 
 from __future__ import annotations
 
@@ -34,54 +34,56 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def on_a_clock(rounds: int, at_work: int, buffer: int, power: float) -> tuple[list[np.ndarray], list[float], list[int]]:
-    """(x after each step of the server, its time, the delay of each upload): clients hold the model they began with."""
+def event_driven_run(
+    rounds: int, concurrency: int, buffer: int, power: float
+) -> tuple[list[np.ndarray], list[float], list[int]]:
+    """(x after each server step, times, staleness of each upload); clients train the model with which they started."""
     clients = PROBLEM.clients(
         reference.Local(lr=0.05, steps=3, batch_size=3, schedule=("InverseTimeDecay", {"rate": 0.1}))
     )
     rng, x, version, begun = generator(0, ARRIVALS, 0), PROBLEM.x0, 0, 0
-    working, held, times = [], [], dict.fromkeys(SECONDS, 0)
+    working, buffered, times = [], [], dict.fromkeys(SECONDS, 0)
     found, ticks, delays = [], [], []
 
-    def start(now: float) -> None:
+    def start_client(now: float) -> None:
         nonlocal begun
         while True:
             i = int(rng.integers(7))
-            if i not in [w[2] for w in working] + [h[0] for h in held]:
+            if i not in [w[2] for w in working] + [h[0] for h in buffered]:
                 break
         takes = SECONDS[i][times[i] % len(SECONDS[i])]
         times[i] += 1
         heapq.heappush(working, (now + takes, begun, i, x, version))
         begun += 1
 
-    for _ in range(at_work):
-        start(0.0)
+    for _ in range(concurrency):
+        start_client(0.0)
     while version < rounds:
         now, _, i, model, since = heapq.heappop(working)
         delta = clients[i].descend(model, reference.Part(i, 1.0, since)).params - model
         delays.append(version - since)
-        held.append((i, (1 + version - since) ** -power * delta))
-        if len(held) == buffer:
-            x = x + 0.8 * sum(d for _, d in held) / buffer
-            held, version = [], version + 1
+        buffered.append((i, (1 + version - since) ** -power * delta))
+        if len(buffered) == buffer:
+            x = x + 0.8 * sum(d for _, d in buffered) / buffer
+            buffered, version = [], version + 1
             found.append(x)
             ticks.append(now)
-        start(now)
+        start_client(now)
     return found, ticks, delays
 
 
 @pytest.mark.slow(keep=2)
-@pytest.mark.parametrize(("at_work", "buffer", "power"), [(3, 2, 0.5), (1, 1, 0.5), (5, 3, 0.0), (4, 1, 2.0)])
-def test_fedbuff_is_the_asynchronous_server(trace: Path, at_work: int, buffer: int, power: float):
-    xs, ticks, delays = on_a_clock(8, at_work, buffer, power)
-    assert at_work == 1 or max(delays) > 0
+@pytest.mark.parametrize(("concurrency", "buffer", "power"), [(3, 2, 0.5), (1, 1, 0.5), (5, 3, 0.0), (4, 1, 2.0)])
+def test_fedbuff_agrees_with_the_event_driven_server(trace: Path, concurrency: int, buffer: int, power: float):
+    xs, ticks, delays = event_driven_run(8, concurrency, buffer, power)
+    assert concurrency == 1 or max(delays) > 0
     result = simulate(
         FedBuff(LOCAL, server_optimizer=SGD(lr=0.8), power=power, max_delay=24),
         PROBLEM.task,
         PROBLEM.federation,
         rounds=8,
         cohort_size=buffer,
-        participation=Asynchronous(trace, concurrency=at_work),
+        participation=Asynchronous(trace, concurrency=concurrency),
         params=PROBLEM.params,
         trajectory=True,
         dtype="float64",
@@ -91,16 +93,16 @@ def test_fedbuff_is_the_asynchronous_server(trace: Path, at_work: int, buffer: i
     for ours, theirs in zip(result.trajectory, xs, strict=True):
         np.testing.assert_allclose(reference.join(PROBLEM.problem, ours), theirs, atol=1e-12)
     np.testing.assert_allclose([event["clock"] for event in result.events], ticks)
-    assert [event["clients"] for event in result.events] == [at_work + buffer - 1] + [buffer] * 7
+    assert [event["clients"] for event in result.events] == [concurrency + buffer - 1] + [buffer] * 7
 
 
-def schedule(trace: Path, rounds: int, buffer: int = 2, at_work: int = 3, seed: int = 0) -> Any:
-    participation = Asynchronous(trace, at_work)
+def schedule(trace: Path, rounds: int, buffer: int = 2, concurrency: int = 3, seed: int = 0) -> Any:
+    participation = Asynchronous(trace, concurrency)
     durations = read_durations(participation.trace, 7)
     return arrivals(participation, durations, rounds, buffer, generator(seed, ARRIVALS, 0))
 
 
-def test_more_rounds_change_no_earlier_one(trace: Path):
+def test_additional_rounds_do_not_change_earlier_ones(trace: Path):
     short, long = schedule(trace, 5), schedule(trace, 40)
     for one, other in ((short.cohorts, long.cohorts), (short.delays, long.delays), (short.clock, long.clock)):
         for mine, theirs in zip(one, other, strict=False):
@@ -110,7 +112,7 @@ def test_more_rounds_change_no_earlier_one(trace: Path):
     assert not np.array_equal(schedule(trace, 5, seed=1).cohorts[0], short.cohorts[0])
 
 
-def test_a_resumed_run_takes_in_what_was_on_its_way(trace: Path, tmp_path: Path):
+def test_resumed_run_includes_pending_uploads(trace: Path, tmp_path: Path):
     settings: dict[str, Any] = {"cohort_size": 2, "participation": Asynchronous(trace, 3), "devices": 1}
     settings |= {"params": PROBLEM.params, "eval_every": 1}
     method = FedBuff(LOCAL, max_delay=24)
@@ -124,8 +126,8 @@ def test_a_resumed_run_takes_in_what_was_on_its_way(trace: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", [Availability, Asynchronous])
-def test_a_trace_is_known_by_what_it_says(kind: type, trace: Path, tmp_path: Path):
-    """A run goes on with its trace from another place, and not with another trace in its place."""
+def test_traces_are_identified_by_their_content(kind: type, trace: Path, tmp_path: Path):
+    """A run resumes with its trace at another path, but not with a different trace."""
     if kind is Availability:
         trace.write_text("round,client\n" + "".join(f"{r},{client}\n" for r in range(3) for client in range(7)))
         method, make = FedAvg(LOCAL), Availability
@@ -144,7 +146,7 @@ def test_a_trace_is_known_by_what_it_says(kind: type, trace: Path, tmp_path: Pat
         run(4, moved, resume=True)
 
 
-def test_a_sweep_has_the_same_clock(trace: Path):
+def test_sweeps_have_the_same_clock(trace: Path):
     methods = [FedBuff(LOCAL, power=power, max_delay=24) for power in (0.0, 1.0)]
     settings = Settings(rounds=3, cohort_size=2, participation=Asynchronous(trace, 3), eval_every=3)
     together, in_turn = (
@@ -166,19 +168,19 @@ def test_a_sweep_has_the_same_clock(trace: Path):
     ],
     ids=["FedAvg", "Robust", "no room", "no room inside"],
 )
-def test_methods_that_cannot_wait_are_rejected(trace: Path, method: Any, sentence: str):
+def test_methods_without_staleness_are_rejected(trace: Path, method: Any, sentence: str):
     settings: dict[str, Any] = {"rounds": 8, "cohort_size": 2, "participation": Asynchronous(trace, 3)}
     with pytest.raises(FedraxError, match=sentence):
         simulate(method, PROBLEM.task, PROBLEM.federation, **settings)
 
 
-def test_a_client_that_is_never_heard_of_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """It counts for nothing, as on the clock, and is at work for good; no room has to be kept for it."""
+def test_clients_that_never_finish_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As in the event-driven server; no room is reserved for their uploads."""
     monkeypatch.setitem(SECONDS, 3, [1e12])
     path = tmp_path / "t.csv"
     path.write_text("client,seconds\n" + "".join(f"{i},{s}\n" for i, each in SECONDS.items() for s in each))
-    xs, ticks, delays = on_a_clock(8, 5, 2, 0.5)
-    known, longest = schedule(path, 8, at_work=5), max(delays)
+    xs, ticks, delays = event_driven_run(8, 5, 2, 0.5)
+    known, longest = schedule(path, 8, concurrency=5), max(delays)
     assert 3 in np.concatenate(known.cohorts)
     assert known.longest_delay_in_run == longest
     settings: dict[str, Any] = {"rounds": 8, "cohort_size": 2, "params": PROBLEM.params, "dtype": "float64"}
@@ -209,18 +211,18 @@ def test_a_client_that_is_never_heard_of_again(tmp_path: Path, monkeypatch: pyte
         ("client,seconds\n0,1\n1,2\n", "has no line for client 2"),
     ],
 )
-def test_broken_traces_raise_a_clear_error(tmp_path: Path, text: str, sentence: str):
+def test_malformed_traces_raise_a_clear_error(tmp_path: Path, text: str, sentence: str):
     path = tmp_path / "t.csv"
     path.write_text(text)
     with pytest.raises(FedraxError, match=sentence):
-        schedule(path, 30, at_work=6)
+        schedule(path, 30, concurrency=6)
 
 
-def test_too_many_at_work_are_rejected(trace: Path):
+def test_too_large_concurrency_is_rejected(trace: Path):
     with pytest.raises(FedraxError, match="needs 8 clients or more: there are 7"):
-        schedule(trace, 2, buffer=3, at_work=6)
+        schedule(trace, 2, buffer=3, concurrency=6)
 
 
-def test_a_run_of_more_rounds_than_can_be_foreseen_is_rejected(trace: Path):
+def test_too_many_asynchronous_rounds_are_rejected(trace: Path):
     with pytest.raises(FedraxError, match="at most 1,000,000 rounds, not 2,147,483,647"):
         schedule(trace, 2**31 - 1)

@@ -1,4 +1,4 @@
-"""Participation policies of users: without state, and adaptive ones that see what clients report."""
+"""User-defined participation policies: without state, and adaptive ones that observe reports of clients."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,8 +39,8 @@ class PowerOfChoice(ParticipationPolicy):
 
 
 @dataclass(frozen=True)
-class Wrong(ParticipationPolicy):
-    """Returns what it is given."""
+class FixedReturn(ParticipationPolicy):
+    """Returns a given value."""
 
     cohort: tuple[int, ...]
 
@@ -48,8 +48,8 @@ class Wrong(ParticipationPolicy):
         return np.array(self.cohort)
 
 
-class Varying(Wrong):
-    """Says that cohorts vary."""
+class VaryingCohorts(FixedReturn):
+    """Declares varying cohort sizes."""
 
     def cohort_sizes(self, state: Any, population: Population) -> CohortSizes:
         return CohortSizes(population.cohort_size, varying=True)
@@ -58,8 +58,8 @@ class Varying(Wrong):
 SEEN: list[tuple[int, list[int], list[float]]] = []
 
 
-class Seen(PowerOfChoice):
-    """Keeps what it observes."""
+class Recording(PowerOfChoice):
+    """Records what it observes."""
 
     def observe(self, state: Any, round: int, clients: np.ndarray, info: Mapping[str, np.ndarray]) -> np.ndarray:
         SEEN.append((round, clients.tolist(), info["loss"].tolist()))
@@ -77,9 +77,9 @@ class Seen(PowerOfChoice):
         (Scaffold(local=LOCAL), {"plan": "debug"}),
     ],
 )
-def test_an_adaptive_policy_sees_the_loss_of_each_client(algorithm: fedrax.Algorithm, options: dict[str, Any]):
+def test_adaptive_policy_observes_the_loss_of_each_client(algorithm: fedrax.Algorithm, options: dict[str, Any]):
     SEEN.clear()
-    result = run(algorithm, cohort_size=3, rounds=6, participation=Seen(), **options)
+    result = run(algorithm, cohort_size=3, rounds=6, participation=Recording(), **options)
     assert [r for r, *_ in SEEN] == list(range(6))
     cohorts = [clients for _, clients, _ in SEEN]
     assert all(clients == sorted(clients) for clients in cohorts)
@@ -88,14 +88,14 @@ def test_an_adaptive_policy_sees_the_loss_of_each_client(algorithm: fedrax.Algor
     for event, (_, _, losses) in zip(result.events, SEEN, strict=True):
         np.testing.assert_allclose(np.mean(losses), event["train_loss"], rtol=1e-5)
     known = np.full(len(SIZES), np.inf)
-    for r, clients, losses in SEEN:  # the policy, recomputed from what was observed
+    for r, clients, losses in SEEN:  # the policy, recomputed from the observations
         sampler = cohort_sampler(Settings(cohort_size=3, rounds=6), np.array(SIZES))
         rng = sampler._generator(1, r)
         assert sorted(PowerOfChoice().sample(known, r, sampler.population, rng)) == sorted(clients)
         known[clients] = np.float32(losses)
 
 
-def test_an_adaptive_policy_resumes_from_a_checkpoint(tmp_path: Path):
+def test_adaptive_policy_resumes_from_a_checkpoint(tmp_path: Path):
     options: dict[str, Any] = {
         "cohort_size": 3,
         "eval_every": 1,
@@ -108,7 +108,7 @@ def test_an_adaptive_policy_resumes_from_a_checkpoint(tmp_path: Path):
 
 
 def edited_policy(last: int) -> type[ParticipationPolicy]:
-    """A policy of this name, in a version of its code."""
+    """A policy with this name, in two versions of its code."""
 
     @dataclass(frozen=True)
     class Edited(ParticipationPolicy):
@@ -118,7 +118,7 @@ def edited_policy(last: int) -> type[ParticipationPolicy]:
     return Edited
 
 
-def test_a_run_is_not_resumed_with_edited_code_of_a_policy(tmp_path: Path):
+def test_run_is_not_resumed_with_edited_code_of_a_policy(tmp_path: Path):
     options: dict[str, Any] = {"cohort_size": 2, "directory": tmp_path}
     run(FedAvg(LOCAL), **options, rounds=2, participation=edited_policy(1)())
     run(FedAvg(LOCAL), **options, rounds=3, participation=edited_policy(1)(), resume=True)
@@ -126,7 +126,7 @@ def test_a_run_is_not_resumed_with_edited_code_of_a_policy(tmp_path: Path):
         run(FedAvg(LOCAL), **options, rounds=4, participation=edited_policy(2)(), resume=True)
 
 
-def test_cohorts_of_an_adaptive_policy_are_known_only_during_the_run():
+def test_features_that_need_cohorts_in_advance_reject_adaptive_policies():
     sampler = cohort_sampler(Settings(cohort_size=3, participation=PowerOfChoice()), np.array(SIZES))
     sampler.cohort(0)
     with pytest.raises(FedraxError, match="known only during the run"):
@@ -146,20 +146,20 @@ def test_cohorts_of_an_adaptive_policy_are_known_only_during_the_run():
     jax.tree.map(np.testing.assert_array_equal, apart[0][0].params, alone.params)
 
 
-def test_what_a_policy_returns_is_checked():
+def test_return_values_of_policies_are_checked():
     for cohort in ((0, 0), (0, len(SIZES)), (0, 1, 2)):
         with pytest.raises(FedraxError, match=r"Wrong.sample must return at most 2 different clients"):
-            run(FedAvg(local=LOCAL), cohort_size=2, participation=Wrong(cohort))
+            run(FedAvg(local=LOCAL), cohort_size=2, participation=FixedReturn(cohort))
     with pytest.raises(FedraxError, match="varying=True"):
-        run(FedAvg(local=LOCAL), cohort_size=2, participation=Wrong((1,)))
-    events = run(FedAvg(local=LOCAL), cohort_size=2, participation=Varying((1,))).events
+        run(FedAvg(local=LOCAL), cohort_size=2, participation=FixedReturn((1,)))
+    events = run(FedAvg(local=LOCAL), cohort_size=2, participation=VaryingCohorts((1,))).events
     assert {event["clients"] for event in events} == {1}
     for value in (5, "uniform", PowerOfChoice):
         with pytest.raises(FedraxError, match="participation must be"):
             check(Settings(participation=value), "run")  # type: ignore[arg-type]
 
 
-def test_a_policy_by_path_in_a_file(tmp_path: Path):
+def test_policy_by_path_in_an_experiment_file(tmp_path: Path):
     (tmp_path / "mine.py").write_text(
         "import numpy as np\nfrom fedrax.participation import ParticipationPolicy\n"
         "class Largest(ParticipationPolicy):\n"

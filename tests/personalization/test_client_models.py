@@ -18,7 +18,7 @@ from fedrax.contract import Batch, Variables
 from fedrax.experiments import experiment, load_result
 from fedrax.personalization import Ditto, Personalized
 from fedrax.simulation import client_metrics
-from tests.personalization.test_personal_layers import LAYERS, NORM
+from tests.personalization.test_personal_layers import LAYERS, NORM_TASK
 from tests.simulation.problems import AWAY, FEDERATION, run
 
 LOCAL = LocalSGD(lr=0.1, steps=3, batch_size=4)
@@ -35,7 +35,7 @@ def rows(client: int) -> slice:
 @pytest.mark.parametrize(
     ("method", "task"),
     [
-        (FEDBN, NORM),
+        (FEDBN, NORM_TASK),
         (Personalized(FedAvg(local=LOCAL), personal_params=("output/*",)), LAYERS),
         (Ditto(FedAvg(local=LOCAL)), LAYERS),
         (PFedMe(local=LOCAL), LAYERS),
@@ -43,7 +43,7 @@ def rows(client: int) -> slice:
     ],
     ids=["FedBN", "head", "Ditto", "pFedMe", "wrapped"],
 )
-def test_the_models_of_the_clients_have_the_reported_losses(method: Algorithm, task: fedrax.Task, plan: str):
+def test_client_models_have_the_reported_losses(method: Algorithm, task: fedrax.Task, plan: str):
     result = run(method, task=task, plan=plan, **SETTINGS)
     reported = client_metrics(result, task, FEDERATION)
     x, y = FEDERATION.train
@@ -56,8 +56,8 @@ def test_the_models_of_the_clients_have_the_reported_losses(method: Algorithm, t
         assert (outputs.argmax(-1) == mine.y).mean() == pytest.approx(reported["personal_accuracy"][client])
 
 
-def test_without_personal_models_every_client_has_the_global_one():
-    for task in (LAYERS, NORM):
+def test_without_personal_models_every_client_has_the_global_model():
+    for task in (LAYERS, NORM_TASK):
         result = run(FedAvg(local=LOCAL), task=task, rounds=1)
         jax.tree.map(np.testing.assert_array_equal, result.client_model(2), result.model)
         x = FEDERATION.test.x
@@ -65,18 +65,18 @@ def test_without_personal_models_every_client_has_the_global_one():
         np.testing.assert_array_equal(result.predict(x), result.predict(x, client=2))
 
 
-def test_a_resumed_run_has_the_models_of_all_clients(tmp_path: Path):
-    whole = run(FEDBN, task=NORM, **SETTINGS)
-    run(FEDBN, task=NORM, **SETTINGS | {"rounds": 2}, directory=tmp_path)
-    for _ in range(2):  # the second time the run is finished already
-        again = run(FEDBN, task=NORM, **SETTINGS, directory=tmp_path, resume=True)
-        assert client_metrics(again, NORM, FEDERATION).equals(client_metrics(whole, NORM, FEDERATION))
+def test_resumed_run_has_the_models_of_all_clients(tmp_path: Path):
+    whole = run(FEDBN, task=NORM_TASK, **SETTINGS)
+    run(FEDBN, task=NORM_TASK, **SETTINGS | {"rounds": 2}, directory=tmp_path)
+    for _ in range(2):  # the second time, the run is finished
+        again = run(FEDBN, task=NORM_TASK, **SETTINGS, directory=tmp_path, resume=True)
+        assert client_metrics(again, NORM_TASK, FEDERATION).equals(client_metrics(whole, NORM_TASK, FEDERATION))
         for client in range(FEDERATION.num_clients):
             jax.tree.map(np.testing.assert_array_equal, again.client_model(client), whole.client_model(client))
 
 
-def test_a_run_directory_alone_has_the_models(tmp_path: Path):
-    """The global one without data and code; those of the clients from its experiment, also before its last round."""
+def test_run_directory_contains_the_models(tmp_path: Path):
+    """The global model without data and code; client models with the experiment, also before the last round."""
     table = {
         "data": {"name": "synthetic", "devices": 4},
         "partition": {"name": "natural"},
@@ -111,17 +111,17 @@ def test_a_run_directory_alone_has_the_models(tmp_path: Path):
     )
 
 
-def test_a_result_without_client_states_says_why(tmp_path: Path):
+def test_result_without_client_states_explains_why(tmp_path: Path):
     made: dict[str, Any] = {"directory": tmp_path, "rounds": 1}
-    run(FEDBN, task=NORM, keep_clients=False, **made)
-    again = run(FEDBN, task=NORM, resume=True, **made)
+    run(FEDBN, task=NORM_TASK, keep_clients=False, **made)
+    again = run(FEDBN, task=NORM_TASK, resume=True, **made)
     assert isinstance(again.model, Variables) and len(again.predict(FEDERATION.test.x))
     with pytest.raises(FedraxError, match="no client states: the run was finished with keep_clients=False"):
         again.client_model(0)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(FedraxError, match=r"has no model.safetensors: it is not a run directory, or"):
         fedrax.simulation.load_model(tmp_path)
-    run(FEDBN, task=NORM, resume=True, **made)  # of a run that was killed before it wrote its model
+    run(FEDBN, task=NORM_TASK, resume=True, **made)  # as of a run that was killed before it wrote its model
     found = fedrax.simulation.load_model(tmp_path, like=again.model)
     jax.tree.map(np.testing.assert_array_equal, found, again.model)
 
@@ -138,33 +138,33 @@ def test_a_result_without_client_states_says_why(tmp_path: Path):
     ],
     ids=lambda method: type(method).__name__,
 )
-def test_the_global_model_has_the_reported_loss(method: Algorithm, tmp_path: Path):
-    """From the result, after a resume, and from the directory alone."""
-    settings: dict[str, Any] = {"task": NORM, "rounds": 3, "eval_every": 1, "directory": tmp_path}
+def test_global_model_has_the_reported_loss(method: Algorithm, tmp_path: Path):
+    """From the result, after a resume, and from the directory."""
+    settings: dict[str, Any] = {"task": NORM_TASK, "rounds": 3, "eval_every": 1, "directory": tmp_path}
     result = run(method, **settings)
     again = run(method, **settings, resume=True)
-    loaded = fedrax.simulation.load_model(tmp_path, like=NORM.init(jax.random.key(0)))
+    loaded = fedrax.simulation.load_model(tmp_path, like=NORM_TASK.init(jax.random.key(0)))
     for model in (result.model, again.model, loaded):
-        losses = NORM.evaluation_loss(model, Batch(*FEDERATION.test))
+        losses = NORM_TASK.evaluation_loss(model, Batch(*FEDERATION.test))
         assert float(losses.mean()) == pytest.approx(result.events[-1]["test_loss"], rel=1e-5)
 
 
 def test_client_models_of_spilled_states():
-    away, here = (run(FEDBN, task=NORM, **SETTINGS, **options) for options in (AWAY, {}))
+    away, here = (run(FEDBN, task=NORM_TASK, **SETTINGS, **options) for options in (AWAY, {}))
     for client in range(FEDERATION.num_clients):
         jax.tree.map(np.testing.assert_array_equal, away.client_model(client), here.client_model(client))
 
 
-def test_lanes_of_a_sweep_have_the_models_of_their_clients():
-    alone = run(FEDBN, task=NORM, seed=3, **SETTINGS)
-    ((lane,),) = fedrax.sweep([FEDBN], NORM, FEDERATION, seeds=[3], **SETTINGS)
+def test_runs_of_a_sweep_have_the_models_of_their_clients():
+    alone = run(FEDBN, task=NORM_TASK, seed=3, **SETTINGS)
+    ((lane,),) = fedrax.sweep([FEDBN], NORM_TASK, FEDERATION, seeds=[3], **SETTINGS)
     for client in (0, 4):
         for a, b in zip(*(jax.tree.leaves(r.client_model(client)) for r in (alone, lane)), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("client", [-1, FEDERATION.num_clients, 1.5, "a"])
-def test_an_unknown_client_is_rejected(client: Any):
+def test_unknown_client_is_rejected(client: Any):
     result = run(FedAvg(local=LOCAL), task=LAYERS, rounds=1)
     for use in (result.client_model, result.client_state, lambda c: result.predict(FEDERATION.test.x, client=c)):
         with pytest.raises(FedraxError, match=f"clients are numbered from 0 to {FEDERATION.num_clients - 1}"):
@@ -172,13 +172,13 @@ def test_an_unknown_client_is_rejected(client: Any):
 
 
 def test_parameters_without_their_statistics_are_rejected():
-    result = run(FedAvg(local=LOCAL), task=NORM, rounds=1)
+    result = run(FedAvg(local=LOCAL), task=NORM_TASK, rounds=1)
     x, y = FEDERATION.test
     uses = [
-        lambda: NORM.outputs(result.params, x),
-        lambda: NORM.evaluation_loss(result.params, Batch(x, y)),
-        lambda: NORM.metrics["accuracy"](result.params, Batch(x, y)),
-        lambda: NORM.loss(result.params, Batch(x, y), jax.random.key(0)),
+        lambda: NORM_TASK.outputs(result.params, x),
+        lambda: NORM_TASK.evaluation_loss(result.params, Batch(x, y)),
+        lambda: NORM_TASK.metrics["accuracy"](result.params, Batch(x, y)),
+        lambda: NORM_TASK.loss(result.params, Batch(x, y), jax.random.key(0)),
     ]
     for use in uses:
         with pytest.raises(FedraxError, match=r"has running statistics: pass .*Variables\(params, statistics\)"):

@@ -1,4 +1,4 @@
-"""Parameters and statistics that clients keep, against plain loops over rounds, clients and steps."""
+"""Personal parameters and statistics of clients against plain loops over rounds, clients and steps."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ OPTIONS: dict[str, Any] = {"script": SCRIPT, "rounds": ROUNDS, "eval_every": 1, 
 
 
 class Network(nn.Module):
-    """Two layers with batch norm between."""
+    """Batch norm between two layers."""
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
@@ -58,17 +58,17 @@ class Network(nn.Module):
         return nn.Dense(3, name="output")(jax.nn.relu(x))
 
 
-NORM = classification(from_linen(Network(), FEDERATION.train[0][:1]))
+NORM_TASK = classification(from_linen(Network(), FEDERATION.train[0][:1]))
 LAYERS = classification(MLP(hidden=(6,)).build((4,), 3))
 
 
-def home_of(params: Any, patterns: tuple[str, ...]) -> Any:
-    """True where a parameter stays at home."""
+def personal_mask(params: Any, patterns: tuple[str, ...]) -> Any:
+    """True for personal parameters."""
     leaves = [any(fnmatchcase(name, p) for p in patterns) for name in tree.leaf_names(params)]
     return jax.tree.structure(params).unflatten(leaves)
 
 
-def by_hand(
+def plain_loop(
     task: Task,
     start: Any,
     patterns: tuple[str, ...],
@@ -77,12 +77,12 @@ def by_hand(
     decay: float = 0.0,
     clip: float = np.inf,
 ) -> tuple[Any, Any, dict, dict]:
-    """(global parameters, mean statistics, clients' parameters, clients' statistics).
+    """(global parameters, mean statistics, parameters of clients, statistics of clients).
 
-    alternate: one step of what stays alone, then the steps of the rest alone. clip: the longest of these.
+    alternate: one step of the personal parameters, then the steps of the others. clip: maximal length of a step.
     """
     params, mean = start if isinstance(start, Variables) else (start, ())
-    home, own, statistics = home_of(params, patterns), {}, {}
+    personal, own, statistics = personal_mask(params, patterns), {}, {}
 
     def step(params: Any, moving: Any, batch: Batch, held: Any = None) -> tuple[Any, Any]:
         def loss(params: Any) -> Any:
@@ -103,48 +103,48 @@ def by_hand(
     for r, cohort in enumerate(COHORTS):
         ends, moved = [], []
         for k, client in enumerate(cohort):
-            x = jax.tree.map(lambda mine, g, h: mine if h else g, own.get(client, params), params, home)
+            x = jax.tree.map(lambda mine, g, h: mine if h else g, own.get(client, params), params, personal)
             moving = statistics.get(client, start[1]) if at_home else mean
             drawn = [FEDERATION.offsets[client] + rows for rows in SCRIPT.batches[r, k]]
             batches = [Batch(*(np.asarray(a)[rows] for a in FEDERATION.train)) for rows in drawn]
             if alternate:
-                first, _ = step(x, moving, batches[0], jax.tree.map(lambda h: not h, home))
-                x = jax.tree.map(lambda old, new, h: new if h else old, x, first, home)
+                first, _ = step(x, moving, batches[0], jax.tree.map(lambda h: not h, personal))
+                x = jax.tree.map(lambda old, new, h: new if h else old, x, first, personal)
             for batch in batches:
-                new, moving = step(x, moving, batch, home if alternate else None)
-                x = jax.tree.map(lambda old, new, h: old if h and alternate else new, x, new, home)
+                new, moving = step(x, moving, batch, personal if alternate else None)
+                x = jax.tree.map(lambda old, new, h: old if h and alternate else new, x, new, personal)
             own[client], statistics[client] = x, moving
             ends.append(x)
             moved.append(moving)
-        params = jax.tree.map(lambda p, h, *e: p if h else sum(e) / len(e), params, home, *ends)
+        params = jax.tree.map(lambda p, h, *e: p if h else sum(e) / len(e), params, personal, *ends)
         if not at_home:
             mean = jax.tree.map(lambda *m: sum(m) / len(m), *moved)
     return params, mean, own, statistics
 
 
 def assert_near(a: Any, b: Any) -> None:
-    """Up to rounding."""
+    """Assert equality up to rounding."""
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), a, b)
 
 
 CASES = {
-    "FedBN": (NORM, ("norm/*",), True),
-    "shared statistics": (NORM, ("norm/*",), False),
-    "statistics alone": (NORM, (), True),
+    "FedBN": (NORM_TASK, ("norm/*",), True),
+    "shared statistics": (NORM_TASK, ("norm/*",), False),
+    "statistics alone": (NORM_TASK, (), True),
     "FedPer": (LAYERS, ("output/*",), False),
     "FedRep": (LAYERS, ("output/*",), False),
     "LG-FedAvg": (LAYERS, ("*0/weight", "*0/bias"), False),
 }
 
 
-def test_what_is_held_takes_no_part_in_decay_and_clipping():
+def test_frozen_parameters_are_excluded_from_decay_and_clipping():
     decay, clip = 2.0, 0.02
     local = dataclasses.replace(LOCAL, weight_decay=decay, clip=clip)
     alternate = dataclasses.replace(local, steps=1)
     start, patterns = LAYERS.init(jax.random.key(4)), ("output/*",)
     method = Personalized(FedAvg(local=local), personal_params=patterns, alternate=alternate)
     result = run(method, task=LAYERS, params=start, **OPTIONS)
-    params, _, own, _ = by_hand(LAYERS, start, patterns, False, True, decay, clip)
+    params, _, own, _ = plain_loop(LAYERS, start, patterns, False, True, decay, clip)
     assert_near(result.params, params)
     for client in (1, 3, 5):
         for name, leaf in result.client_state(client).own.items():
@@ -152,7 +152,7 @@ def test_what_is_held_takes_no_part_in_decay_and_clipping():
 
 
 @pytest.mark.parametrize("method", ["noise", "decay", "attack"])
-def test_what_stays_at_home_is_left_alone_on_the_server(method: str):
+def test_personal_parameters_do_not_change_at_the_server(method: str):
     inner = FedAvg(local=LOCAL)
     if method == "decay":
         inner = FedAvg(local=LOCAL, server_optimizer=Optax.of(optax.adamw, learning_rate=0.1, weight_decay=0.1))
@@ -169,7 +169,7 @@ def test_what_stays_at_home_is_left_alone_on_the_server(method: str):
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("case", CASES)
-def test_rounds_are_those_of_a_plain_loop(case: str):
+def test_rounds_agree_with_a_plain_loop(case: str):
     task, patterns, at_home = CASES[case]
     if case == "LG-FedAvg":
         patterns = (tree.leaf_names(task.init(jax.random.key(0)))[0].split("/")[0] + "/*",)
@@ -177,29 +177,29 @@ def test_rounds_are_those_of_a_plain_loop(case: str):
     alternate = dataclasses.replace(LOCAL, steps=1) if case == "FedRep" else None
     method = Personalized(FedAvg(local=LOCAL), personal_params=patterns, statistics=at_home, alternate=alternate)
     result = run(method, task=task, params=start, **OPTIONS)
-    params, mean, own, statistics = by_hand(task, start, patterns, at_home, alternate is not None)
+    params, mean, own, statistics = plain_loop(task, start, patterns, at_home, alternate is not None)
     steps = STEPS if alternate is None else STEPS + 1
     assert result.events[-1]["gradients"] == ROUNDS * 2 * steps * ROWS
     assert_near(result.params, params)
     assert_near(result.statistics, mean)
-    names, home = tree.leaf_names(params), jax.tree.leaves(home_of(params, patterns))
+    names, personal = tree.leaf_names(params), jax.tree.leaves(personal_mask(params, patterns))
     for client in (1, 3, 5):
         leaves = dict(zip(names, jax.tree.leaves(own[client]), strict=True))
-        assert_near(result.client_state(client).own, {n: leaves[n] for n, h in zip(names, home, strict=True) if h})
+        assert_near(result.client_state(client).own, {n: leaves[n] for n, h in zip(names, personal, strict=True) if h})
         if at_home:
             row = result.homes[client]
             assert_near(jax.tree.map(lambda a, row=row: a[row], result.store.statistics), statistics[client])
-    travels = sum(leaf.nbytes for leaf, h in zip(jax.tree.leaves(params), home, strict=True) if not h)
+    travels = sum(leaf.nbytes for leaf, h in zip(jax.tree.leaves(params), personal, strict=True) if not h)
     travels += 0 if at_home else tree.num_bytes(mean)
     assert [event["bytes_up"] for event in result.events] == [2 * travels * r for r in (1, 2, 3)]
     assert [event["bytes_down"] for event in result.events] == [2 * travels * r for r in (1, 2, 3)]
     loss, losses = (
         jax.jit(task.evaluation_loss),
         [],
-    )  # of each client's own model on its own samples; test data belong to nobody
+    )  # metrics of each client's model on its own samples; the global test set belongs to no client
     for client in range(FEDERATION.num_clients):
         x = jax.tree.map(
-            lambda mine, g, h: mine if h else g, own.get(client, params), params, home_of(params, patterns)
+            lambda mine, g, h: mine if h else g, own.get(client, params), params, personal_mask(params, patterns)
         )
         moving = statistics.get(client, start[1]) if at_home else mean
         rows = slice(*FEDERATION.offsets[client : client + 2])
@@ -209,10 +209,9 @@ def test_rounds_are_those_of_a_plain_loop(case: str):
 
 
 @pytest.mark.parametrize("plan", slow_cases(["scan", "vmap", "loop", "debug"]))
-def test_fedbn_written_out_is_the_same(plan: str):
-    """A method of one's own in a few lines, against the wrapper."""
+def test_user_defined_fedbn_agrees_with_the_wrapper(plan: str):
     wrapped = Personalized(FedAvg(local=LOCAL), personal_params=("norm/*",), statistics=True)
-    expected, given = (run(m, task=NORM, **OPTIONS, plan=plan) for m in (wrapped, NormAtHome(local=LOCAL)))
+    expected, given = (run(m, task=NORM_TASK, **OPTIONS, plan=plan) for m in (wrapped, NormAtHome(local=LOCAL)))
     assert_near(given.params, expected.params)
     for client in (1, 3, 5):
         assert_near(given.client_state(client), expected.client_state(client).own)
@@ -224,7 +223,7 @@ def test_fedbn_written_out_is_the_same(plan: str):
 @pytest.mark.parametrize("plan", slow_cases(["vmap", "loop", "debug"]))
 def test_plans_agree(plan: str):
     method = Personalized(FedAvg(local=LOCAL), personal_params=("norm/*",), statistics=True)
-    one, other = (run(method, task=NORM, **OPTIONS, plan=p) for p in ("scan", plan))
+    one, other = (run(method, task=NORM_TASK, **OPTIONS, plan=p) for p in ("scan", plan))
     assert_near(other.params, one.params)
     for client in (1, 3, 5):
         assert_near(other.client_state(client), one.client_state(client))
@@ -235,23 +234,23 @@ def test_plans_agree(plan: str):
 
 
 @pytest.mark.slow
-def test_resume_and_sweeps_find_what_stayed_at_home(tmp_path):
+def test_resumed_runs_and_sweeps_keep_personal_parameters(tmp_path):
     methods = [
         Personalized(FedAvg(local=LocalSGD(lr=lr, steps=2, batch_size=3)), personal_params=("norm/*",), statistics=True)
         for lr in (0.1, 0.2)
     ]
     options = {"cohort_size": 3, "eval_every": 2, "devices": 1, "checkpoint_every": 1}
-    whole = run(methods[0], task=NORM, **options)
-    run(methods[0], task=NORM, **options | {"rounds": 2}, directory=tmp_path)
-    assert_identical(run(methods[0], task=NORM, **options, directory=tmp_path, resume=True), whole)
-    together = sweep(methods, NORM, FEDERATION, rounds=4, cohort_size=3, eval_every=2, mode="vectorized")
+    whole = run(methods[0], task=NORM_TASK, **options)
+    run(methods[0], task=NORM_TASK, **options | {"rounds": 2}, directory=tmp_path)
+    assert_identical(run(methods[0], task=NORM_TASK, **options, directory=tmp_path, resume=True), whole)
+    together = sweep(methods, NORM_TASK, FEDERATION, rounds=4, cohort_size=3, eval_every=2, mode="vectorized")
     np.testing.assert_allclose(
         together[0][0].events[-1]["train_personal_loss"], whole.events[-1]["train_personal_loss"], rtol=1e-4
     )
     assert_near(together[0][0].params, whole.params)
 
 
-def test_with_nothing_at_home_it_is_the_method_inside():
+def test_without_personal_parameters_it_is_the_inner_method():
     method = FedAvg(local=LOCAL)
     one, other = (run(m, task=LAYERS, **OPTIONS) for m in (method, Personalized(method)))
     jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
@@ -260,7 +259,7 @@ def test_with_nothing_at_home_it_is_the_method_inside():
 
 @hyperparameters
 class TwoModels(FedAvg):
-    """Sends two models down, one upon the other."""
+    """Broadcasts two models, one of which contains the other's statistics."""
 
     def broadcast(self, server: Any) -> Any:
         return jax.tree.map(lambda a: jnp.stack([a, a]), server.params)
@@ -287,14 +286,14 @@ def test_misuse_raises_a_clear_error(method: Personalized, sentence: str):
         run(method, task=LAYERS, rounds=1)
 
 
-def test_a_local_optimizer_may_be_carried_besides():
+def test_local_optimizer_state_may_be_carried():
     local = LocalSGD(lr=0.05, steps=2, batch_size=3, optimizer=Optax.of(optax.adam), carry=True)
     result = run(Personalized(FedAvg(local=local), personal_params=("output/*",)), task=LAYERS, **OPTIONS)
     assert result.events[-1]["train_personal_loss"] < result.events[0]["train_personal_loss"]
 
 
 @pytest.mark.parametrize("inner", [Ditto(FedAvg(local=LOCAL)), PFedMe(local=LOCAL)], ids=["Ditto", "pFedMe"])
-def test_a_whole_model_of_the_clients_own_is_not_mixed_with_what_stays_at_home(inner: Algorithm):
+def test_personal_models_of_the_inner_method_are_kept_apart(inner: Algorithm):
     method = Personalized(inner, personal_params=("output/*",))
     result = run(method, task=LAYERS, rounds=3, cohort_size=8)
     state = result.client_state(2)
@@ -303,7 +302,7 @@ def test_a_whole_model_of_the_clients_own_is_not_mixed_with_what_stays_at_home(i
 
 
 @pytest.mark.filterwarnings("error")
-def test_models_of_a_run_in_double_precision_are_put_together_outside_it():
+def test_client_models_of_a_float64_run_are_float64():
     method = Personalized(FedAvg(local=LOCAL), personal_params=("output/*",))
     result = run(method, task=LAYERS, dtype="float64", rounds=1, cohort_size=8)
     mine = method.personal(result.params, result.client_state(3))

@@ -1,4 +1,4 @@
-"""A minimal private method, for tests that count its releases and ask nothing about its protection."""
+"""A minimal private method, for tests that count its releases."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fedrax.privacy.releases import Release
 
 @hyperparameters
 class Noisy(fedrax.FedAvg):
-    """FedAvg whose clients clip what they upload to norm 1 and add noise to it."""
+    """FedAvg whose clients clip their uploads to norm 1 and add noise."""
 
     noise: NonNegative = 1.0
-    """Standard deviation over the clipping norm."""
+    """Standard deviation of the noise divided by the clipping norm."""
     seen: Literal["server", "public"] = "server"
     neighbors: Literal["presence", "replacement"] = "presence"
 
@@ -33,5 +33,5 @@ class Noisy(fedrax.FedAvg):
         return output._replace(upload=jax.tree.unflatten(structure, noisy))
 
     def releases(self) -> tuple[Release, ...]:
-        """One answer about the client."""
+        """One release about a client."""
         return (Release(float(self.noise), seen=self.seen, neighbors=self.neighbors, paper_noise=self.noise / 2),)

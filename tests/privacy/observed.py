@@ -1,4 +1,4 @@
-"""What an observer of a mechanism sees: noise alone, and messages of a client with extreme data."""
+"""What an adversary observes of a mechanism: noise alone, and messages of a client with extreme data."""
 
 from __future__ import annotations
 
@@ -23,50 +23,50 @@ SHAPES = {"a": (20, 50), "b": (1000,)}
 OTHER_PLANS: list[dict[str, Any]] = [{"plan": "vmap", "chunk": 2}, {"plan": "loop"}, {"plan": "debug"}, {"devices": 1}]
 
 
-class Seen(NamedTuple):
-    """Parameters, and what reached the server: leaves [rounds, phases, clients or 1, ...]."""
+class Observed(NamedTuple):
+    """Parameters, and the messages that reached the server: leaves [rounds, phases, clients or 1, ...]."""
 
     params: Tree
     seen: Tree
 
 
 @hyperparameters
-class Silent(Algorithm):
-    """Two phases in which every client sends zeros; the server notes what comes of them."""
+class ZeroUploads(Algorithm):
+    """Two phases in which every client uploads zeros; the server records what it receives."""
 
-    apart: bool = False
-    """One by one, rather than their mean."""
+    stacked: bool = False
+    """Record uploads one by one instead of their mean."""
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """The same twice."""
-        noted = lambda p: lambda server, cohort: self.noted(server, cohort, p)  # noqa: E731
-        return tuple(Phase(self.broadcast, self.client, noted(p), stacked=self.apart) for p in (0, 1))
+        """The same phase twice."""
+        record = lambda p: lambda server, cohort: self.record(server, cohort, p)  # noqa: E731
+        return tuple(Phase(self.broadcast, self.client, record(p), stacked=self.stacked) for p in (0, 1))
 
-    def init(self, params: Tree, num_clients: int) -> Seen:
-        """Nothing seen."""
-        rows = num_clients if self.apart else 1
-        return Seen(params, {name: jnp.zeros((ROUNDS, 2, rows, *shape)) for name, shape in SHAPES.items()})
+    def init(self, params: Tree, num_clients: int) -> Observed:
+        """Nothing received yet."""
+        rows = num_clients if self.stacked else 1
+        return Observed(params, {name: jnp.zeros((ROUNDS, 2, rows, *shape)) for name, shape in SHAPES.items()})
 
     def client(self, message: Any, state: Any, data: ClientData) -> ClientOutput:
         """Zeros."""
         return ClientOutput(upload={name: jnp.zeros(shape) for name, shape in SHAPES.items()})
 
-    def noted(self, server: Seen, cohort: Cohort, p: int) -> tuple[Seen, Info]:
-        """Write it down."""
+    def record(self, server: Observed, cohort: Cohort, p: int) -> tuple[Observed, Info]:
+        """Record the uploads."""
 
         def write(seen: jax.Array, mean: jax.Array, each: jax.Array | None) -> jax.Array:
             if each is None:
                 return seen.at[cohort.round, p, 0].set(mean)
             return seen.at[cohort.round, p, cohort.clients].set(each, mode="drop")
 
-        each = cohort.uploads if self.apart else dict.fromkeys(SHAPES)
+        each = cohort.uploads if self.stacked else dict.fromkeys(SHAPES)
         return server._replace(seen={n: write(server.seen[n], cohort.mean[n], each[n]) for n in SHAPES}), {}
 
 
-def noise_of(wrap: Callable[[Algorithm], Wrapper], apart: bool, **options: Any) -> np.ndarray:
-    """The noise of two rounds: [draws, 1000], a row for each leaf of each phase of each round (and client)."""
-    result = run(wrap(Silent(apart)), rounds=ROUNDS, cohort_size=COHORT, **options)
+def noise_of(wrap: Callable[[Algorithm], Wrapper], stacked: bool, **options: Any) -> np.ndarray:
+    """Noise of two rounds: [draws, 1000], a row for each leaf of each phase of each round (and client)."""
+    result = run(wrap(ZeroUploads(stacked)), rounds=ROUNDS, cohort_size=COHORT, **options)
     server = result.server
     while isinstance(server, Wrapped):  # of a wrapper with its own state
         server = server.inner
@@ -75,7 +75,9 @@ def noise_of(wrap: Callable[[Algorithm], Wrapper], apart: bool, **options: Any) 
 
 
 def assert_gaussian(rows: np.ndarray, deviation: float) -> None:
-    """Normal with that deviation, and no two rows related. Each check fails once in 10^5 seeds."""
+    """Assert a normal distribution with this standard deviation and uncorrelated rows; each check fails for one in 10^5
+    seeds.
+    """
     count = rows.size
     assert abs(rows.std() / deviation - 1) < 4.4 / np.sqrt(2 * count)
     assert abs(rows.mean()) < 4.4 * deviation / np.sqrt(count)
@@ -86,7 +88,7 @@ def assert_gaussian(rows: np.ndarray, deviation: float) -> None:
 
 
 def sent_by(algorithm: Algorithm, x: Any, y: Any, round: int = 0) -> list[Tree]:
-    """All that the server sums or sees of a client that is alone in a round, phase by phase."""
+    """All uploads of a client that is alone in a round, as the server receives them, phase by phase."""
     params = TASK.init(jax.random.key(0))
     server, state, key = algorithm.init(params, N), algorithm.init_client(params), jax.random.key(7)
     sent = []
@@ -104,20 +106,20 @@ def sent_by(algorithm: Algorithm, x: Any, y: Any, round: int = 0) -> list[Tree]:
     return sent
 
 
-def length_of_what_is_sent(algorithm: Algorithm) -> Callable[[np.ndarray], float]:
-    """x [5, features] -> the length of everything that a client with these samples sends in a round."""
+def upload_norm(algorithm: Algorithm) -> Callable[[np.ndarray], float]:
+    """x [5, features] -> norm of everything that a client with these samples uploads in a round."""
     labels = jnp.arange(5) % CLASSES
     length = jax.jit(lambda x: tree.norm(sent_by(algorithm, x, labels)))
     return lambda x: float(length(jnp.asarray(x, jnp.float32).reshape(5, FEATURES)))
 
 
 def assert_bounded(length: Callable[[np.ndarray], float], x: np.ndarray, bound: float) -> None:
-    """But for rounding."""
+    """Assert the bound up to rounding."""
     assert length(x) <= bound * (1 + 1e-5)
 
 
-def wild_data() -> list[np.ndarray]:
-    """Samples that make the longest updates, or none that are numbers."""
+def extreme_data() -> list[np.ndarray]:
+    """Samples with the longest updates, or with nonfinite ones."""
     rng = np.random.default_rng(0)
     ordinary = rng.normal(size=(5, FEATURES))
     single = np.where(np.arange(5 * FEATURES).reshape(5, -1) == 3, 1e30, 0.0)
@@ -132,7 +134,7 @@ def wild_data() -> list[np.ndarray]:
 
 
 def zero_task(size: int) -> fedrax.Task:
-    """A loss that is zero whatever the parameters, of which there are ``size``."""
+    """A loss that is zero for all parameters, of which there are ``size``."""
     return fedrax.Task(
         init=lambda key: {"w": jnp.zeros(size)}, loss=lambda params, batch, key: 0 * params["w"].sum() * batch.x[:, 0]
     )

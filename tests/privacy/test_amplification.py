@@ -27,8 +27,8 @@ def spent(method: Any, **options: Any) -> float:
     return result.spent.epsilon
 
 
-def alone(count: int) -> float:
-    """The epsilon of ``count`` releases without amplification, for datasets that differ by an empty client."""
+def unamplified(count: int) -> float:
+    """Epsilon of ``count`` releases without amplification, for datasets that differ by an empty client."""
     return Accountant([Release(1.0, seen="public")], 1e-5).epsilon(count)
 
 
@@ -43,12 +43,12 @@ def alone(count: int) -> float:
     ids=["scaffold", "error feedback", "carried optimizer"],
 )
 def test_client_states_prevent_amplification(inner: Any):
-    """A neighboring cohort changes later updates of other clients, so that only Poisson sampling amplifies."""
+    """A neighboring cohort changes later updates of other clients; only Poisson sampling amplifies."""
     method = ClientDP(inner, noise=1.0)
     busiest = lambda **options: run(method, cohort_size=2, rounds=3, **options).spent.count  # noqa: E731
-    assert spent(method) == alone(busiest())
-    assert spent(method, participation=WeightedBySamples()) == alone(busiest(participation=WeightedBySamples()))
-    assert spent(method, participation=RoundRobin()) == alone(1)
+    assert spent(method) == unamplified(busiest())
+    assert spent(method, participation=WeightedBySamples()) == unamplified(busiest(participation=WeightedBySamples()))
+    assert spent(method, participation=RoundRobin()) == unamplified(1)
     public = Release(1.0, seen="public")
     assert spent(method, participation=Poisson()) == Accountant(
         [public], 1e-5, CohortSampling("poisson", 2 / 8)
@@ -57,11 +57,11 @@ def test_client_states_prevent_amplification(inner: Any):
         run(method, amplification="fixed", rounds=1)
 
 
-@pytest.mark.parametrize("around", [lambda m: m, Ditto], ids=["nothing", "models that are not sent"])
-def test_sampling_amplifies_where_uploads_do_not_depend_on_client_states(around: Any):
+@pytest.mark.parametrize("wrap", [lambda m: m, Ditto], ids=["nothing", "models that are not sent"])
+def test_sampling_amplifies_where_uploads_do_not_depend_on_client_states(wrap: Any):
     public = Release(1.0, seen="public")
     expected = Accountant([public], 1e-5, CohortSampling("fixed", 2 / 8)).epsilon(3)
-    assert spent(around(ClientDP(FedAvg(local=LOCAL), noise=1.0)), amplification="fixed") == expected
+    assert spent(wrap(ClientDP(FedAvg(local=LOCAL), noise=1.0)), amplification="fixed") == expected
 
 
 @hyperparameters
@@ -95,7 +95,7 @@ class OwnMechanism(Noisy):
     ],
     ids=["by name", "own mechanism", "models that are not sent"],
 )
-def test_client_states_of_every_wrapper_and_method_are_considered(method: Any, remembers: bool):
+def test_client_states_of_wrappers_and_methods_are_considered(method: Any, remembers: bool):
     result = run(method, cohort_size=2, rounds=3)
     assert result.spent is not None and result.spent.empty_place == remembers
     assert ("its place left empty" in result.spent.about) == remembers

@@ -1,4 +1,4 @@
-"""Bounds from membership guesses; audits reject broken mechanisms and claims, and no sound one."""
+"""Lower bounds from membership guesses; audits reject broken mechanisms and claims, and no sound one."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ RUNS = 2000
 
 
 def logits(params, x, key=None):
-    """Of two classes, by two vectors of one shape: an upload of two leaves, whose noise could be the same."""
+    """Logits of two classes by two vectors of one shape: an upload of two leaves, whose noise could be equal."""
     return x[:, :1] * params["a"] + x[:, 1:] * params["b"]
 
 
@@ -36,21 +36,21 @@ TASK = fedrax.classification(PAIR)
 PARAMS = PAIR.init(jax.random.key(0))
 LOCAL = fedrax.LocalSGD(lr=1e6, steps=1, batch_size="full")
 X = np.array([[1.0, -1.0]], np.float32)
-WORLDS = Batch(X, np.array([0])), Batch(X, np.array([1]))
-"""A client with one sample, of either label: its clipped updates are opposite."""
+HYPOTHESES = Batch(X, np.array([0])), Batch(X, np.array([1]))
+"""A client with one sample of either label; its clipped updates are opposite."""
 
 
 @hyperparameters
-class TooQuiet(Noisy):
-    """Noise of a variance half as large as it says."""
+class HalfVariance(Noisy):
+    """Adds noise with half of the declared variance."""
 
     def client(self, message, state, data):
         return Noisy.client(dataclasses.replace(self, noise=self.noise / 2**0.5), message, state, data)
 
 
 @hyperparameters
-class LeafLeftOut(Noisy):
-    """One leaf goes out as it is."""
+class UnprotectedLeaf(Noisy):
+    """Uploads one leaf without noise."""
 
     def client(self, message, state, data):
         output, plain = super().client(message, state, data), fedrax.FedAvg.client(self, message, state, data)
@@ -59,7 +59,7 @@ class LeafLeftOut(Noisy):
 
 @hyperparameters
 class SameKeyTwice(Noisy):
-    """Both leaves get the same noise."""
+    """Adds the same noise to both leaves."""
 
     def client(self, message, state, data):
         plain = fedrax.FedAvg.client(self, message, state, data)
@@ -69,15 +69,16 @@ class SameKeyTwice(Noisy):
 
 
 def audited(method: fedrax.Algorithm, rounds: int = 1, **options):
-    """What two worlds prove of a method, over the runs of this file."""
+    """Lower bounds for a method from two hypotheses."""
     seen = [
-        observe_client(method, TASK, PARAMS, w, RUNS, rounds=rounds, seed=s, **options) for s, w in enumerate(WORLDS)
+        observe_client(method, TASK, PARAMS, w, RUNS, rounds=rounds, seed=s, **options)
+        for s, w in enumerate(HYPOTHESES)
     ]
     return distinguish(*seen, DELTA)
 
 
-def claimed(method: Noisy, rounds: int = 1) -> float:
-    """The sound epsilon of its releases, about other data of a client: they are as far apart as two messages can be."""
+def claimed_epsilon(method: Noisy, rounds: int = 1) -> float:
+    """Epsilon of its releases for replaced data of a client, whose messages are as different as possible."""
     (release,) = method.releases()
     halved = Release(release.noise / 2, neighbors="replacement")
     return Accountant([halved], DELTA).epsilon(rounds)
@@ -85,35 +86,35 @@ def claimed(method: Noisy, rounds: int = 1) -> float:
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("rounds", [1, 2])
-def test_a_sound_mechanism_is_not_accused(rounds: int):
-    """And the bound is worth something: seven tenths of mu = 2 sqrt(rounds) / noise are proven."""
+def test_sound_mechanism_passes_the_audit(rounds: int):
+    """The lower bound is not vacuous: at least 70 % of mu = 2 sqrt(rounds) / noise."""
     method = Noisy(local=LOCAL, noise=2.0)
-    told = audited(method, rounds)
-    assert 0.7 * np.sqrt(rounds) < told.mu < 1.02 * np.sqrt(rounds)
-    assert 0 < told.epsilon < claimed(method, rounds)
-    assert epsilon_of_mu(told.mu, DELTA) < 1.02 * claimed(method, rounds)
+    bounds = audited(method, rounds)
+    assert 0.7 * np.sqrt(rounds) < bounds.mu < 1.02 * np.sqrt(rounds)
+    assert 0 < bounds.epsilon < claimed_epsilon(method, rounds)
+    assert epsilon_of_mu(bounds.mu, DELTA) < 1.02 * claimed_epsilon(method, rounds)
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("broken", [TooQuiet, LeafLeftOut, SameKeyTwice])
-def test_broken_mechanisms_are_caught(broken: type[Noisy]):
+@pytest.mark.parametrize("broken", [HalfVariance, UnprotectedLeaf, SameKeyTwice])
+def test_broken_mechanisms_fail_the_audit(broken: type[Noisy]):
     method = broken(local=LOCAL, noise=2.0)
-    assert epsilon_of_mu(audited(method).mu, DELTA) > 1.1 * claimed(method)
+    assert epsilon_of_mu(audited(method).mu, DELTA) > 1.1 * claimed_epsilon(method)
 
 
-def test_what_the_public_sees_is_the_model_and_what_is_sent_and_said():
-    """Of two rounds four parameters, which are what is sent, and a loss; of SCAFFOLD also c."""
+def test_public_observations_are_models_messages_and_infos():
+    """In two rounds four parameters, which are also the broadcast message, and a loss; for SCAFFOLD also c."""
     method = Noisy(local=LOCAL, noise=2.0, seen="public")
-    seen = observe_client(method, TASK, PARAMS, WORLDS[0], 50, rounds=2, seen="public")
+    seen = observe_client(method, TASK, PARAMS, HYPOTHESES[0], 50, rounds=2, seen="public")
     assert seen.shape == (50, 10) and len(np.unique(seen[:, -1])) == 50
     scaffold = fedrax.privacy.ClientDP(fedrax.Scaffold(local=LOCAL))
-    assert observe_client(scaffold, TASK, PARAMS, WORLDS[0], 3, rounds=2, seen="public").shape == (3, 16)
-    again = observe_client(method, TASK, PARAMS, WORLDS[0], 50, rounds=2, seen="public")
+    assert observe_client(scaffold, TASK, PARAMS, HYPOTHESES[0], 3, rounds=2, seen="public").shape == (3, 16)
+    again = observe_client(method, TASK, PARAMS, HYPOTHESES[0], 50, rounds=2, seen="public")
     assert seen.tobytes() == again.tobytes()
 
 
-def test_what_the_server_sees_is_what_the_client_of_a_run_sends():
-    """Where nothing is drawn, and of a local optimizer whose state the client carries from round to round."""
+def test_server_observations_are_the_uploads_of_a_run():
+    """Without random draws, and with a carried state of the local optimizer."""
     local = fedrax.LocalSGD(lr=0.1, steps=2, batch_size="full", optimizer=fedrax.optim.Optax(optax.adam), carry=True)
     method = fedrax.Scaffold(local=local)
     federation = fedrax.Federation.from_arrays(X, np.array([1]), np.zeros(1, int), num_classes=2)
@@ -125,26 +126,26 @@ def test_what_the_server_sees_is_what_the_client_of_a_run_sends():
     }
     result = fedrax.simulate(method, TASK, federation, progress=False, **options)
     sent = [leaf.ravel() for one in result.exchanges for leaf in jax.tree.leaves(one.sent)]
-    seen = observe_client(method, TASK, PARAMS, WORLDS[1], 1, rounds=3)
+    seen = observe_client(method, TASK, PARAMS, HYPOTHESES[1], 1, rounds=3)
     np.testing.assert_allclose(seen[0], np.concatenate(sent), rtol=1e-6)
     assert np.abs(seen).max() > 0.01
 
 
-def test_an_empty_cohort_shows_no_client():
-    """MIFA's server remembers each client's update: of one that never comes it has none."""
+def test_observations_of_empty_cohorts_are_zero():
+    """MIFA's server has no stored update of a client that never takes part."""
     method = fedrax.algorithms.MIFA(local=fedrax.LocalSGD(lr=0.1, steps=1, batch_size="full"), memory="server")
-    seen = observe_client(method, TASK, PARAMS, WORLDS[0], 2, rounds=2, seen="public", drawn="poisson", rate=0.0)
+    seen = observe_client(method, TASK, PARAMS, HYPOTHESES[0], 2, rounds=2, seen="public", drawn="poisson", rate=0.0)
     assert not seen.any()
 
 
-def test_mu_and_epsilon_of_a_gaussian_agree():
+def test_mu_and_epsilon_of_a_gaussian_mechanism_agree():
     for mu in (0.3, 1.0, 2.5):
         assert epsilon_of_mu(mu, DELTA) == pytest.approx(Accountant([Release(1 / mu)], DELTA).epsilon(1), rel=1e-6)
     assert epsilon_of_mu(0.0, DELTA) == 0
 
 
-def test_all_of_a_hundred_right_guesses():
-    """P = (1 / (1 + e^-eps))^100 = 0.05 at eps = 3.493, worked out by hand; half right proves nothing."""
+def test_one_run_bound_of_a_hundred_correct_guesses():
+    """P = (1 / (1 + e^-eps))^100 = 0.05 at eps = 3.493; half correct guesses have no evidence."""
     assert one_run_epsilon(100, 100, 100) == pytest.approx(3.4930, abs=1e-3)
     assert one_run_epsilon(100, 100, 50) == 0 == one_run_epsilon(5, 0, 0)
     assert one_run_epsilon(100, 100, 100, delta=1e-4) < 3.493
@@ -154,25 +155,25 @@ def test_all_of_a_hundred_right_guesses():
 
 
 @pytest.mark.slow
-def test_one_run_bounds_hold_as_often_as_they_say():
-    """Of randomized response at epsilon 1, guessed as well as can be, at most 5 % of bounds are above 1 (200 runs)."""
+def test_one_run_bounds_have_their_confidence():
+    """For optimal guesses of randomized response at epsilon 1, at most 5 % of 200 bounds are above 1."""
     rng, chance = np.random.default_rng(0), 1 / (1 + np.exp(-1))
     bounds = [one_run_epsilon(400, 400, int(rng.binomial(400, chance))) for _ in range(200)]
     assert sum(bound > 1 for bound in bounds) <= 0.05 * 200 + 3
     assert np.median(bounds) > 0.75
 
 
-def test_guesses_name_the_highest_and_the_lowest():
+def test_guesses_are_the_highest_and_lowest_scores():
     assert guess_membership(np.array([0.3, 2.0, -1.0, 0.5, 0.4]), 0.8).tolist() == [-1, 1, -1, 1, 0]
 
 
-def test_few_runs_prove_nothing():
+def test_few_runs_have_no_evidence():
     with pytest.raises(FedraxError, match="needs 40 to 1,000,000 runs per hypothesis, not 12"):
         distinguish(np.zeros((12, 1)), np.ones((50, 1)), DELTA)
 
 
-def test_the_claim_of_theorem_62_is_refuted_and_ours_is_not():
-    """Of 20 samples one turns the model of 60 local steps around: it moves by 2 tau, not by tau / 20."""
+def test_audit_refutes_theorem_62_and_not_the_claim_of_fedrax():
+    """One of 20 samples turns the model of 60 local steps around: it moves by 2 tau, not by tau / 20."""
     local = fedrax.LocalSGD(lr=5.0, steps=60, batch_size="full")
     method = OutputPerturbation(inner=fedrax.FedAvg(local=local), tau=1.0, sigma=0.8)
     x = np.zeros((20, 2), np.float32)
@@ -188,7 +189,7 @@ def test_the_claim_of_theorem_62_is_refuted_and_ours_is_not():
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("unit", ["client", "sample"])
 def test_canaries_of_one_run(unit: ProtectedUnit):
-    """A claim of a quiet method is refuted by nobody; without noise to speak of most canaries are found."""
+    """With strong noise the claim is not refuted; with almost none most canaries are detected."""
     rng = np.random.default_rng(1)
     x = np.eye(40, dtype=np.float32).repeat(2, axis=0)
     federation = fedrax.Federation.from_arrays(x, rng.integers(0, 2, 80), np.arange(40).repeat(2), num_classes=2)
@@ -202,8 +203,8 @@ def test_canaries_of_one_run(unit: ProtectedUnit):
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("at", "unit"), [("server", "client"), ("client", "sample")])
-def test_a_watched_client_of_an_experiment(at: str, unit: ProtectedUnit):
-    """Of one sample, whose label turns its update around: the two worlds are as far apart as can be."""
+def test_audited_client_of_an_experiment(at: str, unit: ProtectedUnit):
+    """The label of its single sample reverses its update, so that the two hypotheses are as different as possible."""
     x = np.tile(X, (6, 1))
     federation = fedrax.Federation.from_arrays(x, np.zeros(6, int), [0, 1, 1, 1, 1, 1], num_classes=2)
     method = ClientDP(inner=fedrax.FedAvg(local=LOCAL), noise=2.0, at=at)
@@ -218,8 +219,8 @@ def test_a_watched_client_of_an_experiment(at: str, unit: ProtectedUnit):
 
 
 @pytest.mark.slow
-def test_the_draw_of_a_client_is_audited():
-    """What is proven of one that is always there is above what is claimed of one that is drawn in one round of 20."""
+def test_audit_includes_client_sampling():
+    """The lower bound for a client of every cohort is above the claim for one sampled in one of 20 rounds."""
     federation = fedrax.Federation.from_arrays(X, np.array([0]), np.zeros(1, int), num_classes=2)
     method, settings = ClientDP(fedrax.FedAvg(local=LOCAL), noise=0.7), fedrax.Settings(cohort_size=1, delta=0.01)
     watched = lambda drawn, rate: audit_client(  # noqa: E731
@@ -245,8 +246,7 @@ class UnderstatedRate(SampleDP):
 
 
 @pytest.mark.slow(keep=1)
-def test_an_audit_detects_an_understated_sampling_rate():
-    """The audit adds or removes one sample; the claim includes amplification by sampling."""
+def test_audit_detects_an_understated_sampling_rate():
     x = np.array([[3.0, -3.0]], np.float32)
     one = Federation.from_arrays(x, np.array([0]), np.zeros(1, int), num_classes=2)
     local = LocalSGD(lr=0.05, steps=2, batch_size=1)

@@ -24,18 +24,18 @@ PRIVATE = ClientDP(FedAvg(local=LocalSGD(lr=0.1, steps=1, batch_size=2)), clip=F
 
 
 def federation(clients: int) -> fedrax.Federation:
-    """Of two samples each."""
+    """Clients with two samples each."""
     rows = 2 * clients
     return fedrax.Federation.from_arrays(np.ones((rows, 1), np.float32), np.zeros(rows), np.repeat(range(clients), 2))
 
 
 def factor(rounds: int, bands: int) -> np.ndarray:
-    """C, of whose inverse the noise is a part."""
+    """The banded matrix C, by whose inverse the noise is correlated."""
     coefficients = [1.0, 1 / 2, 3 / 8, 5 / 16, 35 / 128][:bands]
     return np.sum([c * np.eye(rounds, k=-j) for j, c in enumerate(coefficients)], axis=0)
 
 
-def test_all_diagonals_are_the_square_root_of_prefix_sums():
+def test_factor_without_bands_is_the_square_root_of_prefix_sums():
     root = factor(5, 5)
     np.testing.assert_allclose(root @ root, np.tri(5), atol=1e-12)
     np.testing.assert_allclose(band_coefficients(5), root[:, 0])
@@ -43,8 +43,8 @@ def test_all_diagonals_are_the_square_root_of_prefix_sums():
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("clients", [6, 5])
-def test_the_covariance_of_noise_over_rounds(clients: int):
-    """Of the sum, divided by the size asked for: with 5 clients every third cohort has one."""
+def test_covariance_of_noise_over_rounds(clients: int):
+    """Noise of the sum divided by the requested cohort size; with 5 clients every third cohort has one client."""
     settings = {"rounds": ROUNDS, "cohort_size": 2, "participation": RoundRobin(), "trajectory": True}
     result = run(PRIVATE, federation(clients), task=TASK, **settings)
     path = np.stack([np.asarray(params["w"]) for params in result.trajectory])
@@ -54,11 +54,11 @@ def test_the_covariance_of_noise_over_rounds(clients: int):
     variance = np.diag(expected)
     uncertain = np.sqrt((np.outer(variance, variance) + expected**2) / NUMBERS)
     assert np.all(np.abs(noise @ noise.T / NUMBERS - expected) < 4.5 * uncertain)
-    assert expected[0, 1] < -4.5 * uncertain[0, 1]  # which independent noise would not pass
+    assert expected[0, 1] < -4.5 * uncertain[0, 1]  # independent noise would fail
 
 
-def test_what_a_client_moves_is_what_is_accounted():
-    """sup |C u|, over rounds that lie apart and updates of length 1 (here of one sign, the worst for C >= 0)."""
+def test_sensitivity_of_a_client_is_accounted():
+    """sup |C u| over separated rounds and updates of length 1 (of one sign, the worst case for C >= 0)."""
     rounds, (release,) = 9, PRIVATE.releases()
     assert (release.seen, release.apart) == ("public", BANDS)
     for times in (1, 2, 3):
@@ -69,21 +69,21 @@ def test_what_a_client_moves_is_what_is_accounted():
         assert counted == pytest.approx(Accountant([Release(Z / worst)], 1e-5).epsilon(1), rel=1e-6)
 
 
-def test_nothing_is_amplified():
+def test_banded_noise_is_not_amplified():
     accountant = Accountant(PRIVATE.releases(), 1e-5, CohortSampling("poisson", 0.1))
     assert not accountant.by_rounds
     assert accountant.epsilon(1) == Accountant(PRIVATE.releases(), 1e-5).epsilon(1)
 
 
-def test_sums_over_rounds_are_noised_less_than_by_independent_noise():
-    """At the same epsilon, of a client that takes part once."""
+def test_prefix_sums_have_less_noise_than_with_independent_noise():
+    """At the same epsilon, for a client that takes part once."""
     rounds = 64
     inverse = np.linalg.inv(sum(c * np.eye(rounds, k=-j) for j, c in enumerate(band_coefficients(rounds))))
     sums = np.tri(rounds) @ inverse * np.linalg.norm(band_coefficients(rounds))
     assert np.square(sums).sum(1).max() < 0.2 * rounds
 
 
-def test_clients_that_take_part_in_turns():
+def test_cyclic_participation():
     sampler = cohort_sampler(Settings(rounds=9, cohort_size=4, participation=RoundRobin()), np.full(10, 2))
     cohorts = [sampler.cohort(r) for r in range(9)]
     assert sorted(np.concatenate(cohorts[:3])) == list(range(10))
@@ -92,7 +92,7 @@ def test_clients_that_take_part_in_turns():
         np.testing.assert_array_equal(cohorts[r], cohorts[r + 3])
 
 
-def test_refusals():
+def test_unsupported_settings_are_rejected():
     with pytest.raises(FedraxError, match=r"at least 3 rounds apart, but client \d participates in rounds"):
         run(PRIVATE, federation(6), task=TASK, rounds=6, cohort_size=2)
     with pytest.raises(FedraxError, match="at least 3 rounds apart"):

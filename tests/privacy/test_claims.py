@@ -1,4 +1,4 @@
-"""Releases that a claim would not cover are rejected or counted; audits test what is claimed."""
+"""Releases that a claim does not cover are rejected or counted; audits test the claims."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ TASK = classification(Logistic().build((2,), 2))
     [SampleDP(FedAvg(local=LOCAL), rate=0.5), ClientDP(FedAvg(local=LOCAL), at="client"), OutputPerturbation()],
     ids=["SampleDP", "ClientDP", "OutputPerturbation"],
 )
-def test_sampling_by_numbers_of_samples_is_rejected(method: Any):
+def test_client_sampling_by_size_is_rejected(method: Any):
     with pytest.raises(FedraxError, match="cohorts that are sampled by numbers of samples tell the server"):
         run(method, participation=WeightedBySamples(), rounds=1)
 
 
 @hyperparameters
 class TwoRuns(FedAvg):
-    """Local steps in both phases."""
+    """Local training in both phases."""
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -54,7 +54,7 @@ class TwoRuns(FedAvg):
 
 @hyperparameters
 class MoreSteps(FedAvg):
-    """Takes more steps than its options say."""
+    """Takes more local steps than its options declare."""
 
     def client(self, message: Any, state: Any, data: Any) -> Any:
         return dataclasses.replace(self, local=dataclasses.replace(self.local, steps=7))._once(message, data)
@@ -63,8 +63,8 @@ class MoreSteps(FedAvg):
         return FedAvg.client(self, message, (), data)
 
 
-def test_every_phases_steps_count():
-    """Twice the answers of one phase, as its epsilon says; with labels exchanged nothing more is proven."""
+def test_local_steps_of_all_phases_are_counted():
+    """Twice the releases of one phase; an audit with exchanged labels finds no more than this epsilon."""
     (one,), (two,) = (SampleDP(m(local=LOCAL)).releases() for m in (FedAvg, TwoRuns))
     assert two.times == 2 * one.times == 4
     method = OutputPerturbation(TwoRuns(local=LocalSGD(lr=1e6, steps=1, batch_size="full")), tau=1.0, sigma=2.0)
@@ -74,20 +74,20 @@ def test_every_phases_steps_count():
         run(ObjectivePerturbation(FedProx(mu=0.5, local=LocalSGD(steps=3, reduction="sum"))), rounds=1)
 
 
-def test_steps_that_are_not_those_of_local_are_rejected():
+def test_undeclared_local_steps_are_rejected():
     with pytest.raises(FedraxError, match=r"also asks for 7 as local.steps instead of 2"):
         run(SampleDP(MoreSteps(local=LOCAL)), rounds=1)
 
 
 def constant() -> Task:
-    """Nothing is learnt: all that moves is noise."""
+    """A constant loss, so that parameters move by noise only."""
     return Task(lambda key: {"w": jnp.zeros(2000)}, lambda p, b, k: 0 * p["w"].sum() * b.x[:, 0])
 
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("draw", ["round robin", "trace"])
-def test_the_noise_does_not_tell_how_many_there_were(draw: str, tmp_path: Path):
-    """A last group of one, and one available client, have the noise of two."""
+def test_noise_does_not_depend_on_the_actual_cohort_size(draw: str, tmp_path: Path):
+    """A last cohort with one client, and one available client, have the noise of two."""
     trace = tmp_path / "trace.csv"
     trace.write_text("round,client\n0,0\n0,1\n1,2\n1,3\n2,4\n")
     rows = Federation.from_arrays(np.ones((10, 1), np.float32), np.zeros(10), np.repeat(range(5), 2))
@@ -102,7 +102,7 @@ def test_the_noise_does_not_tell_how_many_there_were(draw: str, tmp_path: Path):
 
 
 def test_personal_models_with_adaptive_clipping():
-    """The bound goes down beside the parameters."""
+    """The broadcast message also contains the clipping norm."""
     inner = FedAvg(local=LocalSGD(lr=0.1, steps=2, batch_size=2))
     moving = run(Ditto(ClientDP(inner, clip=Adaptive(), noise=0.0)), rounds=2, cohort_size=8)
     still = run(Ditto(inner), rounds=1, cohort_size=8)
@@ -113,8 +113,7 @@ def test_personal_models_with_adaptive_clipping():
     )
 
 
-def test_a_script_says_how_many_there_are(tmp_path: Path):
-    """Whatever the settings would draw: its cohorts are means over their own size."""
+def test_scripted_cohorts_are_averaged_over_their_own_size(tmp_path: Path):
     trace = tmp_path / "trace.csv"
     trace.write_text("round,client\n0,0\n0,1\n")
     script = Script(cohorts=[[1, 2, 3, 5]])
@@ -128,8 +127,8 @@ def test_a_script_says_how_many_there_are(tmp_path: Path):
 # -- audits --------------------------------------------------------------------------------------------------------
 
 
-def test_an_audit_is_about_what_is_protected():
-    """All labels of a client are exchanged by default where clients are protected, and one sample's where samples."""
+def test_audits_change_the_protected_unit():
+    """By default all labels of a client if clients are protected, the label of one sample if samples are."""
     many = Federation.from_arrays(np.tile(ONE.train.x, (20, 1)), np.zeros(20, int), np.zeros(20, int), num_classes=2)
     method = SampleDP(FedAvg(local=LocalSGD(lr=0.05, steps=1, batch_size=20)), clip=0.5, noise=10.0)
     found = audit_client(method, TASK, many, Settings(cohort_size=1), runs=400)
@@ -139,14 +138,14 @@ def test_an_audit_is_about_what_is_protected():
             audit(method, TASK, many, Settings(cohort_size=1), unit="client")
 
 
-def test_an_audit_of_bands_watches_one_round():
+def test_audit_of_banded_noise_observes_one_round():
     method = ClientDP(FedAvg(local=LocalSGD(lr=1e6, steps=1, batch_size=1)), clip=Flat(0.05), noise=8.0, bands=8)
     with pytest.raises(FedraxError, match="participations 8 rounds apart: set rounds to 1"):
         audit_client(method, TASK, ONE, Settings(cohort_size=1), rounds=8, runs=400)
     assert not audit_client(method, TASK, ONE, Settings(cohort_size=1), runs=2000).refuted
 
 
-def test_an_audit_refuses_what_a_run_does():
+def test_audits_reject_what_runs_reject():
     method = SampleDP(FedAvg(local=LOCAL))
     with pytest.raises(FedraxError, match="uniform aggregation weights"):
         audit_client(method, TASK, ONE, Settings(cohort_size=1, weights="samples"), runs=40)
@@ -154,7 +153,7 @@ def test_an_audit_refuses_what_a_run_does():
         audit_client(method, NORM_TASK, FEDERATION, Settings(cohort_size=1), runs=40)
 
 
-def test_nan_observations_prove_nothing():
+def test_nan_observations_have_no_evidence():
     one, other = (np.random.default_rng(seed).normal(size=(400, 3)) for seed in (0, 1))
     for bad in (np.nan, np.inf):
         one[0, 0] = bad
@@ -162,10 +161,10 @@ def test_nan_observations_prove_nothing():
             distinguish(one, other, 1e-5)
 
 
-def test_the_price_of_asynchronous_rounds(
+def test_epsilon_of_asynchronous_rounds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    """No more of them are looked at than have arrivals."""
+    """Only rounds in which an upload of the client can arrive are counted."""
     monkeypatch.chdir(tmp_path)
     trace = tmp_path / "trace.csv"
     trace.write_text("client,seconds\n" + "".join(f"{i},{1 + i % 3}\n" for i in range(50)))

@@ -31,12 +31,12 @@ from tests.privacy.observed import (
     FEATURES,
     OTHER_PLANS,
     ROUNDS,
-    Silent,
+    ZeroUploads,
     assert_bounded,
     assert_gaussian,
-    length_of_what_is_sent,
+    extreme_data,
     noise_of,
-    wild_data,
+    upload_norm,
 )
 from tests.simulation.problems import FEDERATION, LOCAL, SCAFFOLD, TASK, run
 from tests.slow import slow_cases
@@ -53,15 +53,14 @@ BOUNDED = {
     "mifa, each": ClientDP(fedrax.algorithms.MIFA(local=LOCAL, memory="server"), clip=Flat(C), noise=0.0, at="client"),
     "quantized": ClientDP(Quantized(FedAvg(local=LOCAL)), clip=Flat(C), noise=0.0),
 }
-LENGTHS = {name: length_of_what_is_sent(algorithm) for name, algorithm in BOUNDED.items()}
+UPLOAD_NORMS = {name: upload_norm(algorithm) for name, algorithm in BOUNDED.items()}
 
 
 @hyperparameters
-class LeafLeftOut(ClientDP):
-    """Broken: the control variates go up as they are."""
+class UnprotectedLeaf(ClientDP):
+    """Broken: control variates are uploaded without noise."""
 
     def around_client(self, client, message, state, own, data, last):
-        """As they are."""
         exact = client(message, state, data)
         output, own = super().around_client(client, message, state, own, data, last)
         return output._replace(upload=output.upload._replace(control=exact.upload.control)), own
@@ -69,10 +68,9 @@ class LeafLeftOut(ClientDP):
 
 @hyperparameters
 class SameKeyTwice(ClientDP):
-    """Broken: both phases of a round take the same noise."""
+    """Broken: both phases of a round have the same noise."""
 
     def around_client(self, client, message, state, own, data, last):
-        """One key for all phases of a client's round."""
         output, own = super().around_client(client, message, state, own, data, last)
         twice = with_noise(
             data.dropout_key(0), jax.tree.map(jnp.zeros_like, client(message, state, data).upload), Z * C
@@ -82,10 +80,9 @@ class SameKeyTwice(ClientDP):
 
 @hyperparameters
 class OneKeyForAll(ClientDP):
-    """Broken: all clients take the same noise."""
+    """Broken: all clients have the same noise."""
 
     def around_client(self, client, message, state, own, data, last):
-        """A key that clients share."""
         output, own = super().around_client(client, message, state, own, data, last)
         zeros = jax.tree.map(jnp.zeros_like, client(message, state, data).upload)
         return output._replace(upload=with_noise(data.key("noise", shared=True), zeros, Z * C)), own
@@ -93,35 +90,35 @@ class OneKeyForAll(ClientDP):
 
 @hyperparameters
 class TooLittleNoise(ClientDP):
-    """Broken: off by the square root of two."""
+    """Broken: the noise is too small by a factor of sqrt(2)."""
 
     def _per_phase(self, bound: Any) -> tuple[Any, Any]:
         most, deviation = super()._per_phase(bound)
         return most, deviation / 2**0.5
 
 
-# -- the bound -----------------------------------------------------------------------------------------------------
+# -- sensitivity ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("name", BOUNDED)
-def test_no_data_make_a_client_add_more_than_the_bound(name: str):
-    for x in wild_data():
-        assert_bounded(LENGTHS[name], x, C)
-    assert LENGTHS[name](1e3 * wild_data()[0]) > 0.3 * C  # and the bound is reached, or nearly
+def test_uploads_of_any_data_are_within_the_bound(name: str):
+    for x in extreme_data():
+        assert_bounded(UPLOAD_NORMS[name], x, C)
+    assert UPLOAD_NORMS[name](1e3 * extreme_data()[0]) > 0.3 * C  # the bound is almost attained
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(x=arrays(np.float32, (5, FEATURES), elements=st.floats(width=32)))
-def test_no_adversary_does(x: np.ndarray):
+def test_uploads_of_adversarial_data_are_within_the_bound(x: np.ndarray):
     for name in ("scaffold", "episode"):
-        assert_bounded(LENGTHS[name], x, C)
+        assert_bounded(UPLOAD_NORMS[name], x, C)
 
 
-def test_a_leaf_left_out_is_caught():
-    length = length_of_what_is_sent(LeafLeftOut(SCAFFOLD, clip=Flat(C), noise=0.0))
+def test_unprotected_leaf_exceeds_the_bound():
+    length = upload_norm(UnprotectedLeaf(SCAFFOLD, clip=Flat(C), noise=0.0))
     with pytest.raises(AssertionError):
-        assert_bounded(length, 1e6 * wild_data()[0], C)
+        assert_bounded(length, 1e6 * extreme_data()[0], C)
 
 
 INSIDE = {"fedavg": FedAvg(local=LOCAL), "scaffold": SCAFFOLD}
@@ -131,7 +128,7 @@ INSIDE = {"fedavg": FedAvg(local=LOCAL), "scaffold": SCAFFOLD}
 @pytest.mark.parametrize(
     ("name", "at"), slow_cases(product(INSIDE, ("server", "client")), [("fedavg", "client"), ("scaffold", "server")])
 )
-def test_without_noise_and_with_room_it_is_the_method_inside(name: str, at: Any):
+def test_without_noise_and_with_a_large_bound_it_is_the_inner_method(name: str, at: Any):
     inner = INSIDE[name]
     wrapped, plain = run(ClientDP(inner, clip=Flat(1e6), noise=0.0, at=at), rounds=2), run(inner, rounds=2)
     for a, b in zip(jax.tree.leaves(wrapped.server), jax.tree.leaves(plain.server), strict=True):
@@ -152,62 +149,62 @@ def local(inner: fedrax.Algorithm) -> Wrapper:
 
 
 def assert_same_noise(rows: np.ndarray, others: np.ndarray) -> None:
-    """But for the last digit: programs differ in how they round the normal distribution's function."""
+    """Assert equal noise up to the last digit, because programs round the normal quantile function differently."""
     np.testing.assert_allclose(rows, others, rtol=1e-6, atol=1e-6)
 
 
 @pytest.fixture(scope="module")
 def at_server() -> np.ndarray:
     """Noise on the sum."""
-    return noise_of(central, apart=False)
+    return noise_of(central, stacked=False)
 
 
 @pytest.fixture(scope="module")
 def at_clients() -> np.ndarray:
     """Noise on every upload."""
-    return noise_of(local, apart=True)
+    return noise_of(local, stacked=True)
 
 
-def test_noise_at_the_server_is_that_of_the_sum_and_independent(at_server: np.ndarray):
+def test_noise_at_the_server_has_the_scale_of_the_sum_and_is_independent(at_server: np.ndarray):
     assert len(at_server) == ROUNDS * 2 * 2  # rounds, phases, leaves
     assert_gaussian(at_server, Z * C / COHORT)
-    other = noise_of(central, apart=False, seed=1)
+    other = noise_of(central, stacked=False, seed=1)
     assert abs(np.corrcoef(other.ravel(), at_server.ravel())[0, 1]) < 0.1
 
 
-def test_every_client_draws_its_own_noise(at_clients: np.ndarray):
+def test_noise_of_clients_is_independent(at_clients: np.ndarray):
     assert len(at_clients) == ROUNDS * 2 * 2 * COHORT
     assert_gaussian(at_clients, Z * C)
 
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("options", slow_cases(OTHER_PLANS, [{"plan": "vmap", "chunk": 2}, {"devices": 1}]), ids=str)
-def test_noise_at_clients_is_the_same_on_every_plan_and_number_of_devices(at_clients: np.ndarray, options: dict):
-    assert_same_noise(noise_of(local, apart=True, **options), at_clients)
+def test_noise_at_clients_is_the_same_for_all_plans_and_devices(at_clients: np.ndarray, options: dict):
+    assert_same_noise(noise_of(local, stacked=True, **options), at_clients)
 
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("options", slow_cases(OTHER_PLANS, [{"plan": "loop"}, {"plan": "debug"}]), ids=str)
-def test_noise_at_the_server_is_the_same_on_every_plan_and_number_of_devices(at_server: np.ndarray, options: dict):
-    assert_same_noise(noise_of(central, apart=False, **options), at_server)
+def test_noise_at_the_server_is_the_same_for_all_plans_and_devices(at_server: np.ndarray, options: dict):
+    assert_same_noise(noise_of(central, stacked=False, **options), at_server)
 
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("broken", [SameKeyTwice, OneKeyForAll, TooLittleNoise])
-def test_broken_noise_is_caught(broken: type[ClientDP]):
-    rows = noise_of(lambda inner: broken(inner, clip=Flat(C), noise=Z, at="client"), apart=True)
+def test_broken_noise_is_detected(broken: type[ClientDP]):
+    rows = noise_of(lambda inner: broken(inner, clip=Flat(C), noise=Z, at="client"), stacked=True)
     with pytest.raises(AssertionError):
         assert_gaussian(rows, Z * C)
 
 
-def test_a_wrapper_outside_changes_the_stream_and_not_the_scale(at_clients: np.ndarray):
-    other = noise_of(lambda inner: upcycle(local(inner)), apart=True)
+def test_outer_wrappers_change_the_stream_but_not_the_scale(at_clients: np.ndarray):
+    other = noise_of(lambda inner: upcycle(local(inner)), stacked=True)
     assert abs(np.corrcoef(other.ravel(), at_clients.ravel())[0, 1]) < 0.05
     assert_gaussian(other, Z * C)
 
 
 @pytest.mark.slow
-def test_a_grid_of_noise_and_bounds_is_one_program():
+def test_grid_of_noise_and_bounds_is_one_program():
     grid = [ClientDP(FedAvg(local=LOCAL), clip=Flat(c), noise=z) for c in (0.1, 1.0) for z in (0.0, 0.5)]
     together = fedrax.sweep(grid, TASK, FEDERATION, rounds=2, cohort_size=3, mode="vectorized")
     assert "in one program" in together[0][0].plan
@@ -223,13 +220,13 @@ STEPS = {"lr": 0.1, "steps": 3, "batch_size": 4}
 
 
 def updates(x: np.ndarray, cohort: Any) -> list[np.ndarray]:
-    """The clients' updates from x, by plain loops."""
+    """Updates of the clients from x in plain loops."""
     clients = make_problem().clients(reference.Local(**STEPS))
     return [clients[i].descend(x, reference.Part(i, 1.0, 0)).params - x for i in cohort]
 
 
 def simulated(algorithm: fedrax.Algorithm, **options: Any) -> tuple[np.ndarray, fedrax.Result]:
-    """The parameters after every round, float64."""
+    """Parameters after every round in float64."""
     problem = make_problem()
     result = fedrax.simulate(
         algorithm, problem.task, problem.federation, params=problem.params, dtype="float64", trajectory=True, **options
@@ -237,7 +234,7 @@ def simulated(algorithm: fedrax.Algorithm, **options: Any) -> tuple[np.ndarray, 
     return np.array([reference.join(problem.problem, params) for params in result.trajectory]), result
 
 
-def test_clipped_sums_over_the_expected_cohort_against_numpy():
+def test_clipped_sums_over_the_expected_cohort_agree_with_numpy():
     inner = FedAvg(local=LocalSGD(order="stored", **STEPS))
     options: dict[str, Any] = {"rounds": 5, "cohort_size": 2, "participation": Poisson(), "seed": 3}
     path, result = simulated(ClientDP(inner, clip=Flat(0.25), noise=0.0), **options)
@@ -254,7 +251,7 @@ def test_clipped_sums_over_the_expected_cohort_against_numpy():
     assert [event["clients"] for event in result.events] == [len(sampler.cohort(r)) for r in range(5)]
 
 
-def test_clipping_leaf_by_leaf_against_numpy():
+def test_clipping_by_leaf_agrees_with_numpy():
     inner = FedAvg(local=LocalSGD(order="stored", **STEPS))
     problem = make_problem()
     path, _ = simulated(ClientDP(inner, clip=PerLeaf(0.3), noise=0.0), rounds=1, cohort_size=7)
@@ -268,7 +265,7 @@ def test_clipping_leaf_by_leaf_against_numpy():
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("at", ["server", "client"])
-def test_the_adaptive_bound_against_numpy(at: Any):
+def test_adaptive_clipping_agrees_with_numpy(at: Any):
     inner = FedAvg(local=LocalSGD(order="stored", **STEPS))
     clip = Adaptive(bound=0.05, quantile=0.7, lr=0.5, count_noise=1e-6)
     path, result = simulated(ClientDP(inner, clip=clip, noise=0.0, at=at), rounds=4, cohort_size=7)
@@ -284,17 +281,17 @@ def test_the_adaptive_bound_against_numpy(at: Any):
         bound *= np.exp(-0.5 * (within - 0.7))
 
 
-def test_the_count_of_an_adaptive_bound_is_paid_for():
-    """1 / z^2 is what the noise on the updates, relative to C, and that on b - 1/2, relative to 1/2, give away."""
+def test_count_of_adaptive_clipping_is_accounted():
+    """1 / z^2 is the sum of the budgets of the updates, relative to C, and of b - 1/2, relative to 1/2."""
     clip, noise = Adaptive(count_noise=1.3), 2.0
     spent = float(clip.multiplier(noise)) ** -2 + (1.3 / 0.5) ** -2
     np.testing.assert_allclose(spent, noise**-2, rtol=1e-6)
 
 
-# -- what is released and refused ----------------------------------------------------------------------------------
+# -- releases and rejections ---------------------------------------------------------------------------------------
 
 
-def test_what_is_released():
+def test_releases():
     inner = FedAvg(local=LOCAL)
     assert ClientDP(inner, noise=1.2).releases() == (Release(noise=1.2, seen="public"),)
     assert upcycle(ClientDP(inner, noise=1.2)).releases() == (Release(noise=1.2, seen="public"),)
@@ -302,44 +299,45 @@ def test_what_is_released():
     assert inner.releases() == upcycle(inner).releases() == ()
 
 
-def test_nothing_measured_on_clients_leaves_beside_the_upload():
+def test_client_infos_are_removed():
     events = run(ClientDP(fedrax.Episode(local=LOCAL, gamma=0.1)), rounds=1).events
     assert not {"train_loss", "clipped"} & set(events[0])
     assert events[0]["gradients"] > 0
 
 
-def refuse(algorithm: fedrax.Algorithm, match: str, **options: Any) -> None:
-    """It must."""
+def assert_rejected(algorithm: fedrax.Algorithm, match: str, **options: Any) -> None:
+    """Assert that the algorithm is rejected."""
     with pytest.raises(FedraxError, match=match):
         run(algorithm, rounds=1, **options)
 
 
-def test_what_no_noise_covers_is_rejected():
+def test_uploads_without_noise_are_rejected():
     inner = FedAvg(local=LOCAL)
-    refuse(ClientDP(fedrax.algorithms.MIFA(local=LOCAL, memory="server")), "cannot protect each/output/bias")
-    refuse(ClientDP(inner), "uniform aggregation weights", weights="samples")
-    refuse(ClientDP(Robust(inner)), "uses individual uploads")
+    assert_rejected(ClientDP(fedrax.algorithms.MIFA(local=LOCAL, memory="server")), "cannot protect each/output/bias")
+    assert_rejected(ClientDP(inner), "uniform aggregation weights", weights="samples")
+    assert_rejected(ClientDP(Robust(inner)), "uses individual uploads")
     for outside in (Quantized, TopK, Robust):
-        refuse(outside(ClientDP(inner)), r"changes: put .* inside")
-    refuse(Robust(fedrax.algorithms.upcycle(ClientDP(inner))), "the noise of ClientDP is calibrated")
+        assert_rejected(outside(ClientDP(inner)), r"changes: put .* inside")
+    assert_rejected(Robust(fedrax.algorithms.upcycle(ClientDP(inner))), "the noise of ClientDP is calibrated")
     assert run(Quantized(ClientDP(inner, at="client")), rounds=1).events
-    refuse(ClientDP(fedrax.Episode(local=LOCAL), clip=Adaptive()), "set clip to Flat")
-    refuse(ClientDP(inner, clip=Adaptive(count_noise=0.4), noise=0.8), "count_noise must be above 0.4")
-    refuse(ClientDP(inner, noise=-1.0), "ClientDP.noise must be at least 0")
+    assert_rejected(ClientDP(fedrax.Episode(local=LOCAL), clip=Adaptive()), "set clip to Flat")
+    assert_rejected(ClientDP(inner, clip=Adaptive(count_noise=0.4), noise=0.8), "count_noise must be above 0.4")
+    assert_rejected(ClientDP(inner, noise=-1.0), "ClientDP.noise must be at least 0")
 
 
-def test_whole_numbers_that_are_summed_are_rejected():
+def test_integer_totals_are_rejected():
     @hyperparameters
     class Counts(FedAvg):
-        """Also tells how many samples there are."""
+        """Also uploads the number of samples."""
 
         def client(self, message, state, data):
-            """With the count."""
             return super().client(message, state, data)._replace(total={"samples": data.size})
 
-    refuse(ClientDP(Counts(local=LOCAL)), "cannot protect total/samples, which clients of Counts send: .* int32")
+    assert_rejected(
+        ClientDP(Counts(local=LOCAL)), "cannot protect total/samples, which clients of Counts send: .* int32"
+    )
 
 
-def test_a_silent_method_is_what_it_says():
-    assert not np.any(noise_of(lambda inner: ClientDP(inner, noise=0.0), apart=False))
-    assert isinstance(Silent(), fedrax.Algorithm)
+def test_zero_uploads_are_zero():
+    assert not np.any(noise_of(lambda inner: ClientDP(inner, noise=0.0), stacked=False))
+    assert isinstance(ZeroUploads(), fedrax.Algorithm)

@@ -1,4 +1,4 @@
-"""The ledger of a run: epsilon in events, the end of a budget, and resuming."""
+"""The privacy ledger of a run: epsilon in events, the end of a budget, and resuming."""
 
 import json
 import warnings
@@ -27,36 +27,36 @@ COHORTS = [[0, 1, 2], [2, 3, 4], [2, 5, 6], [0, 1, 7]]
 SCRIPT = fedrax.simulation.Script(cohorts=COHORTS)
 
 
-def of_one(count: int, noise: float = 2.0) -> float:
-    """The epsilon of ``count`` answers of one client."""
+def epsilon_of(count: int, noise: float = 2.0) -> float:
+    """Epsilon of ``count`` releases of one client."""
     return Accountant([Release(noise)], 1e-5).epsilon(count)
 
 
-def test_each_event_says_what_the_busiest_client_has_spent():
-    """Client 2 takes part in rounds 1 to 3, and nobody more often than that."""
+def test_events_contain_the_largest_epsilon_over_clients():
+    """Client 2 takes part in rounds 1 to 3, and no client more often."""
     result = run(LOUD, script=SCRIPT)
-    assert [event["epsilon"] for event in result.events] == [of_one(1), of_one(2), of_one(3), of_one(3)]
+    assert [event["epsilon"] for event in result.events] == [epsilon_of(1), epsilon_of(2), epsilon_of(3), epsilon_of(3)]
     paper = [event["epsilon_paper"] for event in result.events]
     kappa = [1 / 18, 2 / 32, 3 / 32, 2 / 18]  # clients 0 (3 samples), 2 (4), 2, 0; noise 1 for one sample
     np.testing.assert_allclose(paper, [2 * np.sqrt(k * np.log(1e5)) + k for k in kappa], rtol=1e-12)
     spent = result.spent
-    assert spent is not None and (spent.epsilon, spent.count, spent.by) == (of_one(3), 3, "analytic Gaussian")
+    assert spent is not None and (spent.epsilon, spent.count, spent.by) == (epsilon_of(3), 3, "analytic Gaussian")
     assert "presence of a client" in repr(result)
 
 
-def test_the_draw_of_cohorts_amplifies_what_the_public_sees():
+def test_client_sampling_amplifies_for_public_observers():
     result = run(PUBLIC, cohort_size=1)
     expected = Accountant([Release(2.0, seen="public")], 1e-5, CohortSampling("fixed", 1 / 8))
     assert [event["epsilon"] for event in result.events] == [expected.epsilon(n) for n in (1, 2, 3, 4)]
-    assert result.events[-1]["epsilon"] < of_one(4)
+    assert result.events[-1]["epsilon"] < epsilon_of(4)
     plain = run(PUBLIC, cohort_size=1, amplification="none")
-    assert plain.events[0]["epsilon"] == of_one(1, noise=1.0)  # another client's place is taken
+    assert plain.events[0]["epsilon"] == epsilon_of(1, noise=1.0)  # another client is replaced
 
 
 @pytest.mark.parametrize(
     ("options", "noise"),
     [
-        ({"participation": WeightedBySamples()}, 1.0),  # who is not there makes room for another
+        ({"participation": WeightedBySamples()}, 1.0),  # an absent client makes room for another one
         ({"participation": FixedList((1, 2, 3))}, 2.0),
         ({"cohort_size": 8}, 2.0),
         ({"script": SCRIPT}, 2.0),
@@ -64,22 +64,22 @@ def test_the_draw_of_cohorts_amplifies_what_the_public_sees():
 )
 def test_deterministic_participation_does_not_amplify(options: dict[str, Any], noise: float):
     result = run(PUBLIC, rounds=2, **options)
-    assert result.spent is not None and result.spent.epsilon == of_one(result.spent.count, noise)
+    assert result.spent is not None and result.spent.epsilon == epsilon_of(result.spent.count, noise)
 
 
-def test_other_methods_have_no_epsilon():
+def test_non_private_methods_have_no_epsilon():
     result = run(fedrax.FedAvg(local=LOCAL), rounds=1)
     assert result.spent is None and "epsilon" not in result.events[0] and "epsilon" not in repr(result)
 
 
-def test_a_release_without_noise_is_null_in_events(tmp_path: Path):
+def test_infinite_epsilon_is_null_in_events(tmp_path: Path):
     result = run(Noisy(local=LOCAL, noise=0.0), rounds=1, directory=tmp_path / "run")
     assert result.events[0]["epsilon"] is None and result.events[0]["epsilon_paper"] is None
     line = json.loads((tmp_path / "run" / "events.jsonl").read_text(), parse_constant=pytest.fail)
     assert line["epsilon"] is None
 
 
-def test_a_run_without_a_finite_epsilon_continues(tmp_path: Path):
+def test_run_without_a_finite_epsilon_continues(tmp_path: Path):
     silent, options = Noisy(local=LOCAL, noise=0.0), {"directory": tmp_path / "run", "eval_every": 2}
     run(silent, rounds=2, **options)
     resumed = run(silent, rounds=4, resume=True, **options)
@@ -87,12 +87,12 @@ def test_a_run_without_a_finite_epsilon_continues(tmp_path: Path):
     assert resumed.metric("epsilon") == [] and resumed.cost_to_target("epsilon", 1.0) is None
 
 
-def test_a_run_stops_before_the_round_that_would_exceed_its_budget(tmp_path: Path):
-    """Of three participations of client 2 the budget has room for two; the last round is evaluated and kept."""
-    budget, directory = (of_one(2) + of_one(3)) / 2, tmp_path / "run"
+def test_run_stops_before_exceeding_its_budget(tmp_path: Path):
+    """The budget covers two of three participations of client 2; the last round is evaluated and saved."""
+    budget, directory = (epsilon_of(2) + epsilon_of(3)) / 2, tmp_path / "run"
     result = run(LOUD, script=SCRIPT, epsilon_budget=budget, directory=directory)
     assert (result.stopped, len(result.events)) == ("budget", 2)
-    assert result.events[-1]["epsilon"] == of_one(2) and "test_accuracy" in result.events[-1]
+    assert result.events[-1]["epsilon"] == epsilon_of(2) and "test_accuracy" in result.events[-1]
     assert checkpoint.load_meta(directory / "checkpoint")["stopped"] == "budget"
     for number in ("2", "2.5"):
         text = f"algorithm = {{}}\n[run]\nseed = 0\nrounds = 4\nepsilon_budget = {number}\n"
@@ -101,18 +101,18 @@ def test_a_run_stops_before_the_round_that_would_exceed_its_budget(tmp_path: Pat
     again = run(LOUD, script=SCRIPT, epsilon_budget=budget, directory=directory, resume=True)
     assert (again.stopped, again.spent, again.events) == ("budget", result.spent, result.events)
     with pytest.raises(FedraxError, match=r"budget of epsilon = [\d.]+ at delta = 1e-05 is spent: 2 rounds have cost"):
-        run(LOUD, script=SCRIPT, epsilon_budget=of_one(1), directory=directory, resume=True)
+        run(LOUD, script=SCRIPT, epsilon_budget=epsilon_of(1), directory=directory, resume=True)
     assert len(run(LOUD, script=SCRIPT, epsilon_budget=None, directory=directory, resume=True).events) == 4
 
 
-def test_a_round_that_touches_no_data_costs_nothing():
-    """Upcycled-FL's second move: as many releases as without it."""
+def test_extrapolation_without_data_is_free():
+    """Upcycled-FL has as many releases as its inner method."""
     upcycled, plain = run(fedrax.algorithms.upcycle(LOUD), script=SCRIPT), run(LOUD, script=SCRIPT)
     assert [event["epsilon"] for event in upcycled.events] == [event["epsilon"] for event in plain.events]
 
 
-def test_poisson_cohorts_and_the_mechanisms_themselves():
-    """A round without clients counts as one that might have had some."""
+def test_poisson_cohorts_and_perturbation_mechanisms():
+    """An empty cohort is accounted as any other one."""
     method = ClientDP(inner=fedrax.FedAvg(local=LOCAL), noise=2.0)
     result = run(method, participation=Poisson(), cohort_size=1, rounds=5)
     expected = Accountant([Release(2.0, seen="public")], 1e-5, CohortSampling("poisson", 1 / 8))
@@ -120,27 +120,27 @@ def test_poisson_cohorts_and_the_mechanisms_themselves():
     assert any(event["clients"] == 0 for event in result.events)
 
 
-def test_objective_perturbation_has_its_papers_number_alone():
+def test_objective_perturbation_has_the_epsilon_of_its_paper_only():
     method = ObjectivePerturbation(inner=fedrax.FedProx(mu=1.0, local=LOCAL), alpha=5.0)
     (release,) = method.releases()
     ledger = Ledger(Accountant([release], 1e-5), np.array([4, 9]))
     event = ledger.spend(np.array([1])) and ledger.spend(np.array([0, 1]))
     assert event["epsilon"] is None and event["epsilon_paper"] == pytest.approx(release.paper_epsilon / 4)
-    # Theorem 6.3 needs u_2 <= n_i mu / 2: here n_i >= 5
+    # Theorem 6.3 requires u_2 <= n_i mu / 2: here n_i >= 5
     few = ObjectivePerturbation(inner=fedrax.FedProx(mu=0.2, local=LOCAL), alpha=5.0).releases()
     outside = Ledger(Accountant(few, 1e-5), np.array([4, 9]))
     assert outside.spend(np.array([1]))["epsilon_paper"] == pytest.approx(few[0].paper_epsilon / 9)
     assert outside.spend(np.array([0]))["epsilon_paper"] is None
 
 
-def test_an_amplified_budget_counts_rounds():
+def test_amplified_budget_is_counted_by_round():
     expected = Accountant([Release(2.0, seen="public")], 1e-5, CohortSampling("fixed", 1 / 8))
     budget = (expected.epsilon(3) + expected.epsilon(4)) / 2
     assert len(run(PUBLIC, cohort_size=1, rounds=6, epsilon_budget=budget).events) == 3
 
 
-def test_resumed_runs_have_the_ledger_of_those_that_went_on(tmp_path: Path):
-    """Bit for bit, in events, result and checkpoint."""
+def test_resumed_runs_have_the_same_ledger(tmp_path: Path):
+    """Bitwise, in events, result and checkpoint."""
     options: dict[str, Any] = {"eval_every": 3}
     whole = run(LOUD, rounds=6, directory=tmp_path / "whole", **options)
     run(LOUD, rounds=3, directory=tmp_path / "parts", **options)
@@ -153,7 +153,7 @@ def test_resumed_runs_have_the_ledger_of_those_that_went_on(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_grid_of_noise_is_one_sweep():
+def test_grid_of_noise_in_a_sweep():
     grid = [Noisy(local=LOCAL, noise=noise) for noise in (1.0, 2.0)]
     options: dict[str, Any] = {"rounds": 2, "cohort_size": 3}
     together = fedrax.sweep(grid, TASK, FEDERATION, settings=fedrax.Settings(**options), mode="vectorized")
@@ -176,13 +176,13 @@ def test_a_grid_of_noise_is_one_sweep():
         (LOUD, {"epsilon_budget": -1.0}, "run.epsilon_budget must be greater than 0"),
     ],
 )
-def test_what_no_ledger_can_keep_is_rejected(method: Any, options: dict[str, Any], sentence: str, tmp_path: Path):
+def test_budgets_without_accounting_are_rejected(method: Any, options: dict[str, Any], sentence: str, tmp_path: Path):
     with pytest.raises(FedraxError, match=sentence):
         run(method, directory=tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_large_delta_is_warned_of():
+def test_large_delta_is_warned_of():
     with pytest.warns(UserWarning, match=r"delta = 0.2 is not below 1/8"):
         run(LOUD, rounds=1, delta=0.2)
     with warnings.catch_warnings():

@@ -22,8 +22,8 @@ STEPS = LocalSGD(lr=0.05, steps=2, batch_size=2)
 
 
 @hyperparameters
-class Sends(FedAvg):
-    """Sends the statistic ``what`` in place of an update."""
+class UploadsStatistic(FedAvg):
+    """Uploads a statistic instead of an update."""
 
     what: str = "cohort_size"
 
@@ -37,9 +37,16 @@ class Sends(FedAvg):
         return output._replace(upload=jax.tree.map(lambda a: 0 * a + told.astype(a.dtype), output.upload))
 
 
-def test_clients_see_the_expected_cohort_size():
-    """With Poisson sampling, the model moves by the expected number of clients, not the drawn one."""
-    result = run(Sends(local=LOCAL), rounds=4, cohort_size=3, participation=Poisson(), trajectory=True, dtype="float64")
+def test_private_clients_have_the_expected_cohort_size():
+    """With Poisson sampling, not the actual cohort size."""
+    result = run(
+        UploadsStatistic(local=LOCAL),
+        rounds=4,
+        cohort_size=3,
+        participation=Poisson(),
+        trajectory=True,
+        dtype="float64",
+    )
     came = [event["clients"] for event in result.events]
     assert len(set(came)) > 1
     biases = [np.asarray(params["output"]["bias"]) for params in result.trajectory]
@@ -51,8 +58,8 @@ def test_clients_see_the_expected_cohort_size():
 @pytest.mark.parametrize("what", ["size", "mean"])
 def test_uploads_besides_gradients_are_rejected(what: str):
     with pytest.raises(FedraxError, match=r"Sends also sends upload.*data without noise"):
-        run(SampleDP(Sends(local=STEPS, what=what)), rounds=1)
-    run(SampleDP(Sends(local=STEPS, what="cohort_size")), rounds=1)
+        run(SampleDP(UploadsStatistic(local=STEPS, what=what)), rounds=1)
+    run(SampleDP(UploadsStatistic(local=STEPS, what="cohort_size")), rounds=1)
 
 
 @hyperparameters
@@ -66,7 +73,7 @@ class Calibrated(FedAvg):
 
 @hyperparameters
 class Redrawn(FedAvg):
-    """Draws batches with replacement, whatever its options say."""
+    """Draws batches with replacement, for any options."""
 
     def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
         local = dataclasses.replace(self.local, order="replacement")
@@ -78,12 +85,12 @@ def test_gradients_of_changed_losses_and_batches_are_rejected():
         run(SampleDP(Calibrated(local=STEPS)), rounds=1)
     with pytest.raises(FedraxError, match=r"asks for 'replacement' as local.order instead of 'shuffle'"):
         run(SampleDP(Redrawn(local=STEPS)), rounds=1)
-    run(SampleDP(MOON(local=STEPS)), rounds=1)  # whose loss compares with what it kept of noised steps
+    run(SampleDP(MOON(local=STEPS)), rounds=1)  # whose loss compares with the stored result of noisy steps
 
 
 @hyperparameters
-class SendsStateLater(FedAvg):
-    """Keeps the mean of its samples and sends it in its next round."""
+class UploadsStateLater(FedAvg):
+    """Stores the mean of its samples and uploads it in its next round."""
 
     def init_client(self, params: Any) -> Any:
         return jnp.zeros(())
@@ -94,14 +101,14 @@ class SendsStateLater(FedAvg):
         return output._replace(upload=upload, state=data.samples.x.mean().astype(state.dtype))
 
 
-def test_data_sent_in_a_later_round_is_rejected():
+def test_data_uploaded_in_a_later_round_is_rejected():
     with pytest.raises(FedraxError, match="SendsStateLater also sends upload"):
-        run(SampleDP(SendsStateLater(local=STEPS)), rounds=1)
+        run(SampleDP(UploadsStateLater(local=STEPS)), rounds=1)
 
 
 @hyperparameters
-class Turned(FedAvg):
-    """Runs local training in a loop, three times."""
+class InLoop(FedAvg):
+    """Runs local training three times in a loop."""
 
     def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
         once = lambda i, x: self.local.run(data, x).params  # noqa: E731
@@ -118,11 +125,11 @@ class Twice(FedAvg):
         return FedAvg.client(self, first.params, state, data)
 
 
-@pytest.mark.parametrize("method", [Turned(local=STEPS), Twice(local=STEPS), Ditto(FedAvg(local=STEPS))])
-def test_local_steps_in_loops_and_taken_twice_are_rejected(method: Any):
-    """All iterations would share one noise and be counted once."""
+@pytest.mark.parametrize("method", [InLoop(local=STEPS), Twice(local=STEPS), Ditto(FedAvg(local=STEPS))])
+def test_repeated_local_training_is_rejected(method: Any):
+    """All iterations of a loop would have the same noise and be counted once."""
     with pytest.raises(FedraxError, match="further local steps, or for local steps inside a loop"):
         run(SampleDP(method), rounds=1)
-    if not isinstance(method, Ditto):  # whose own steps end in a model that is not sent
+    if not isinstance(method, Ditto):  # whose personal steps do not affect the upload
         with pytest.raises(FedraxError, match=r"data without noise|runs local training 2 times"):
             run(OutputPerturbation(method), rounds=1)
