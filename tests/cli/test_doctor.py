@@ -13,7 +13,7 @@ import pytest
 import fedrax
 from fedrax.simulation.persistence.run_directory import lock_directory
 from tests.cli.conftest import TINY, Outcome
-from tests.simulation.problems import bytes_of, without_times
+from tests.simulation.problems import read_files, without_times
 
 Damage = Callable[[Path], None]
 
@@ -86,13 +86,13 @@ def test_damaged_runs_are_repaired(name: str, finished_run: Path, tmp_path: Path
     run = tmp_path / "r"
     shutil.copytree(finished_run, run)
     damage(run)
-    before = bytes_of(run)
+    before = read_files(run)
     outcome = fedrax("doctor", "r")
     assert outcome.status == 1 and f"--repair would {says}" in outcome.out, outcome
-    assert bytes_of(run) == before
+    assert read_files(run) == before
     outcome = fedrax("doctor", "r", "--repair")
     assert outcome.status == 0 and "can be resumed from round" in outcome.out, outcome
-    after = list(bytes_of(run).values())
+    after = list(read_files(run).values())
     assert all(content in after for file, content in before.items() if not file.endswith(".part"))
     assert fedrax("doctor", "r").status == 0
     assert fedrax("resume", "r", "--quiet") == Outcome(0, "", "")
@@ -121,30 +121,30 @@ def test_data_loss_is_reported(name: str, finished_run: Path, tmp_path: Path, fe
     damage, says = LOST[name]
     shutil.copytree(finished_run, tmp_path / "r")
     damage(tmp_path / "r")
-    before = bytes_of(tmp_path / "r")
+    before = read_files(tmp_path / "r")
     outcome = fedrax("doctor", "r", "--repair")
     assert says in outcome.out and "Traceback" not in outcome.err, outcome
-    after = list(bytes_of(tmp_path / "r").values())
+    after = list(read_files(tmp_path / "r").values())
     assert all(content in after for content in before.values())
 
 
 def test_intact_run_is_not_changed(finished_run: Path, fedrax: Any):
-    before = bytes_of(finished_run)
+    before = read_files(finished_run)
     outcome = fedrax("doctor", finished_run, "--repair", "--json")
     found = json.loads(outcome.out)
     assert outcome.status == 0 and found["intact"] and not found["repairs"]
     assert {f["name"] for f in found["files"]} >= {"experiment.toml", "events.jsonl", STATE, BEFORE}
-    assert bytes_of(finished_run) == before
+    assert read_files(finished_run) == before
 
 
 def test_locked_run_is_not_changed(finished_run: Path, tmp_path: Path, fedrax: Any):
     shutil.copytree(finished_run, tmp_path / "r")
     flip_bit(STATE)(tmp_path / "r")
-    before = bytes_of(tmp_path / "r")
+    before = read_files(tmp_path / "r")
     with lock_directory(tmp_path / "r", resume=True):
         outcome = fedrax("doctor", "r", "--repair")
     assert outcome.status == 2 and "another run is writing to" in outcome.err
-    assert bytes_of(tmp_path / "r") == before
+    assert read_files(tmp_path / "r") == before
 
 
 @pytest.mark.parametrize("where", ["nowhere", "x.toml"])

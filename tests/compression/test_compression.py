@@ -19,7 +19,7 @@ from fedrax.contract.algorithm import Algorithm, ClientOutput, Cohort, Info
 from fedrax.contract.client_data import ClientData
 from fedrax.personalization import Ditto
 from fedrax.simulation import Script
-from tests.simulation.problems import LOCAL, MODEL_BYTES, TASK, assert_close, assert_identical, run, travels
+from tests.simulation.problems import LOCAL, MODEL_BYTES, TASK, assert_close, assert_identical, bytes_per_client, run
 from tests.slow import slow_cases
 
 FEDAVG = FedAvg(local=LOCAL)
@@ -86,7 +86,7 @@ def test_quantization_is_unbiased(bits: int):
 @pytest.mark.parametrize(("bits", "up"), [(4, NUMBERS // 2 + 1), (8, NUMBERS), (16, 2 * NUMBERS)])
 def test_bytes_of_quantized_uploads(bits: int, up: int):
     """Arrays of 12 and 3 entries: with four bits, the last half byte of the odd array counts."""
-    assert travels(Quantized(FEDAVG, bits=bits)) == (MODEL_BYTES, up + 4 * LEAVES)  # type: ignore[arg-type]
+    assert bytes_per_client(Quantized(FEDAVG, bits=bits)) == (MODEL_BYTES, up + 4 * LEAVES)  # type: ignore[arg-type]
 
 
 def test_quantization_of_zeros_integers_and_bfloat16():
@@ -143,7 +143,7 @@ def test_topk_of_all_entries_is_the_inner_method():
 
 @pytest.mark.parametrize(("fraction", "k"), [(0.01, 1), (0.2, 3), (0.21, 4), (1.0, NUMBERS)])
 def test_bytes_of_sparse_uploads(fraction: float, k: int):
-    assert travels(TopK(FEDAVG, fraction)) == (MODEL_BYTES, 8 * k)
+    assert bytes_per_client(TopK(FEDAVG, fraction)) == (MODEL_BYTES, 8 * k)
 
 
 def test_fraction_of_entries_is_rounded_up_exactly():
@@ -156,8 +156,8 @@ def test_each_part_of_an_upload_has_its_own_encoding():
     """Quantized around TopK: uncompressed indices, one byte per value. FedAvg's update inside SCAFFOLD's upload is
     sparse.
     """
-    assert travels(Quantized(TopK(FEDAVG, 0.2)))[1] == 3 * (4 + 1) + 4
-    assert travels(TopK(Scaffold(local=LOCAL), 0.2))[1] == 3 * 8 + MODEL_BYTES
+    assert bytes_per_client(Quantized(TopK(FEDAVG, 0.2)))[1] == 3 * (4 + 1) + 4
+    assert bytes_per_client(TopK(Scaffold(local=LOCAL), 0.2))[1] == 3 * 8 + MODEL_BYTES
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_randomk_rejects_uploads_without_floats():
     ids=["signs", "signs inside SCAFFOLD", "random", "random and short", "down", "both ways"],
 )
 def test_bytes_are_those_of_the_packed_encoding(method: Algorithm, up: int, down: int):
-    assert travels(method) == (down, up)
+    assert bytes_per_client(method) == (down, up)
 
 
 # -- all ---------------------------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ class Crash:
         self.round = round
 
     def start(self, run: RunInfo) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def event(self, event: Event) -> None:
         """Raise after the given round."""
@@ -98,7 +98,7 @@ class Crash:
             raise RuntimeError("power cut")
 
     def finish(self, result: Any | None) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 @every_algorithm

@@ -20,7 +20,7 @@ from fedrax.report.report_data import gather
 from fedrax.report.runs import read_run
 from fedrax.simulation.persistence.run_directory import lock_directory
 from tests.fuzz.damage import damaged
-from tests.simulation.problems import SCAFFOLD, assert_identical, bytes_of, run
+from tests.simulation.problems import SCAFFOLD, assert_identical, read_files, run
 
 EXPERIMENT = "name = 'x'\n[algorithm]\nname = 'scaffold'\n[run]\nseed = 0\nrounds = 6\n"
 ROUNDS, DAMAGED_ROUNDS = 6, 4
@@ -35,7 +35,7 @@ def intact_files() -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as folder:
         run(SCAFFOLD, **OFTEN, rounds=DAMAGED_ROUNDS, directory=folder)
         write_text(Path(folder) / "experiment.toml", EXPERIMENT)
-        return bytes_of(Path(folder))
+        return read_files(Path(folder))
 
 
 @cache

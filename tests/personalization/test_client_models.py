@@ -19,7 +19,7 @@ from fedrax.experiments import experiment, load_result
 from fedrax.personalization import Ditto, Personalized
 from fedrax.simulation import client_metrics
 from tests.personalization.test_personal_layers import LAYERS, NORM_TASK
-from tests.simulation.problems import AWAY, FEDERATION, run
+from tests.simulation.problems import FEDERATION, OFF_DEVICE, run
 
 LOCAL = LocalSGD(lr=0.1, steps=3, batch_size=4)
 FEDBN = Personalized(FedAvg(local=LOCAL), personal_params=("norm/*",), statistics=True)
@@ -150,7 +150,7 @@ def test_global_model_has_the_reported_loss(method: Algorithm, tmp_path: Path):
 
 
 def test_client_models_of_spilled_states():
-    away, here = (run(FEDBN, task=NORM_TASK, **SETTINGS, **options) for options in (AWAY, {}))
+    away, here = (run(FEDBN, task=NORM_TASK, **SETTINGS, **options) for options in (OFF_DEVICE, {}))
     for client in range(FEDERATION.num_clients):
         jax.tree.map(np.testing.assert_array_equal, away.client_model(client), here.client_model(client))
 

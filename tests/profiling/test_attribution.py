@@ -1,4 +1,4 @@
-"""Attribution of a trace's time, on timelines written by hand."""
+"""Attribution of a trace's time to operations, on hand-written timelines."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ ENTRY %e (a: f32[4,4]) -> f32[4,4] {
 FLOPS = 2 * 4**3
 
 
-def line(*events: tuple[int, int, str]) -> Timeline:
-    """Of events (start, end, name)."""
+def timeline_of(*events: tuple[int, int, str]) -> Timeline:
+    """A timeline of events (start, end, name)."""
     return timeline([(end, start, name) for start, end, name in events], TEXT)
 
 
 def total(made: Timeline) -> dict[str, int]:
-    """What each operation is charged with."""
+    """Time of each operation."""
     names = {*made.charged, *made.awaited}
     return {name: sum(made.charged[name]) + sum(made.awaited[name]) for name in names}
 
 
-def test_time_is_charged_from_the_end_of_the_operation_before():
-    made = line((0, 10, "early"), (15, 30, "both"), (35, 40, "early"))
+def test_time_is_charged_from_the_end_of_the_previous_operation():
+    made = timeline_of((0, 10, "early"), (15, 30, "both"), (35, 40, "early"))
     assert made.charged == {"early": [10, 10], "both": [20]} and made.span == 40
 
 
@@ -60,19 +60,19 @@ def test_time_is_charged_from_the_end_of_the_operation_before():
     ],
     ids=["read at once", "read later", "two", "a convolution", "not in the trace"],
 )  # fmt: skip
-def test_a_product_is_charged_with_the_delay_of_what_reads_it(events: list, charged: dict):
-    assert total(line(*events)) == charged
+def test_products_are_charged_with_the_delay_of_their_consumers(events: list, charged: dict):
+    assert total(timeline_of(*events)) == charged
 
 
 def busy(microseconds: int, name: str = "first", times: int = 10) -> Timeline:
-    """A device that does one thing."""
-    return line(*((1000 * microseconds * i, 1000 * microseconds * (i + 1), name) for i in range(times)))
+    """A device with one repeated operation."""
+    return timeline_of(*((1000 * microseconds * i, 1000 * microseconds * (i + 1), name) for i in range(times)))
 
 
 @pytest.mark.parametrize(
     ("seconds", "untraced"), [(150e-6, 140e-6), (9e-3, 120e-6), (9e-3, 1e-6)], ids=["quiet", "held up", "tiny"]
 )
-def test_operations_make_up_the_time_however_disturbed(seconds: float, untraced: float):
+def test_times_of_operations_sum_to_the_total(seconds: float, untraced: float):
     traced = TracedRounds(2, 1.0, seconds, untraced, [busy(10), busy(10)])
     assert 0 < traced.busy <= untraced
     (made,) = attribute(traced, TEXT, small=0.5, ms=3.0)
@@ -80,39 +80,39 @@ def test_operations_make_up_the_time_however_disturbed(seconds: float, untraced:
     assert made.flops == 2 * 10 / 2 * FLOPS and made.executions == 5
 
 
-def test_what_touches_next_to_nothing_passes_over_no_arrays():
-    """A scalar that another thread copies: its 20 µs are those of the thread."""
+def test_scalar_operations_are_charged_to_the_thread():
+    """The 20 µs of a scalar that another thread copies."""
     kinds = [
         attribute(TracedRounds(1, 1.0, 2e-4, 2e-4, [busy(20, name)]), TEXT, 0.5, 1.0) for name in ("early", "over")
     ]
     assert [made.kind for (made,) in kinds] == ["small", "memory"]
 
 
-def test_what_clients_do_is_scaled_to_all_of_them():
+def test_time_of_traced_clients_is_scaled_to_all_clients():
     (made,) = attribute(TracedRounds(1, 0.5, 150e-6, 140e-6, [busy(10)]), TEXT, small=0.5, ms=3.0)
     assert made.flops == 2 * 10 * FLOPS and made.executions == 20
 
 
-def test_waiting_of_a_part_of_the_clients_is_not_that_of_all():
-    """Two devices of which one had nothing to do while the part was traced, and both a fifth less in all of it."""
-    first = line((0, 100, "first"), (100, 101, "both"))
-    second = line((0, 1, "both"), (1, 2, "both"))
+def test_waiting_of_traced_clients_is_not_scaled():
+    """Of two devices one was idle while a part was traced; over the whole round both are idle for a fifth."""
+    first = timeline_of((0, 100, "first"), (100, 101, "both"))
+    second = timeline_of((0, 1, "both"), (1, 2, "both"))
     part = TracedRounds(1, 0.5, 110e-9, 110e-9, [first, second], idle=0.25)
     spent = {made.part: made.ms for made in attribute(part, TEXT, small=1e-9, ms=1.0)}
     assert spent[WAIT] == pytest.approx(0.2, rel=0.02)
 
 
-def test_an_interrupted_execution_is_charged_little_more_than_the_median():
+def test_interrupted_execution_is_charged_about_the_median():
     events = [(1000 * i, 1000 * (i + 1), "first") for i in range(9)] + [(9000, 50_009_000, "first")]
     other = (50_009_000, 50_018_000, "both")
-    traced = TracedRounds(1, 1.0, 51e-3, 51e-3, [line(*events, other)])
+    traced = TracedRounds(1, 1.0, 51e-3, 51e-3, [timeline_of(*events, other)])
     spent = {made.about.what: made.ms for made in attribute(traced, TEXT, small=0.5, ms=1.0)}
     assert spent["product"] < 15 * spent["pass"], "50 ms against 9 µs in the trace"
 
 
-def test_waiting_is_what_exceeds_the_last_to_arrive():
-    first = line((0, 50, "meet"), (50, 60, "meet"))
-    second = line((0, 10, "meet"), (10, 40, "meet"))
+def test_waiting_is_the_time_before_the_last_device_arrives():
+    first = timeline_of((0, 50, "meet"), (50, 60, "meet"))
+    second = timeline_of((0, 10, "meet"), (10, 40, "meet"))
     assert waits([first, second]) == {"meet": 60} and waits([first]) == {"meet": 0}
     made = attribute(TracedRounds(1, 1.0, 60e-9, 60e-9, [first, second]), TEXT, small=0.5, ms=1.0)
     waited = next(spent for spent in made if spent.part == WAIT)

@@ -1,4 +1,4 @@
-"""The profiler on small experiments: parts sum to the whole, and counts equal those by hand."""
+"""The profiler on small experiments: parts sum to the total, and counts equal those computed by hand."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LIMITS = MachineLimits(gflops=100.0, gigabytes=10.0)
 
 @pytest.fixture(autouse=True)
 def given_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured by a test of their own."""
+    """Given limits of the machine, which a separate test measures."""
     monkeypatch.setattr(machine_limits, "measure", lambda mesh, dtype, precision: LIMITS)
 
 
@@ -48,7 +48,7 @@ def federation(*shape: int, sizes: tuple[int, ...] = (ROWS,) * CLIENTS) -> fedra
 
 
 def arguments(algorithm: Any, model: Any, shape: tuple[int, ...], **changes: Any) -> tuple:
-    """Those of `profile`."""
+    """Arguments of `profile`."""
     task = fedrax.classification((model or Logistic()).build(shape, CLASSES))
     given: dict[str, Any] = {"rounds": 4, "cohort_size": COHORT, "eval_every": 2} | changes
     return algorithm or fedrax.FedAvg(local=LOCAL), task, federation(*shape), fedrax.Settings(**given)
@@ -69,17 +69,21 @@ def run(algorithm: Any = None, model: Any = None, shape: tuple[int, ...] = (20,)
 
 
 def dense(inputs: int, outputs: int, first: bool = False) -> int:
-    """Of a dense layer's step: its product, that of its weights' gradient and, unless first, of its inputs'."""
+    """FLOPs of a step of a dense layer: its product, that of the weight gradient and, unless first, of the input
+    gradient.
+    """
     return (2 if first else 3) * 2 * BATCH * inputs * outputs
 
 
 def output(features: int, first: bool = False) -> int:
-    """The same of an output layer, whose weights' gradient is no product for a batch as small as this."""
+    """FLOPs of a step of an output layer, whose weight gradient is no product for such a small batch."""
     return (1 if first else 2) * 2 * BATCH * features * CLASSES
 
 
 def lstm(steps: int, inputs: int, hidden: int) -> int:
-    """Of an LSTM's step: the gates' products from inputs and state, both weights' gradients and the state's."""
+    """FLOPs of a step of an LSTM: products of the gates with input and state, gradients of both weights and of the
+    state.
+    """
     return 2 * BATCH * steps * 4 * hidden * (2 * inputs + 3 * hidden)
 
 
@@ -93,7 +97,7 @@ def lstm(steps: int, inputs: int, hidden: int) -> int:
     ),
     ids=["2NN", "LSTM"],
 )
-def test_matrix_products_are_those_counted_by_hand(model: Any, shape: tuple[int, ...], flops: int):
+def test_matrix_products_are_counted(model: Any, shape: tuple[int, ...], flops: int):
     made = run(model=model, shape=shape)
     assert made.flops_a_round == COHORT * STEPS * flops
     assert made.gradients == COHORT * STEPS * BATCH and made.gflops_in_products > 0
@@ -102,9 +106,9 @@ def test_matrix_products_are_those_counted_by_hand(model: Any, shape: tuple[int,
 
 
 @pytest.mark.slow
-def test_products_are_counted_with_clients_side_by_side_and_on_one_device():
+def test_products_are_counted_with_vectorized_clients_on_one_device():
     made = run(plan="vmap", chunk=COHORT, devices=1)
-    weighted_sum = 2 * COHORT * (20 * 10 + 10)  # side by side it is a product too
+    weighted_sum = 2 * COHORT * (20 * 10 + 10)  # with vectorized clients the weight gradient is a product too
     assert made.flops_a_round == COHORT * STEPS * output(20, first=True) + weighted_sum
     assert made.devices == 1 and "wait for other devices" not in {part.name for part in made.parts}
 
@@ -118,11 +122,11 @@ def test_compilation_is_measured_in_every_profile():
 
 
 @pytest.mark.slow
-def test_phases_are_apart():
+def test_phases_are_separated():
     made = run(fedrax.Episode(local=LOCAL))
     gradients = {part.phase: part for part in made.parts if part.name == "gradients"}
     assert set(gradients) == {1, 2}
-    assert gradients[2].operations > gradients[1].operations  # local steps against one gradient
+    assert gradients[2].operations > gradients[1].operations  # local steps versus one gradient
     assert {"gather batches", "local steps", "server", "aggregate", "evaluate", "host"} <= {p.name for p in made.parts}
 
 
@@ -135,11 +139,11 @@ def test_phases_are_apart():
     ],
     ids=["vectors", "tables"],
 )
-def test_client_states_are_moved_where_they_are_no_tables(algorithm: Any, moved: bool):
+def test_client_states_are_copied_unless_they_are_tables(algorithm: Any, moved: bool):
     assert ("client states" in {part.name for part in run(algorithm).parts if part.ms > 0}) is moved
 
 
-def test_plans_that_are_not_one_program_are_timed_as_a_whole():
+def test_plans_with_many_programs_are_timed_as_a_whole():
     made = run(plan="loop")
     assert {part.name for part in made.parts} == {"rounds", "evaluate", "host"} and not made.heaviest
     assert any("Plan loop is not one program" in note for note in made.notes)
@@ -147,7 +151,7 @@ def test_plans_that_are_not_one_program_are_timed_as_a_whole():
 
 
 @pytest.mark.slow
-def test_layers_of_a_network_are_named_and_its_convolutions_in_the_fast_form(monkeypatch: pytest.MonkeyPatch):
+def test_layers_are_named_and_convolutions_rewritten(monkeypatch: pytest.MonkeyPatch):
     nn = pytest.importorskip("flax.linen")
     texts: list[str] = []
     monkeypatch.setattr(measurement, "ProgramText", lambda text: texts.append(text) or ProgramText(text))
@@ -163,12 +167,12 @@ def test_layers_of_a_network_are_named_and_its_convolutions_in_the_fast_form(mon
 
 
 @pytest.mark.parametrize("rounds", [0, -3])
-def test_no_rounds_are_not_the_default(rounds: int):
+def test_zero_rounds_are_rejected(rounds: int):
     with pytest.raises(FedraxError, match=f"must be 1 or more .*, not {rounds}"):
         profile(*arguments(None, None, (20,)), rounds=rounds)
 
 
-def test_the_trace_is_kept_where_a_text_says(tmp_path: Path):
+def test_trace_is_written_to_a_path_given_as_string(tmp_path: Path):
     profile(*arguments(None, None, (20,)), rounds=1, keep_trace=str(tmp_path / "kept"))
     assert list((tmp_path / "kept").glob("**/*.xplane.pb"))
 
@@ -179,13 +183,13 @@ def test_divergence_raises_a_clear_error():
         run(fedrax.FedAvg(local=fedrax.LocalSGD(lr=1e38, steps=STEPS)), TwoNN())
 
 
-def test_limits_of_the_machine(monkeypatch: pytest.MonkeyPatch):
+def test_limits_of_the_machine_are_measured(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()
     made = machine_limits.measure(execution_plan.make_mesh(None), budget=0.05)
     assert 1 < made.gflops < 1e6 and 0.5 < made.gigabytes < 1e5
 
 
-def test_the_limit_of_products_is_that_of_the_runs_precision(monkeypatch: pytest.MonkeyPatch):
+def test_product_limit_has_the_precision_of_the_run(monkeypatch: pytest.MonkeyPatch):
     seen: list[Any] = []
     monkeypatch.setattr(machine_limits, "measure", lambda mesh, dtype, precision: seen.append(precision) or LIMITS)
     run(precision="bfloat16", plan="loop")
@@ -195,7 +199,7 @@ def test_the_limit_of_products_is_that_of_the_runs_precision(monkeypatch: pytest
     assert seen[0] == "bfloat16" and "reduce_precision" in str(jax.make_jaxpr(seen[1])(jnp.ones((4, 4))))
 
 
-def test_measures_of_parameters_are_timed_with_evaluations():
+def test_parameter_metrics_are_timed_with_evaluations():
     method, task, clients, settings = arguments(None, None, (20,), eval_every=4)
     measured = []
 
@@ -207,18 +211,18 @@ def test_measures_of_parameters_are_timed_with_evaluations():
     assert measured
 
 
-def test_evaluations_of_clients_own_models_are_timed(monkeypatch: pytest.MonkeyPatch):
+def test_evaluations_of_personal_models_are_timed(monkeypatch: pytest.MonkeyPatch):
     calls, whole = [], PersonalEvaluator.__call__
     monkeypatch.setattr(PersonalEvaluator, "__call__", lambda *given: calls.append(1) or whole(*given))
     assert run(finetune=1, plan="loop").evaluation_ms > 0 and len(calls) > 1
 
 
-# --- Advice, on operations made by hand -------------------------------------------------------------------
+# --- Advice on hand-written operations --------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def setup() -> Setup:
-    """Of FedAvg on clients of unequal size."""
+    """The setup of FedAvg on clients of different sizes."""
     algorithm, task, _, settings = arguments(None, None, (20,), devices=1)
     return prepare(algorithm, task, federation(20, sizes=(10, 40, 20)), settings)
 
@@ -226,13 +230,13 @@ def setup() -> Setup:
 def spent(
     ms: float, layer: str = "", what: str = "product", flops: float = 1e3, size: float = 1e3, **more: Any
 ) -> OperationTime:
-    """An operation of gradients, executed ten times a round."""
+    """An operation of gradients that runs ten times per round."""
     given: dict[str, Any] = {"side": 20} | more
     about = OperationDescription(what, layer, "forward", "20×20 · 20×20", **given)
     return OperationTime(0, "gradients", "products" if flops else "memory", ms, 10.0, flops, size, about)
 
 
-def test_light_operations_of_layers_that_differ_by_numbers_are_taken_together(setup: Setup):
+def test_small_operations_of_numbered_layers_are_grouped(setup: Setup):
     blocks = [spent(0.9, f"block_{i}/dense") for i in range(10)]
     rows = heaviest(setup, [spent(50.0, "block_3/conv"), *blocks, spent(1.0, "other")], 100.0, LIMITS)
     assert [row.layer for row in rows] == ["block_3/conv", "block_*/dense"]
@@ -283,7 +287,7 @@ def test_advice_for_a_kind_of_time(setup: Setup, kinds: dict[str, float], advice
     assert "Compiling takes 9.0 s" in advise(setup, kinds, 9.0)[0]
 
 
-def test_stored_order_is_advised_where_batches_would_be_slices(setup: Setup):
+def test_stored_order_is_advised_if_batches_become_slices(setup: Setup):
     def advice(setup: Setup) -> str:
         return " ".join(advise(setup, {"gather": 9.0, "memory": 1.0}, 0.0))
 
@@ -295,7 +299,9 @@ def test_stored_order_is_advised_where_batches_would_be_slices(setup: Setup):
     assert "not shuffled" in advice(of(300, epochs))
     assert "not shuffled" in advice(of(300, dataclasses.replace(LOCAL, steps=24 // BATCH)))
     assert "stored" not in advice(of(20, epochs)) + advice(setup)
-    assert "stored" not in advice(of(300, dataclasses.replace(LOCAL, steps=24 // BATCH - 1)))  # never comes to the last
+    assert "stored" not in advice(
+        of(300, dataclasses.replace(LOCAL, steps=24 // BATCH - 1))
+    )  # does not reach the last samples
 
 
 def test_advice_names_the_keys_of_the_method_inside_a_wrapper():
@@ -305,7 +311,7 @@ def test_advice_names_the_keys_of_the_method_inside_a_wrapper():
     assert "(algorithm.inner.inner.local.batch_size)" in advice
 
 
-def test_the_last_rounds_evaluation_counts_where_it_is_not_on_time():
+def test_additional_evaluation_of_the_last_round_is_counted():
     made = run(rounds=3, eval_every=2, plan="loop")
     (evaluate,) = (part.ms for part in made.parts if part.name == "evaluate")
     assert math.isclose(evaluate, 2 / 3 * made.evaluation_ms)

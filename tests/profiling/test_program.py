@@ -1,4 +1,4 @@
-"""The reader of compiled programs, on programs compiled by XLA."""
+"""The parser of compiled programs, on programs of XLA."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fedrax.xla.scopes import GATHER, GRADIENT, phase_scope, read_scope, scope
 
 
 def compiled(function: Callable, *arguments: Array, donate: tuple[int, ...] = ()) -> ProgramText:
-    """The text of the function's program."""
+    """Text of the function's compiled program."""
     text = jax.jit(function, donate_argnums=donate).lower(*arguments).compile().as_text()
     return ProgramText(text or "")
 
 
 def total(text: ProgramText) -> tuple[float, float]:
-    """(flops, bytes) of the operations outside of fusions, each once."""
+    """(flops, bytes) of the operations outside of fusions."""
     fused = {called for op in text.operations.values() if op.opcode == "fusion" for called in op.calls}
     costs = [text.cost(op.name) for op in text.operations.values() if op.computation not in fused]
     return sum(cost.flops for cost in costs), sum(cost.bytes for cost in costs)
@@ -36,13 +36,13 @@ def convolve(x: Array, kernel: Array, groups: int = 1) -> Array:
     )
 
 
-def test_a_product():
+def test_product():
     text = compiled(lambda a, b: a @ b, jnp.ones((30, 40)), jnp.ones((40, 50)))
     assert text.module.startswith("jit_")
     assert total(text) == (2 * 30 * 40 * 50, 4 * (30 * 40 + 40 * 50 + 30 * 50))
 
 
-def test_operands_of_products_have_the_shapes_that_the_product_sees():
+def test_operands_of_products_have_their_own_shapes():
     text = ProgramText("""HloModule m
 
 ENTRY %e (a: f32[2,3,5]) -> f32[6,7] {
@@ -56,7 +56,7 @@ ENTRY %e (a: f32[2,3,5]) -> f32[6,7] {
     assert text.describe("dot").shapes == "6×5 · 5×7"
 
 
-def test_a_convolution():
+def test_convolution():
     text = compiled(convolve, jnp.ones((2, 12, 12, 3)), jnp.ones((5, 5, 3, 4)))
     assert total(text)[0] == 2 * (2 * 8 * 8 * 4) * (5 * 5 * 3)
 
@@ -70,7 +70,7 @@ def test_a_convolution():
         ("%k, %x", "f32[5,5,3,4]", "ReorderFilter", 0),
     ],
 )
-def test_convolutions_of_cudnn_and_their_gradients(operands: str, result: str, kind: str, products: int):
+def test_cudnn_convolutions_and_their_gradients(operands: str, result: str, kind: str, products: int):
     attributes = f'dim_labels=b01f_01io->b01f, custom_call_target="__cudnn$conv{kind}"'
     text = ProgramText(f"""HloModule m
 
@@ -86,7 +86,7 @@ ENTRY %e (x: f32[2,12,12,3], k: f32[5,5,3,4], g: f32[2,8,8,4]) -> {result} {{
     assert text.describe("conv").side == 3 * products
 
 
-def test_rows_of_a_table_count_as_rows():
+def test_table_lookups_count_rows():
     table, rows = jnp.ones((10_000, 8)), jnp.array([3, 5, 7])
     assert 2 * 3 * 8 * 4 <= total(compiled(lambda t, i: t[i] * 2, table, rows))[1] < 10 * 3 * 8 * 4
     write = lambda t, v, i: jax.lax.dynamic_update_slice(t, v * 2, (i, 0))  # noqa: E731
@@ -115,7 +115,7 @@ def test_operations_belong_to_the_innermost_scope(side_by_side: bool):
 
 
 def test_operations_are_described_by_their_layers():
-    """Convolutions included, whose operations `optimize` replaces."""
+    """Including convolutions, whose operations `optimize` replaces."""
 
     def loss(weights: list[Array], x: Array) -> Array:
         with jax.named_scope("net/first"):
@@ -144,22 +144,22 @@ def test_operations_are_described_by_their_layers():
     assert {looped for what, layer, _, looped in named if (what, layer) == ("product", "net/cell")} >= {True}
 
 
-def test_the_sides_of_many_products_are_those_of_each():
-    """Four heads are no side of length four."""
+def test_batched_products_have_the_dimensions_of_each_product():
+    """Four heads are no dimension of length four."""
     text = compiled(
         lambda q, k: jnp.einsum("bhle,bhme->bhlm", q, k), jnp.ones((2, 4, 24, 16)), jnp.ones((2, 4, 24, 16))
     )
     assert {text.describe(op.name).side for op in text.operations.values() if text.cost(op.name).flops} == {16}
 
 
-def test_sorts_and_transforms_are_no_passes():
+def test_sorts_and_fourier_transforms_are_no_elementwise_passes():
     text = compiled(lambda x: jnp.sort(jnp.abs(jnp.fft.fft(x))), jnp.ones((8, 32)))
     about = {text.describe(op.name).what for op in text.operations.values()}
     assert {"sort", "Fourier transform"} <= about
 
 
 @pytest.mark.skipif("lu" not in SEQUENTIAL_RULES, reason="batches of matrices are computed at once")
-def test_the_loop_over_matrices_is_not_the_models_own():
+def test_loops_of_factorizations_are_not_loops_of_the_model():
     def step(a: Array) -> Array:
         with phase_scope(0), scope(GRADIENT):
             return jax.grad(lambda a: optimize(jax.vmap(lambda a: jnp.linalg.solve(a, a[0])))(a).sum())(a)

@@ -19,7 +19,7 @@ from fedrax.tuning.selection import SearchResult, Trial
 
 @pytest.mark.parametrize("settings", [1, 3])
 @pytest.mark.parametrize("label", ["fedavg", "a method of a longer name"])
-def test_the_legend_of_many_methods_fits_the_picture(settings: int, label: str) -> None:
+def test_legend_of_many_methods_fits_the_figure(settings: int, label: str) -> None:
     points = [{f"algorithm.local.s{k}": lr for k in range(settings)} for lr in (0.1, 1.0)]
     trials = tuple(Trial(point, 0.5 + point["algorithm.local.s0"] / 10, 3) for point in points)
     figure = draw_grids({f"{label} {i}": SearchResult("accuracy", False, trials) for i in range(10)})
@@ -30,7 +30,7 @@ def test_the_legend_of_many_methods_fits_the_picture(settings: int, label: str) 
     assert box.x0 <= inside.x0 and inside.x1 <= box.x1 and box.y0 <= inside.y0
 
 
-def test_losses_far_apart_are_on_a_logarithmic_axis() -> None:
+def test_losses_of_different_magnitude_have_a_logarithmic_axis() -> None:
     for lower, high, scale in ((True, 4e4, "log"), (True, 5.0, "linear"), (False, 4e4, "linear")):
         metric, values = "loss" if lower else "accuracy", (0.5, 0.7, high)
         trials = tuple(Trial({"local.lr": 10.0**k}, value, 3) for k, value in enumerate(values))
@@ -39,7 +39,7 @@ def test_losses_far_apart_are_on_a_logarithmic_axis() -> None:
 
 
 LOSSES = ([30.0, 4.0, 1.0], [26.0, 0.1, 0.2])
-"""Two runs of mean and deviation 28 and 2.83, 2.05 and 2.76, 0.6 and 0.57: the last lower edges are -0.7 and 0.03."""
+"""Two runs with means 28, 2.05, 0.6 and deviations 2.83, 2.76, 0.57: the last lower edges are -0.7 and 0.03."""
 
 
 def test_bands_on_a_logarithmic_axis_end_at_the_axis() -> None:
@@ -64,11 +64,11 @@ def test_bands_on_a_logarithmic_axis_of_a_report_end_at_the_axis() -> None:
     heights = [float(point.partition(",")[2]) for point in polygon.split()]
     (axis,) = re.findall(r'class="axis" x1="46" x2="466" y1="([^"]*)"', drawn)  # the line below the chart
     assert max(heights) == float(axis) == heights[3] == heights[4]  # of the last two points
-    assert min(heights) > 14  # the upper edges are below the upper end of the axis
+    assert min(heights) > 14  # upper edges are below the upper end of the axis
 
 
-def test_few_clients_of_many_classes_have_their_names() -> None:
-    """Whose dots lie close together from class to class, and far apart from client to client."""
+def test_few_clients_with_many_classes_are_labeled() -> None:
+    """Points are dense along the classes and sparse along the clients."""
     y, owner = np.arange(86), np.array([f"region {i % 6}" for i in range(86)])
     many = tuple(f"département of a name that is long, {i}" for i in range(86))
     few = draw_label_counts(Federation.from_arrays(np.zeros((86, 1)), y, owner, class_names=many)).axes[0]
@@ -79,12 +79,12 @@ def test_few_clients_of_many_classes_have_their_names() -> None:
     assert len(names) == 26 and names[0] == "département of a name that is…"
 
 
-def test_few_entries_stand_side_by_side() -> None:
+def test_few_legend_entries_are_in_one_row() -> None:
     assert legend_columns(Figure(figsize=(10, 4)), ["fedavg", "scaffold"]) == 2
 
 
-def test_values_that_are_alike_have_no_spread() -> None:
-    """Whose mean, a sum over their number, may differ from them in the last digit."""
+def test_equal_values_have_zero_deviation() -> None:
+    """Although their mean may differ from them by rounding."""
     assert Statistic.of([0.031199999999999995] * 3) == Statistic(0.031199999999999995, 0.0)
     assert Statistic.of([0.1] * 3) == Statistic(0.1, 0.0)
     assert Statistic.of([1.0, 2.0]) == Statistic(1.5, 0.5**0.5)

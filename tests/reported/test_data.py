@@ -19,8 +19,8 @@ from fedrax.models import Linear
 from tests.reported.problems import LOCAL, Y, run
 
 
-def owners(federation: Federation, part: str) -> list[set[int]]:
-    """What x says of its client, by the client that has it."""
+def clients_in_features(federation: Federation, part: str) -> list[set[int]]:
+    """The client number in x, by the client that has the row."""
     samples = federation.train if part == "train" else federation.test
     offsets = federation.offsets if part == "train" else federation.test_offsets
     assert offsets is not None
@@ -43,9 +43,9 @@ def test_clients_have_their_own_test_rows_in_any_order_of_the_files(reader: str,
         table = load("csv", **paths, label="label", client="client", standardize="none")
         federation = Federation.from_dataset(table, Natural(), seed=0)
     assert federation.client_names == ("a", "b", "c")
-    assert owners(federation, "train") == [{1}, {2}, {3}]
-    assert owners(federation, "test") == [set(), {2}, {3}]
-    assert len(federation.test.y) == 4 and federation.test.x[-1, 0] == 4  # of no client of the federation
+    assert clients_in_features(federation, "train") == [{1}, {2}, {3}]
+    assert clients_in_features(federation, "test") == [set(), {2}, {3}]
+    assert len(federation.test.y) == 4 and federation.test.x[-1, 0] == 4  # rows of no client of the federation
 
 
 @pytest.mark.parametrize("omega", [1e-3, 0.2, 100.0])
@@ -62,7 +62,7 @@ def test_an_iid_partition_of_sorted_rows_is_mixed():
     samples = as_samples(np.zeros((200, 1)), np.repeat([0, 1], 100))
     federation = Federation.from_dataset(Dataset("sorted", samples, samples, 2), Iid(clients=2), seed=0)
     counts = fedrax.data.label_counts(federation)
-    assert counts.sum() == 200 and (np.abs(counts - 50) < 20).all()  # 4 standard deviations are 14
+    assert counts.sum() == 200 and (np.abs(counts - 50) < 20).all()  # four standard deviations are 14
 
 
 def test_users_outside_of_the_training_part_are_test_rows_only(tmp_path: Path):
@@ -76,7 +76,7 @@ def test_users_outside_of_the_training_part_are_test_rows_only(tmp_path: Path):
     write("test", {"u3": 3.0, "u4": 4.0})
     federation = Federation.from_dataset(load("leaf", path=tmp_path), Natural(), seed=0)
     assert federation.client_names == ("u1", "u2")
-    assert owners(federation, "train") == [{1}, {2}]
+    assert clients_in_features(federation, "train") == [{1}, {2}]
     assert federation.test_offsets is None and set(federation.test.x[:, 0].tolist()) == {3.0, 4.0}
 
 

@@ -1,4 +1,4 @@
-"""Reports about losses, metrics and what is chosen by them."""
+"""Reports about losses, metrics, and choices by metrics."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_loss_of_a_constant_model_is_the_logarithm_of_the_classes():
 
 
 def measured(lower_is_better: tuple[str, ...] = ()) -> Task:
-    """A regression whose only metric is an error that falls."""
+    """A regression task whose only metric is an error."""
 
     def squared(outputs: Any, y: Any) -> Any:
         return (outputs[:, 0] - y) ** 2

@@ -1,4 +1,4 @@
-"""README.md has one row for each test of this folder, and one test for each row."""
+"""README.md has one row for each test of this folder, and each row has one test."""
 
 from __future__ import annotations
 

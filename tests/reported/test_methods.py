@@ -1,4 +1,4 @@
-"""Reports about the steps of methods: the right values are the papers' equations in NumPy."""
+"""Reports about the steps of methods, against the equations of the papers in NumPy."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_proximal_term_pulls_toward_the_broadcast_model():
         y = y - LR * (gradient(y, 1) + mu * (y - START))
     result = run_cohorts(FedProx(local=LOCAL, mu=mu), [[1]])
     np.testing.assert_allclose(result.params, y, rtol=1e-10)
-    assert np.abs(y - descend(START, 1)).max() > 0.01  # a term of zero would be seen
+    assert np.abs(y - descend(START, 1)).max() > 0.01  # a zero term would be detected
 
 
 @pytest.mark.parametrize("kind", [Adam, Yogi])
@@ -93,14 +93,14 @@ def test_top_k_keeps_the_largest_magnitudes():
         x, error, negative = x + sent, wanted - sent, negative + (sent < 0).sum()
     result = run_cohorts(TopK(FedAvg(local=LOCAL), fraction=1 / 3), [[0], [0]])
     np.testing.assert_allclose(result.params, x, rtol=1e-10)
-    assert negative  # among two of six entries
+    assert negative  # and two of six indices
 
 
 def test_a_schedule_counts_rounds_and_not_the_rounds_of_a_client():
     from fedrax.optim import InverseTimeDecay
 
     x = START
-    for r, i in enumerate((0, 0, 1)):  # client 1 joins in the third round, with a third of the learning rate
+    for r, i in enumerate((0, 0, 1)):  # client 1 takes part in the third round, with a third of the learning rate
         x = descend(x, i, lr=LR / (1 + r))
     local = replace(LOCAL, schedule=InverseTimeDecay(rate=1.0))
     result = run_cohorts(FedAvg(local=local), [[0], [0], [1]])

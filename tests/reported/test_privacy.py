@@ -21,7 +21,7 @@ BATCHES = LocalSGD(lr=0.5, steps=1, batch_size=10)
 
 
 def normal(z: float) -> float:
-    """The distribution function of the normal distribution."""
+    """Distribution function of the standard normal distribution."""
     return math.erfc(-z / math.sqrt(2)) / 2
 
 
@@ -41,7 +41,7 @@ def sampled_delta(epsilon: float, noise: float, rate: float) -> float:
 
 
 def clipped_mean(losses: Any, w: Any, x: np.ndarray, y: np.ndarray, clip: float) -> Any:
-    """The mean of each sample's clipped gradient, one sample after another."""
+    """Mean of the clipped per-sample gradients, sample by sample."""
     total = jax.tree.map(jnp.zeros_like, w)
     for i in range(len(y)):
         g = jax.grad(lambda w, i=i: losses(w, x[i : i + 1], y[i : i + 1])[0])(w)
@@ -51,7 +51,7 @@ def clipped_mean(losses: Any, w: Any, x: np.ndarray, y: np.ndarray, clip: float)
 
 
 def tied_words(p: Any, x: Any, key: Any = None) -> Any:
-    """The embedding is the output layer too."""
+    """The embedding is also the output layer."""
     return p["embedding"][x[:, 0]] @ p["embedding"].T
 
 
@@ -93,7 +93,7 @@ def test_cohorts_by_numbers_of_samples_are_not_amplified():
     method, rounds = ClientDP(FedAvg(local=LOCAL), clip=Flat(1.0), noise=4.0), 3
     spent = run(method, rounds=rounds, cohort_size=1, participation=WeightedBySamples(), delta=1e-3).spent
     assert spent is not None and 1 <= spent.count <= rounds
-    # another client takes the place of an absent one, so that a sum moves by two clients
+    # another client replaces an absent one, so that a sum changes by two clients
     assert gaussian_delta(spent.epsilon, 4.0 / 2 / math.sqrt(spent.count)) == pytest.approx(1e-3, rel=1e-3)
     with pytest.raises(FedraxError, match="sampled by numbers of samples"):
         run(SampleDP(FedAvg(local=BATCHES), noise=1.0, rate=0.5), participation=WeightedBySamples())
@@ -105,8 +105,8 @@ def test_a_small_epsilon_is_neither_zero_nor_far_too_large(delta: float):
     release = Release(noise=noise, seen="public")
     epsilon = Accountant([release], delta, CohortSampling("poisson", rate)).epsilon(1)
     assert sampled_delta(epsilon, noise, rate) <= delta * (1 + 1e-6)  # sound
-    assert epsilon == 0.0 or sampled_delta(0.8 * epsilon - 1e-3, noise, rate) > delta  # and nearly exact
-    assert (epsilon == 0.0) == (sampled_delta(0.0, noise, rate) < delta)  # the total variation is 0.0004
+    assert epsilon == 0.0 or sampled_delta(0.8 * epsilon - 1e-3, noise, rate) > delta  # and almost exact
+    assert (epsilon == 0.0) == (sampled_delta(0.0, noise, rate) < delta)  # the total variation distance is 0.0004
 
 
 def test_a_batch_without_samples_is_noise_alone():

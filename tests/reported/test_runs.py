@@ -19,31 +19,31 @@ from tests.reported.problems import FEDERATION, LOCAL, START, TASK, X, Y, rows_o
 
 
 def centered(v: Any, x: Any, key: Any = None) -> Any:
-    """Softmax regression on x without its running mean."""
+    """Softmax regression on x minus its running mean."""
     return (x - v.statistics["mean"]) @ v.params
 
 
 def train(v: Any, x: Any, key: Any) -> Any:
-    """The same with the batch's mean, and the statistics after it."""
+    """The same with the batch mean, and the new statistics."""
     mean = x.mean(0)
     moved = {"mean": 0.9 * v.statistics["mean"] + 0.1 * mean, "batches": v.statistics["batches"] + 1}
     return (x - mean) @ v.params, moved
 
 
 def centered_task() -> Any:
-    """The task of this model, whose mean starts at zero."""
+    """A task with this model, whose mean starts at zero."""
     start = Variables(jnp.asarray(START), {"mean": jnp.zeros(2), "batches": jnp.int32(0)})
     return classification(Model(lambda key: start, centered, name="centered", train=train))
 
 
 COUNTS = (2, 4, 6)
 WHOLE = Federation.from_arrays(X[:12], Y[:12], offsets=np.array([0, 2, 6, 12]), num_classes=3, shuffle=False)
-"""Clients whose rows are whole batches of two."""
+"""Clients whose numbers of rows are multiples of the batch size two."""
 BATCHES = LocalSGD(lr=0.5, epochs=1, batch_size=2, order="stored")
 
 
 def moved_means() -> list[np.ndarray]:
-    """The running mean of each client after its batches."""
+    """Running mean of each client after its batches."""
     means = []
     for first, count in zip((0, 2, 6), COUNTS, strict=True):
         mean = np.zeros(2)
@@ -59,7 +59,7 @@ def test_running_statistics_are_averaged_with_the_weights_of_the_models():
     right = sum(n * mean for n, mean in zip(COUNTS, moved_means(), strict=True)) / 12
     np.testing.assert_allclose(result.statistics["mean"], right, rtol=1e-10)
     assert result.statistics["batches"].dtype == jnp.int32
-    assert int(result.statistics["batches"]) == 2  # 28 / 12, of 1, 2 and 3 batches
+    assert int(result.statistics["batches"]) == 2  # 28 / 12, from 1, 2 and 3 batches
 
 
 def test_server_optimizers_leave_running_statistics_alone():
@@ -100,7 +100,7 @@ def test_frozen_arrays_stay_and_are_not_sent():
     model = Model(lambda key: jnp.asarray(START), lambda w, x, key=None: jnp.tanh(x @ body) @ w, name="frozen")
     result = run_cohorts(FedAvg(local=LOCAL), [[0, 1]], task=classification(model))
     np.testing.assert_array_equal(body, kept)
-    assert result.events[-1]["bytes_up"] == 2 * START.nbytes  # of two clients
+    assert result.events[-1]["bytes_up"] == 2 * START.nbytes  # two clients
     y = START
     for _ in range(2):
         chances = np.exp(np.tanh(X[rows_of(0)] @ body) @ y)
@@ -116,12 +116,12 @@ def affine(p: Any, x: Any, key: Any = None) -> Any:
 
 
 def log_loss(logits: np.ndarray, y: np.ndarray) -> float:
-    """The mean cross entropy."""
+    """Mean cross entropy."""
     return float((np.log(np.exp(logits).sum(1)) - logits[np.arange(len(y)), y]).mean())
 
 
 def scaled(p: Any, x: Any, key: Any = None) -> Any:
-    """A model with a parameter that is a single number."""
+    """A model with a scalar parameter."""
     return p["scale"] * (x @ p["w"])
 
 

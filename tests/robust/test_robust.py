@@ -1,4 +1,4 @@
-"""Robust aggregation and attacks: their values, defenses that hold, and rejected combinations."""
+"""Robust aggregation and attacks: their values, effective defenses, and rejected combinations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from fedrax.robust import Attacked, Robust
 from fedrax.robust.attacked_clients import ALittle, Gaussian, LabelFlip, Scaling
 from fedrax.robust.rules import GeometricMedian, Krum, Median, NormBound, TrimmedMean
 from fedrax.simulation import Script
-from tests.simulation.problems import FEDERATION, LOCAL, MODEL_BYTES, TASK, assert_close, run, travels
+from tests.simulation.problems import FEDERATION, LOCAL, MODEL_BYTES, TASK, assert_close, bytes_per_client, run
 from tests.slow import slow_cases
 from tests.wrappers.own_methods import Masked
 
@@ -44,7 +44,7 @@ ROWS = 7
 
 
 def cohort_of(uploads: Any, rows: int = ROWS) -> Cohort:
-    """Uploads of clients 0, 1, ... as a server finds them: in the first of ``rows``, with zeros in the others."""
+    """A cohort of clients 0, 1, ... with uploads in the first of ``rows`` and zeros in the others."""
     size = len(jax.tree.leaves(uploads)[0])
 
     def put(values: Any, empty: float = 0) -> Any:
@@ -70,16 +70,16 @@ aggregate = jax.jit(lambda rule, cohort: rule(cohort))
     [Median(), TrimmedMean(0.2), NormBound(0.5), GeometricMedian(), Krum(keep=2)],
     ids=lambda r: type(r).__name__,
 )
-def test_rules_look_at_the_cohort_alone(rule: Any, size: int):
-    """Rows beyond the cohort hold zeros, which would draw everything near."""
+def test_rules_ignore_padding_rows(rule: Any, size: int):
+    """Padding rows contain zeros, which would attract any average."""
     rng = np.random.default_rng(size)
     uploads = {"a": 5 + rng.normal(size=(size, 3, 2)), "b": rng.normal(size=(size, 4))}
     padded, alone = aggregate(rule, cohort_of(uploads)), aggregate(rule, cohort_of(uploads, rows=size))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), padded, alone)
 
 
-def test_the_geometric_median_is_where_the_pulls_cancel():
-    """The gradient of sum |z - u_k|, a sum of unit vectors, is zero there."""
+def test_geometric_median_is_a_stationary_point():
+    """The gradient of sum |z - u_k|, a sum of unit vectors, is zero."""
     points = np.random.default_rng(0).normal(size=(7, 3)) + np.array([40, 0, 0])
     points[0] = [-900, 5, 5]
     z = np.asarray(aggregate(GeometricMedian(iterations=200), cohort_of({"z": points}))["z"])
@@ -88,8 +88,10 @@ def test_the_geometric_median_is_where_the_pulls_cancel():
     assert abs(z[0] - 40) < 2
 
 
-def test_mutual_neighbors_score_alike_and_the_number_decides():
-    """n - f - 2 = 1 neighbor counts: of the nearest two, whose distances are the same, the lower number is taken."""
+def test_krum_breaks_ties_by_client_number():
+    """n - f - 2 = 1 neighbor counts: of the two closest clients, whose scores are equal, the smaller number is
+    selected.
+    """
     points = np.array([[9.0, 0], [0, 0.1], [0, 0.2], [5, 5], [-7, 3]])
     chosen = aggregate(Krum(attackers=2), cohort_of({"z": points}))["z"]
     np.testing.assert_allclose(chosen, points[1], rtol=1e-6)
@@ -98,13 +100,13 @@ def test_mutual_neighbors_score_alike_and_the_number_decides():
 HONEST = np.random.default_rng(3).normal(size=(5, 4)) + np.array([2.0, 0, 0, 0])
 
 
-@pytest.mark.parametrize("lie", [1e9, 1e25, 3e38, np.inf, np.nan], ids=str)
+@pytest.mark.parametrize("outlier", [1e9, 1e25, 3e38, np.inf, np.nan], ids=str)
 @pytest.mark.parametrize(
     "rule", [Median(), TrimmedMean(0.2), NormBound(9.0), GeometricMedian(), Krum(), Krum(keep=3)], ids=repr
 )
-def test_one_outlier_of_any_size_moves_no_rule_far(rule: Any, lie: float):
-    """Also where squares of it overflow, or it is no number: the attacker has the smallest number, and ties are its."""
-    uploads = np.concatenate([np.full((1, 4), lie), HONEST])
+def test_one_outlier_of_any_size_has_bounded_influence(rule: Any, outlier: float):
+    """Also if its square overflows or it is NaN; the attacker has the smallest number and wins ties."""
+    uploads = np.concatenate([np.full((1, 4), outlier), HONEST])
     z = np.asarray(aggregate(rule, cohort_of({"z": uploads}))["z"])
     assert np.linalg.norm(z - HONEST.mean(0)) < 3.0
     if isinstance(rule, Krum):
@@ -112,20 +114,20 @@ def test_one_outlier_of_any_size_moves_no_rule_far(rule: Any, lie: float):
         np.testing.assert_array_equal(z, alone)
 
 
-def test_the_middle_of_two_stays_between_them():
-    """Half of an even cohort cut off at either end leaves the two in the middle."""
+def test_trimmed_mean_of_the_two_middle_values():
+    """Trimming half of an even cohort keeps the two middle values."""
     uploads = {"z": np.array([[1.0, 2.0], [3.0, 6.0]])}
     np.testing.assert_allclose(aggregate(TrimmedMean(0.49999), cohort_of(uploads))["z"], [2.0, 4.0])
     np.testing.assert_allclose(aggregate(GeometricMedian(), cohort_of(uploads))["z"], [2.0, 4.0])
 
 
-# -- defense -------------------------------------------------------------------------------------------------------
+# -- defenses ------------------------------------------------------------------------------------------------------
 
 CLIENTS = 20
 
 
 def clean_federation() -> Federation:
-    """Clients alike, whose labels a linear model finds."""
+    """Clients with the same distribution, whose labels are linear."""
     rng = np.random.default_rng(1)
     x, weight = rng.normal(size=(1000, 6)).astype(np.float32), rng.normal(size=(6, 3))
     y, owner = (x @ weight).argmax(1), np.arange(600) % CLIENTS
@@ -136,7 +138,7 @@ CLEAN = clean_federation()
 
 
 def accuracy(method: Algorithm) -> float:
-    """After ten rounds with every client."""
+    """Accuracy after ten rounds of full participation."""
     task = classification(Logistic().build((6,), 3))
     result = simulate(method, task, CLEAN, rounds=10, cohort_size=CLIENTS, eval_every=10, devices=2)
     assert result.events[-1].get("malicious", 0.2) == pytest.approx(0.2)
@@ -144,8 +146,8 @@ def accuracy(method: Algorithm) -> float:
 
 
 @pytest.mark.slow
-def test_a_fifth_of_flipped_signs_ruins_the_mean_and_no_robust_rule():
-    """Flipped and five times as long: 0.8 - 5 * 0.2 < 0, the mean points uphill."""
+def test_sign_flipping_by_a_fifth_of_clients_breaks_the_mean_only():
+    """Flipped and scaled by five: 0.8 - 5 * 0.2 < 0, so that the mean points uphill."""
     inner, attack = FedAvg(local=LocalSGD(lr=0.3, steps=5, batch_size=10)), Scaling(-5.0)
     assert accuracy(inner) > 0.9
     assert accuracy(Attacked(inner, attack)) < 0.34
@@ -153,7 +155,7 @@ def test_a_fifth_of_flipped_signs_ruins_the_mean_and_no_robust_rule():
         assert accuracy(Attacked(Robust(inner, rule), attack)) > 0.88
 
 
-def test_noise_is_each_clients_own_and_colluders_send_the_same():
+def test_noise_is_independent_and_colluders_upload_the_same():
     uploads = {"a": np.random.default_rng(2).normal(size=(6, 4))}
     cohort, malicious = cohort_of(uploads), jnp.arange(ROWS) < 3
     attack = jax.jit(lambda attack, cohort: attack(cohort, malicious)["a"])
@@ -165,8 +167,8 @@ def test_noise_is_each_clients_own_and_colluders_send_the_same():
     np.testing.assert_allclose(sent, np.broadcast_to(honest.mean(0) - 1.5 * honest.std(0), (ROWS, 4)), rtol=1e-5)
 
 
-def test_the_papers_z_of_24_in_50():
-    """Baruch et al. 2019, section 3.2: two more are needed, Phi(z) = 24 / 26 and z = 1.43."""
+def test_z_of_a_little_is_enough_for_24_of_50_clients():
+    """Baruch et al. 2019, section 3.2: two more clients are needed, Phi(z) = 24 / 26 and z = 1.43."""
     rng = np.random.default_rng(3)
     uploads, malicious = {"a": rng.normal(size=(50, 2))}, jnp.arange(50) < 24
     honest = uploads["a"][:24]
@@ -175,7 +177,7 @@ def test_the_papers_z_of_24_in_50():
 
 
 @pytest.mark.parametrize(("share", "clients", "count"), [(0.2, (), 20), (0.5, (), 50), (0.9, (3, 98), 2)])
-def test_who_is_malicious(share: float, clients: tuple[int, ...], count: int):
+def test_number_of_malicious_clients(share: float, clients: tuple[int, ...], count: int):
     wrapper = Attacked(FEDAVG, share=share, clients=clients)
     bad = np.asarray(wrapper.malicious(jnp.arange(100), 100))
     assert bad.sum() == count
@@ -188,7 +190,7 @@ def test_who_is_malicious(share: float, clients: tuple[int, ...], count: int):
         assert bool(wrapper.malicious(jnp.int32(7), 100)) == bad[7]
 
 
-# -- with everything else ------------------------------------------------------------------------------------------
+# -- other features -------------------------------------------------------------------------------------------------
 
 
 ATTACKED = Attacked(Robust(Quantized(FEDAVG, bits=8), TrimmedMean(0.3)), ALittle(), share=0.5)
@@ -197,23 +199,23 @@ SHORT: dict[str, Any] = {"rounds": 2, "cohort_size": 5}
 
 @pytest.fixture(scope="module")
 def one_device() -> Result:
-    """What the plans are compared with."""
+    """The run on one device, to which plans are compared."""
     return run(ATTACKED, **SHORT, devices=1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", slow_cases([{"plan": "vmap", "chunk": 2}, {"plan": "loop"}]), ids=["vmap", "loop"])
 def test_plans_agree(plan: dict[str, Any], one_device: Result):
-    """Decoded uploads, attackers that collude, and two devices with unlike numbers of clients."""
+    """Decoded uploads, colluding attackers, and two devices with different numbers of clients."""
     assert_close(run(ATTACKED, **SHORT, **plan), one_device)
 
 
-def test_bytes_are_those_of_the_method_inside():
-    assert travels(Attacked(Robust(FEDAVG))) == travels(FEDAVG) == (MODEL_BYTES, MODEL_BYTES)
+def test_bytes_are_those_of_the_inner_method():
+    assert bytes_per_client(Attacked(Robust(FEDAVG))) == bytes_per_client(FEDAVG) == (MODEL_BYTES, MODEL_BYTES)
 
 
 @pytest.mark.slow
-def test_a_grid_of_bounds_runs_together():
+def test_grid_of_bounds_is_vectorized():
     methods = [Attacked(Robust(FEDAVG, NormBound(bound)), Scaling(-3.0), share=0.4) for bound in (0.05, 0.5)]
     options: dict[str, Any] = {"rounds": 2, "cohort_size": 4, "eval_every": 100}
     together = sweep(methods, TASK, FEDERATION, mode="vectorized", **options)
@@ -226,7 +228,7 @@ def test_a_grid_of_bounds_runs_together():
     assert tree.norm(tree.sub(together[0][0].params, together[1][0].params)) > 1e-4
 
 
-def test_labels_flip_on_malicious_clients_alone():
+def test_labels_are_flipped_at_malicious_clients_only():
     flip = LabelFlip(classes=3)
     np.testing.assert_array_equal(flip.flipped(jnp.array([[0, 2], [1, -1]])), [[2, 0], [1, -1]])
     honest = run(Attacked(FEDAVG, flip, clients=(7,)), rounds=1, cohort_size=8)
@@ -238,15 +240,15 @@ def test_labels_flip_on_malicious_clients_alone():
 
 @hyperparameters
 class First:
-    """A rule of one's own."""
+    """A user-defined rule."""
 
     def __call__(self, cohort: Cohort) -> Any:
-        """The upload of the client of least number."""
+        """The upload of the client with the smallest number."""
         return jax.tree.map(lambda u: u[jnp.argmin(cohort.clients)], cohort.uploads)
 
 
-def test_labels_of_two_classes_flip_to_one_another():
-    """One output, and the labels that its loss is meant for: no label is made that is neither."""
+def test_labels_of_two_classes_are_exchanged():
+    """Labels remain those of the loss, {0, 1} or {-1, 1}."""
     rng = np.random.default_rng(0)
     data = Federation.from_arrays(rng.normal(size=(24, 4)), rng.integers(0, 2, 24), np.arange(24) % 4)
     task = binary_classification(Linear().build((4,), 1))
@@ -255,13 +257,13 @@ def test_labels_of_two_classes_flip_to_one_another():
     assert simulate(Attacked(FEDAVG, LabelFlip(classes=2)), task, data, rounds=1).events
 
 
-def test_what_malicious_uploads_weigh_is_noted():
+def test_weights_of_malicious_uploads_are_warned_of():
     sizes = FEDERATION.sizes
     found = run(Attacked(FEDAVG, clients=(7,)), rounds=1, cohort_size=8, weights="samples")
     assert found.events[-1]["malicious"] == pytest.approx(sizes[7] / sizes.sum())
 
 
-def test_a_user_defined_aggregation_rule():
+def test_user_defined_aggregation_rule():
     one = run(Robust(FEDAVG, First()), rounds=1, script=Script(cohorts=[[5, 2, 4]]))  # type: ignore[arg-type]
     alone = run(FEDAVG, rounds=1, script=Script(cohorts=[[2]]))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), one.params, alone.params)
@@ -286,7 +288,7 @@ def test_misuse_raises_a_clear_error(method: Algorithm, sentence: str):
         run(method, rounds=1)
 
 
-def test_rules_that_count_heads_refuse_weights():
+def test_rules_without_weights_reject_weights():
     with pytest.raises(FedraxError, match="Robust is defined for uniform aggregation weights only"):
         run(Attacked(Robust(FEDAVG)), rounds=1, weights="samples")
     run(Robust(FEDAVG, GeometricMedian()), rounds=1, weights="samples")

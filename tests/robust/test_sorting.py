@@ -1,4 +1,4 @@
-"""Sorting of columns by a network against NumPy."""
+"""Sorting of columns by a sorting network against NumPy."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fedrax.robust.sorting_network import sort_columns
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 13, 33, 64, 100])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
-def test_columns_rise(rows: int, dtype: Any) -> None:
-    """Several blocks of them, equal numbers, infinities and NaN among them; each keeps its bits."""
+def test_columns_are_sorted(rows: int, dtype: Any) -> None:
+    """Several blocks, with ties, infinities and NaN; bit patterns are kept."""
     rng = np.random.default_rng(rows)
     x = rng.integers(-9, 9, (rows, 7, 31)).astype(dtype)
     x[rng.random(x.shape) < 0.1] = np.inf
@@ -27,8 +27,8 @@ def test_columns_rise(rows: int, dtype: Any) -> None:
         )
 
 
-def test_every_order_of_ones_and_zeros() -> None:
-    """A network that sorts these sorts everything (Knuth's principle); twelve rows, all 4,096 of them."""
+def test_all_zero_one_columns_are_sorted() -> None:
+    """By the 0-1 principle (Knuth), a network that sorts all 4,096 columns of zeros and ones sorts any column."""
     x = ((np.arange(4096)[None] >> np.arange(12)[:, None]) & 1).astype(np.float32)
     np.testing.assert_array_equal(sort_columns(jnp.asarray(x)), np.sort(x, axis=0))
 

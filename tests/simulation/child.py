@@ -1,8 +1,8 @@
-"""A run in a process of its own, to be killed: python child.py DATA METHOD DIRECTORY ROUNDS [SLEEP_AT].
+"""A run in a process that a test kills: python child.py DATA METHOD DIRECTORY ROUNDS [SLEEP_AT].
 
-It goes on with the run in DIRECTORY, says each round on standard output, and leaves the final state in
-DIRECTORY/final.npz. In round SLEEP_AT the sink waits, says the round again when a first Ctrl-C has come,
-and waits on. Exit status: 3 Interrupted, 4 a bare KeyboardInterrupt.
+It resumes the run in DIRECTORY, prints each round, and writes the final state to DIRECTORY/final.npz. In round SLEEP_AT
+the sink waits, prints the round again after a first Ctrl-C, and waits on. Exit status: 3 for Interrupted, 4 for a bare
+KeyboardInterrupt.
 """
 
 import signal
@@ -33,25 +33,25 @@ class Rounds:
         self.sleep_at = sleep_at
 
     def start(self, run: Any) -> None:
-        """Say where the run goes on."""
+        """Print the first round."""
         print(run.first_round, flush=True)
 
     def event(self, event: dict) -> None:
-        """Say which round is over."""
+        """Print the number of the round."""
         print(event["round"], flush=True)
         if event["round"] == self.sleep_at:
             while not any(flag.is_set() for flag in signals._active_flags):
                 time.sleep(0.01)
-            time.sleep(2 * signals.ECHO_SECONDS)  # the next one is another request
+            time.sleep(2 * signals.ECHO_SECONDS)  # so that the next signal is another request
             print(event["round"], flush=True)
             time.sleep(600)
 
     def finish(self, result: Any) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
 
 def main(data: str, method: str, directory: str, rounds: str, sleep_at: str = "-1") -> None:
-    """Run to the end, or until somebody objects."""
+    """Run to the end, or until interrupted."""
     with np.load(data) as file:
         x, y = file["x"], file["y"]
     owner = (np.arange(len(y)) * CLIENTS) // len(y)

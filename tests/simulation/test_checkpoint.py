@@ -1,4 +1,4 @@
-"""Checkpoints are complete or rejected; one that cannot be written leaves the previous one."""
+"""Checkpoints are complete or rejected; if one cannot be written, the previous one remains."""
 
 import errno
 import io
@@ -25,11 +25,11 @@ from fedrax.simulation.executors.execution_plan import make_mesh
 from fedrax.simulation.persistence import checkpoint
 from fedrax.simulation.placement import client_states
 from fedrax.xla.microbatch import CLIENT_AXIS
-from tests.simulation.problems import LOCAL, assert_close, assert_identical, bytes_of, run
+from tests.simulation.problems import LOCAL, assert_close, assert_identical, read_files, run
 
 SCAFFOLD = fedrax.Scaffold(local=LOCAL)
 STATE = {"a": np.arange(6.0).reshape(2, 3), "b": (np.int32(4), np.array([1.5], np.float32))}
-LIKE = {"a": jnp.zeros((2, 3)), "b": (jnp.int32(0), jnp.zeros(1))}
+TEMPLATE = {"a": jnp.zeros((2, 3)), "b": (jnp.int32(0), jnp.zeros(1))}
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "c"
 
 
-def test_there_and_back(saved: Path):
-    state, meta = checkpoint.load(saved, LIKE)
+def test_round_trip(saved: Path):
+    state, meta = checkpoint.load(saved, TEMPLATE)
     assert meta == {"round": 3} == checkpoint.load_meta(saved)
     np.testing.assert_array_equal(state["a"], STATE["a"])
     assert state["b"][0] == 4 and state["b"][1].dtype == np.float32
@@ -49,16 +49,16 @@ def test_there_and_back(saved: Path):
 
 
 def test_every_flipped_byte_and_truncation_is_rejected_or_harmless(saved: Path):
-    """A byte that no reader looks at, a date say, may change; what is read is never wrong."""
+    """Bytes that no reader uses, such as dates, may change; loaded states are never wrong."""
     file = saved / checkpoint.FILE
     whole, refused = file.read_bytes(), 0
     damaged = [whole[:n] for n in range(0, len(whole), 7)]
-    flips = (1, 0x80)  # one bit of each byte, low and high in turn
+    flips = (1, 0x80)  # one bit of each byte, alternately low and high
     damaged += [whole[:i] + bytes([whole[i] ^ flips[i % 2]]) + whole[i + 1 :] for i in range(len(whole))]
     for content in damaged:
         file.write_bytes(content)
         try:
-            state, meta = checkpoint.load(saved, LIKE)
+            state, meta = checkpoint.load(saved, TEMPLATE)
         except FedraxError as error:
             assert str(file) in str(error)
             refused += 1
@@ -72,14 +72,14 @@ def test_every_flipped_byte_and_truncation_is_rejected_or_harmless(saved: Path):
 @pytest.mark.parametrize(
     "content", [b"", b"PK\x03\x04", b"\x93NUMPY\x01\x00", b"not a checkpoint", b"\x80\x04\x95pickle."]
 )
-def test_something_else_is_rejected(content: bytes, saved: Path):
+def test_other_files_are_rejected(content: bytes, saved: Path):
     (saved / checkpoint.FILE).write_bytes(content)
     with pytest.raises(FedraxError, match="damaged or not a checkpoint"):
-        checkpoint.load(saved, LIKE)
+        checkpoint.load(saved, TEMPLATE)
 
 
-def test_a_bomb_is_not_unpacked(saved: Path):
-    """A member that unpacks to a gigabyte is refused by its announced size."""
+def test_decompression_bomb_is_rejected(saved: Path):
+    """A member that decompresses to a gigabyte is rejected by its declared size."""
     with zipfile.ZipFile(saved / checkpoint.FILE, "w", zipfile.ZIP_DEFLATED) as file:
         for name in ("000000:a", "000001:b/0", "000002:b/1", "meta"):
             with file.open(f"{name}.npy", "w") as member:
@@ -92,10 +92,10 @@ def test_a_bomb_is_not_unpacked(saved: Path):
 @pytest.mark.parametrize(
     "like",
     [
-        LIKE | {"a": jnp.zeros((3, 2))},
-        LIKE | {"a": jnp.zeros((2, 3), jnp.int32)},
-        LIKE | {"c": jnp.zeros(1)},
-        {"a": LIKE["a"], "b": (LIKE["b"][0], jnp.zeros(2))},
+        TEMPLATE | {"a": jnp.zeros((3, 2))},
+        TEMPLATE | {"a": jnp.zeros((2, 3), jnp.int32)},
+        TEMPLATE | {"c": jnp.zeros(1)},
+        {"a": TEMPLATE["a"], "b": (TEMPLATE["b"][0], jnp.zeros(2))},
     ],
 )
 def test_other_shapes_are_rejected(like: dict, saved: Path):
@@ -103,8 +103,8 @@ def test_other_shapes_are_rejected(like: dict, saved: Path):
         checkpoint.load(saved, like)
 
 
-def test_a_full_disk_leaves_the_old_one(saved: Path, monkeypatch: pytest.MonkeyPatch):
-    before = bytes_of(saved)
+def test_full_disk_keeps_the_previous_checkpoint(saved: Path, monkeypatch: pytest.MonkeyPatch):
+    before = read_files(saved)
 
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -114,10 +114,10 @@ def test_a_full_disk_leaves_the_old_one(saved: Path, monkeypatch: pytest.MonkeyP
             patch.setattr(module, name, full)
             with pytest.raises(FedraxError, match="No space left on device"):
                 checkpoint.save(saved, {"a": np.ones(4)}, {})
-        assert bytes_of(saved) == before | {checkpoint.PREVIOUS: before[checkpoint.FILE]}
+        assert read_files(saved) == before | {checkpoint.PREVIOUS: before[checkpoint.FILE]}
 
 
-def test_a_directory_that_cannot_be_made(tmp_path: Path):
+def test_directory_that_cannot_be_created(tmp_path: Path):
     (tmp_path / "file").write_text("in the way")
     for where in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(FedraxError, match="cannot write"):
@@ -127,8 +127,8 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_run_on_a_disk_that_fills_up(tmp_path: Path):
-    """A real limit on file sizes: one sentence, and the run goes on from what was written."""
+def test_run_with_a_limit_on_file_sizes_resumes(tmp_path: Path):
+    """One clear error, and the run resumes from what was written."""
     code = f"""
 import resource, sys
 import jax
@@ -157,14 +157,14 @@ except FedraxError as error:
     assert not list(tmp_path.rglob("*.part"))
     resumed = run(SCAFFOLD, rounds=90, checkpoint_every=10, directory=tmp_path, resume=True)
     whole = run(SCAFFOLD, rounds=90)
-    evaluated = resumed.events.pop(3), whole.events.pop(3)  # once the last round, and so evaluated
+    evaluated = resumed.events.pop(3), whole.events.pop(3)  # an additional time in the last round, which is evaluated
     assert evaluated[0]["train_loss"] == evaluated[1]["train_loss"]
     assert_identical(resumed, whole)
 
 
 @pytest.mark.parametrize("devices", [(1, 2), (2, 1)])
 def test_more_rounds_on_other_devices(devices: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Client state finds its new place where there are other devices or more clients to come."""
+    """Client states are placed for other devices and more clients."""
     from fedrax.simulation import setup
     from fedrax.simulation.executors import execution_plan
 
@@ -177,22 +177,23 @@ def test_more_rounds_on_other_devices(devices: tuple[int, int], tmp_path: Path, 
     assert_identical(again, resumed)
 
 
-def test_fewer_rounds_than_are_done(tmp_path: Path):
+def test_fewer_rounds_than_finished_are_rejected(tmp_path: Path):
     run(SCAFFOLD, rounds=3, directory=tmp_path)
     with pytest.raises(FedraxError, match="is at round 3, beyond rounds = 2: set rounds to 3 or more"):
         run(SCAFFOLD, rounds=2, directory=tmp_path, resume=True)
 
 
-def test_no_directory_to_resume():
+def test_resume_requires_a_directory():
     with pytest.raises(FedraxError, match="no directory"):
         run(resume=True)
 
 
-# -- digests, formats, and the checkpoint before --------------------------------------------------------------------
+# -- digests, formats, and the previous checkpoint
+# ----------------------------------------------------------------------
 
 
-def test_an_array_that_is_not_as_it_was_written_is_rejected(saved: Path):
-    """Also where the checksum of the ZIP file agrees: an array was replaced, with all that belongs to it."""
+def test_array_that_differs_from_its_digest_is_rejected(saved: Path):
+    """Also if the checksums of the ZIP file are consistent with the replaced array."""
     with zipfile.ZipFile(saved / checkpoint.FILE) as file:
         members = {name: file.read(name) for name in file.namelist()}
     other = io.BytesIO()
@@ -201,7 +202,7 @@ def test_an_array_that_is_not_as_it_was_written_is_rejected(saved: Path):
     with zipfile.ZipFile(saved / checkpoint.FILE, "w") as file:
         for name, content in members.items():
             file.writestr(name, content)
-    for read in (lambda: checkpoint.load(saved, LIKE), lambda: checkpoint.verify(saved / checkpoint.FILE)):
+    for read in (lambda: checkpoint.load(saved, TEMPLATE), lambda: checkpoint.verify(saved / checkpoint.FILE)):
         with pytest.raises(FedraxError, match="the array 000000:a is not as it was written"):
             read()
 
@@ -220,18 +221,16 @@ OLD_META = {"identity": {"versions": "fedrax 0.0.9 with jax 0.9.0"}}
         ({"format": 99, "fedrax": "9.0"}, "fedrax 9.0 in format 99.*resume the run with that version"),
     ],
 )
-def test_a_checkpoint_of_another_format_is_rejected_with_the_version_that_wrote_it(
-    described: Any, says: str, saved: Path
-):
+def test_checkpoint_of_another_format_is_rejected_with_its_version(described: Any, says: str, saved: Path):
     with zipfile.ZipFile(saved / checkpoint.FILE, "w") as file, file.open("meta.npy", "w") as member:
         np.lib.format.write_array(member, np.frombuffer(json.dumps(described).encode(), np.uint8))
-    for read in (lambda: checkpoint.load(saved, LIKE), lambda: checkpoint.check_format(saved)):
+    for read in (lambda: checkpoint.load(saved, TEMPLATE), lambda: checkpoint.check_format(saved)):
         with pytest.raises(checkpoint.CheckpointFormatError, match=says):
             read()
 
 
-def test_the_checkpoint_before_stays_and_is_named(tmp_path: Path):
-    """A damaged checkpoint is a sentence that names the whole one before it; put back, the run goes on bit for bit."""
+def test_previous_checkpoint_is_kept_and_named(tmp_path: Path):
+    """The error of a damaged checkpoint names the previous one, from which the run resumes bit for bit."""
     run(SCAFFOLD, rounds=6, checkpoint_every=2, directory=tmp_path)
     where = tmp_path / "checkpoint"
     assert [checkpoint.verify(where / name)["round"] for name in (checkpoint.FILE, checkpoint.PREVIOUS)] == [6, 4]
@@ -250,9 +249,9 @@ def test_the_checkpoint_before_stays_and_is_named(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("options", "stopped"), [({}, "rounds"), ({"target": 0.01, "eval_every": 2}, "target")])
-def test_a_finished_run_without_client_states(options: dict, stopped: str, tmp_path: Path):
-    """It keeps none of them, is given back as it was, also where it was cut short at its very end, and goes no
-    further; and it never says that clients are as they were at first.
+def test_finished_run_without_client_states_is_loaded_but_not_continued(options: dict, stopped: str, tmp_path: Path):
+    """It is returned as it was, also if it was stopped just before its end; it is not continued, and its client states
+    are never replaced by initial ones.
     """
     options = {"rounds": 4, "checkpoint_every": 2, "directory": tmp_path, "keep_clients": False, **options}
     first, where = run(SCAFFOLD, **options), tmp_path / "checkpoint"
@@ -271,8 +270,8 @@ def test_a_finished_run_without_client_states(options: dict, stopped: str, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
-def test_a_run_started_in_a_terminal_resumes_without_one(tmp_path: Path):
-    """JAX writes its programs in color where it writes to a terminal; the run is known by the program all the same."""
+def test_run_started_in_a_terminal_resumes_without_one(tmp_path: Path):
+    """JAX prints programs in color on terminals, and the text of the program identifies the run."""
     code = (
         "import sys; assert sys.stdout.isatty()\n"
         "from tests.simulation.test_checkpoint import SCAFFOLD, run\n"
@@ -292,8 +291,8 @@ def test_a_run_started_in_a_terminal_resumes_without_one(tmp_path: Path):
     run(SCAFFOLD, rounds=3, directory=tmp_path, resume=True)
 
 
-def test_an_array_on_devices_is_read_a_few_rows_at_a_time():
-    """In the order of its rows, whichever device has them; put together on the host a store would be there twice."""
+def test_sharded_array_is_read_in_chunks_of_rows():
+    """In the order of rows, for any assignment to devices, without a copy of the whole array on the host."""
     for dtype in ("float32", "bfloat16"):
         values = np.arange(33).reshape(11, 3)[:10].astype(dtype)
         array = jax.device_put(values, NamedSharding(make_mesh(2), PartitionSpec(CLIENT_AXIS)))
@@ -322,9 +321,9 @@ print(int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) * 1024
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
-def test_neither_checkpoints_nor_resuming_takes_the_store_many_times(tmp_path: Path):
-    """Of 0.5 GB, beside which the process takes about as much itself."""
-    for rounds, most in ((3, 2.1), (4, 2.6)):  # 2.6 and 3.3 with the store whole on the host, too
+def test_memory_of_checkpoints_and_resuming_is_bounded(tmp_path: Path):
+    """The client states take 0.5 GB, and the process itself about as much."""
+    for rounds, most in ((3, 2.1), (4, 2.6)):  # with copies of all states on the host, 2.6 and 3.3
         command = [sys.executable, "-c", CODE, str(tmp_path / "run"), str(rounds)]
         path = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "JAX_PLATFORMS": "cpu"}
         done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, timeout=600)
@@ -334,7 +333,7 @@ def test_neither_checkpoints_nor_resuming_takes_the_store_many_times(tmp_path: P
 
 @pytest.mark.parametrize("states", ["resident", "spilled"])
 def test_bfloat16_int4_and_float8_arrays_survive_a_checkpoint(states: str, tmp_path: Path):
-    """NumPy has no such types, so that .npy files alone do not name them."""
+    """NumPy has no such dtypes, so that .npy files do not contain their names."""
     if states == "resident":
         method = FedAvg(local=LOCAL, server_optimizer=Optax(optax.adam(0.01, mu_dtype="bfloat16")))
     else:

@@ -19,8 +19,8 @@ from tests.slow import slow_cases
 CLIENTS, M = 4, 3
 
 
-def store() -> tuple[jax.Array, VectorTable]:
-    """A state of a vector and a table of trees, for each client."""
+def client_states() -> tuple[jax.Array, VectorTable]:
+    """A vector and a table of trees for each client."""
     rng = np.random.default_rng(0)
     vectors = {
         "w": jnp.asarray(rng.normal(size=(CLIENTS, M, 2, 5))),
@@ -29,8 +29,8 @@ def store() -> tuple[jax.Array, VectorTable]:
     return jnp.asarray(rng.normal(size=(CLIENTS, 7))), VectorTable(vectors)
 
 
-def use(state: tuple[jax.Array, VectorTable]) -> tuple[jax.Array, VectorTable]:
-    """What a client may do in a loop: read a row, write another, and read what it has written."""
+def run_loop(state: tuple[jax.Array, VectorTable]) -> tuple[jax.Array, VectorTable]:
+    """In a loop, read a row, write another one, and read the written one."""
 
     def body(k: jax.Array, state: tuple[jax.Array, VectorTable]) -> tuple[jax.Array, VectorTable]:
         vector, table = state
@@ -41,15 +41,15 @@ def use(state: tuple[jax.Array, VectorTable]) -> tuple[jax.Array, VectorTable]:
     return jax.lax.fori_loop(0, 2 * M + 1, body, state)
 
 
-def test_a_table_in_its_store_is_what_it_is_as_a_value():
+def test_table_updated_in_place_equals_the_table_as_a_value():
     for client in range(CLIENTS):
-        whole = store()
-        alone = use(jax.tree.map(lambda a: a[client], whole))  # noqa: B023
+        whole = client_states()
+        alone = run_loop(jax.tree.map(lambda a: a[client], whole))  # noqa: B023
         expected = jax.tree.map(lambda all, new: all.at[client].set(new), whole, alone)  # noqa: B023
 
         @jax.jit
         def in_place(whole: tuple[jax.Array, VectorTable], slot: jax.Array) -> tuple[jax.Array, VectorTable]:
-            return set_state(whole, slot, use(state_in(whole, slot)))
+            return set_state(whole, slot, run_loop(state_in(whole, slot)))
 
         found = in_place(whole, jnp.int32(client))
         assert jax.tree.structure(found) == jax.tree.structure(whole)
@@ -57,8 +57,8 @@ def test_a_table_in_its_store_is_what_it_is_as_a_value():
             assert np.array_equal(a, b)
 
 
-def test_a_new_table_of_a_client_replaces_the_old_one():
-    whole = store()
+def test_new_table_of_a_client_replaces_the_old_one():
+    whole = client_states()
     new = VectorTable(jax.tree.map(lambda a: jnp.ones(a.shape[1:], a.dtype), whole[1].rows))
     found = set_state(whole, jnp.int32(2), (whole[0][2], new))[1]
     assert np.all(found.rows["w"][2] == 1) and np.all(found.rows["b"][2] == 1)
@@ -66,15 +66,15 @@ def test_a_new_table_of_a_client_replaces_the_old_one():
 
 
 class State(NamedTuple):
-    """What a client of the method below remembers."""
+    """Client state of the method below."""
 
     current: VectorTable
     previous: VectorTable
 
 
 @hyperparameters
-class Shifting(fedrax.FedAvg):
-    """FedAvg whose clients move one table into another and use all of it."""
+class TwoTables(fedrax.FedAvg):
+    """FedAvg whose clients copy one table to another and use all rows of it."""
 
     def init_client(self, params: Any) -> State:
         rows = jax.tree.map(lambda a: jnp.zeros((M, *a.shape), a.dtype), params)
@@ -87,32 +87,32 @@ class Shifting(fedrax.FedAvg):
         return out._replace(upload=upload, state=State(new, state.current))
 
 
-OTHERS = ({"plan": "vmap"}, {"plan": "loop"}, {"plan": "debug"}, {"states": "spilled"})
+OTHER_OPTIONS = ({"plan": "vmap"}, {"plan": "loop"}, {"plan": "debug"}, {"states": "spilled"})
 
 
-@pytest.mark.parametrize("options", slow_cases(OTHERS), ids=str)
-def test_tables_are_values_in_every_plan(options):
-    """A table that moves into another's place is copied, and only this client's; rows out of range are the nearest."""
-    algorithm = Shifting(local=fedrax.LocalSGD(lr=0.1, steps=2, batch_size=2))
+@pytest.mark.parametrize("options", slow_cases(OTHER_OPTIONS), ids=str)
+def test_tables_agree_on_every_plan(options):
+    """A table that replaces another one is copied for this client only; indices out of range are clamped."""
+    algorithm = TwoTables(local=fedrax.LocalSGD(lr=0.1, steps=2, batch_size=2))
     one = run(algorithm, plan="scan", rounds=6)
     assert any(np.any(leaf) for leaf in jax.tree.leaves(one.client_state(next(iter(one.homes))).previous))
     assert_close(one, run(algorithm, rounds=6, **({"plan": "scan"} | options)), 2e-5)
 
 
 @hyperparameters
-class Telling(Shifting):
+class UploadsTable(TwoTables):
     """Uploads a table."""
 
     def client(self, message: Any, state: Any, data: fedrax.ClientData) -> fedrax.ClientOutput:
         return super().client(message, state, data)._replace(each=state.current)
 
 
-def test_a_table_cannot_be_uploaded():
+def test_uploaded_table_is_rejected():
     with pytest.raises(fedrax.FedraxError, match=r"Telling\.client uploads a VectorTable: send its rows"):
-        run(Telling())
+        run(UploadsTable())
 
 
-def test_a_row_is_read_and_written():
+def test_reading_and_writing_rows():
     table = VectorTable({"a": jnp.arange(6.0).reshape(3, 2)})
     changed = table.put(1, {"a": jnp.array([7, 8])})
     assert np.array_equal(changed[1]["a"], [7, 8]) and np.array_equal(table[1]["a"], [2, 3])
@@ -121,8 +121,8 @@ def test_a_row_is_read_and_written():
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("algorithm", [fedrax.LoSAC, fedrax.algorithms.FedSaga])
-def test_a_simulation_does_not_copy_tables(algorithm, monkeypatch):
-    """A round needs less scratch memory than one client's table, of which it uses few rows."""
+def test_simulation_does_not_copy_tables(algorithm, monkeypatch):
+    """The scratch memory of a round is smaller than one client's table, of which few rows are used."""
     sizes = []
 
     def measured(self, algorithm, carry, key, xs, rounds):

@@ -1,6 +1,6 @@
-"""Who takes part: draws, traces, given cohorts and blocks, weights, stragglers; and what is refused.
+"""Participation: sampling, traces, scripts, weights, stragglers, and invalid settings.
 
-Where they work is told in test_planner.py.
+The assignment of clients to devices is tested in test_planner.py.
 """
 
 from pathlib import Path
@@ -19,25 +19,25 @@ from fedrax.simulation.settings import cohort_sampler
 from tests.simulation.problems import FEDERATION, LOCAL, SCAFFOLD, SIZES, assert_close, assert_identical, run
 
 N = len(SIZES)
-MANY = np.random.default_rng(1).integers(1, 50, 40)
-"""Sizes of more clients, among whom draws are counted."""
+MANY_SIZES = np.random.default_rng(1).integers(1, 50, 40)
+"""Sizes of 40 clients, for frequencies of draws."""
 BLOCKS = fedrax.LocalSGD(lr=0.02, steps=2, blocks=2)
 
 
 def write_trace(path: Path, rows: list[tuple[int, int]]) -> Availability:
-    """A trace file of (round, client) rows, its columns the other way round."""
+    """A trace file of (round, client) rows, with the columns in the other order."""
     path.write_text("client,round\n" + "".join(f"{client},{round}\n" for round, client in rows))
     return Availability(path)
 
 
 def cohorts(rounds: int, **settings: Any) -> list[list[int]]:
-    """The cohorts of the first rounds."""
+    """Cohorts of the first rounds."""
     sampler = cohort_sampler(Settings(**settings), np.array(SIZES))
     return [sampler.cohort(r).tolist() for r in range(rounds)]
 
 
-def test_cohorts_are_drawn_without_replacement_and_evenly():
-    sampler = cohort_sampler(Settings(rounds=4000, cohort_size=9), MANY)
+def test_cohorts_are_uniform_without_replacement():
+    sampler = cohort_sampler(Settings(rounds=4000, cohort_size=9), MANY_SIZES)
     drawn = np.array([sampler.cohort(r) for r in range(4000)])
     assert all(len(np.unique(cohort)) == 9 for cohort in drawn[:200])
     rates = np.bincount(drawn.ravel(), minlength=40) / 4000
@@ -45,13 +45,13 @@ def test_cohorts_are_drawn_without_replacement_and_evenly():
     assert len(np.unique(drawn[:500], axis=0)) == 500
 
 
-def test_seeds_differ_and_repeat():
-    draw = lambda seed: [cohort_sampler(Settings(seed=seed), MANY).cohort(r).tolist() for r in range(5)]  # noqa: E731
+def test_cohorts_depend_on_the_seed_only():
+    draw = lambda seed: [cohort_sampler(Settings(seed=seed), MANY_SIZES).cohort(r).tolist() for r in range(5)]  # noqa: E731
     assert draw(1) == draw(1)
     assert draw(1) != draw(2)
 
 
-def test_poisson_takes_each_client_by_a_coin_of_its_own():
+def test_poisson_samples_clients_independently():
     drawn = cohorts(6000, cohort_size=3, participation=Poisson())
     there = np.array([[client in cohort for client in range(N)] for cohort in drawn])
     chance = 3 / N
@@ -63,16 +63,16 @@ def test_poisson_takes_each_client_by_a_coin_of_its_own():
     assert cohorts(3, cohort_size=N, participation=Poisson()) == [list(range(N))] * 3
 
 
-def test_no_poisson_cohort_is_cut():
-    """There is room for all, the same for every seed: a new one compiles nothing anew."""
-    rooms = set()
+def test_poisson_cohorts_are_never_truncated():
+    """The capacity is the same for every seed, so that a new seed does not recompile."""
+    capacities = set()
     for seed in range(5):
         sampler = cohort_sampler(
             Settings(rounds=2000, cohort_size=20, participation=Poisson(), seed=seed), np.full(1000, 5, np.int64)
         )
-        rooms.add(sampler.largest)
+        capacities.add(sampler.largest)
         assert 20 < max(len(sampler.cohort(r)) for r in range(2000)) <= sampler.largest
-    assert len(rooms) == 1 and rooms.pop() < 80
+    assert len(capacities) == 1 and capacities.pop() < 80
     assert (sampler.varying, sampler.expected) == (True, 20.0)
 
 
@@ -95,7 +95,7 @@ def test_empty_rounds_change_nothing(plan: str):
 
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("plan", ["scan", "loop", "debug"])
-def test_a_round_without_clients_in_a_trace_or_script_changes_nothing(plan: str, tmp_path: Path):
+def test_empty_rounds_of_traces_and_scripts_change_nothing(plan: str, tmp_path: Path):
     trace = write_trace(tmp_path / "t.csv", [(1, 1), (1, 3), (4, 5)])
     script = fedrax.simulation.Script(cohorts=[[], [1, 3], [], [], [5]])
     method = fedrax.FedAvg(local=LOCAL, server_optimizer=fedrax.optim.SGD(lr=0.5, momentum=0.9))
@@ -113,18 +113,18 @@ def test_a_round_without_clients_in_a_trace_or_script_changes_nothing(plan: str,
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("method", [fedrax.algorithms.QFedAvg(local=LOCAL), Robust(fedrax.FedAvg(local=LOCAL))])
-def test_servers_that_divide_by_what_came_stay_where_they_are(method: fedrax.Algorithm):
+def test_servers_that_divide_by_uploads_skip_empty_rounds(method: fedrax.Algorithm):
     result = run(method, cohort_size=1, participation=Poisson(), rounds=8)
     assert 0 in [event["clients"] for event in result.events]
     assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(result.params))
 
 
-def test_a_server_that_fails_alone_is_named():
+def test_server_that_diverges_in_an_empty_round_is_named():
     class Fails(fedrax.FedAvg):
-        """Divides by the cohort."""
+        """Divides by the cohort size."""
 
         def server(self, server, cohort):
-            """0 / 0 where nobody came."""
+            """0 / 0 for an empty cohort."""
             moved, info = super().server(server, cohort)
             return moved._replace(params=jax.tree.map(lambda a: a * (cohort.size / cohort.size), moved.params)), info
 
@@ -132,19 +132,19 @@ def test_a_server_that_fails_alone_is_named():
         run(fedrax.hyperparameters(Fails)(local=LOCAL), cohort_size=1, participation=Poisson(), rounds=8)
 
 
-def test_a_method_for_cohorts_of_one_size_takes_no_poisson_cohorts():
+def test_method_with_fixed_cohort_rejects_poisson_sampling():
     with pytest.raises(FedraxError, match="cohort's size varies"):
         run(fedrax.LoSAC(local=BLOCKS), participation=Poisson())
 
 
-def test_larger_clients_are_drawn_more_often_where_asked_for():
-    sampler = cohort_sampler(Settings(cohort_size=1, participation=WeightedBySamples()), MANY)
+def test_sampling_in_proportion_to_size():
+    sampler = cohort_sampler(Settings(cohort_size=1, participation=WeightedBySamples()), MANY_SIZES)
     rates = np.bincount([sampler.cohort(r)[0] for r in range(4000)], minlength=40) / 4000
-    chance = MANY / MANY.sum()
+    chance = MANY_SIZES / MANY_SIZES.sum()
     assert (np.abs(rates - chance) < 5 * np.sqrt(chance / 4000) + 1e-3).all()
 
 
-def test_a_fixed_list_limits_the_draw():
+def test_fixed_participation_samples_from_its_list():
     chosen = FixedList((5, 1, 3))
     assert cohorts(3, cohort_size=3, participation=chosen) == [[1, 3, 5]] * 3
     assert cohorts(2, cohort_size=7, participation=chosen) == [[1, 3, 5]] * 2
@@ -157,7 +157,7 @@ def test_a_fixed_list_limits_the_draw():
             cohort_sampler(Settings(cohort_size=1, participation=FixedList(wrong)), np.array(SIZES))
 
 
-def test_the_trace_decides_which_clients_are_available(tmp_path: Path):
+def test_trace_determines_the_available_clients(tmp_path: Path):
     trace = write_trace(tmp_path / "t.csv", [(0, 1), (0, 3), (0, 5), (1, 2), (2, 0), (2, 7), (2, 6), (2, 0)])
     available = [{1, 3, 5}, {2}, {0, 6, 7}]
     drawn = cohorts(12, cohort_size=2, participation=trace)
@@ -190,7 +190,7 @@ def test_the_trace_decides_which_clients_are_available(tmp_path: Path):
         (None, "columns round, client"),
     ],
 )
-def test_traces_that_are_rejected(text: str | bytes | None, words: str, tmp_path: Path):
+def test_malformed_traces_are_rejected(text: str | bytes | None, words: str, tmp_path: Path):
     if text is not None:
         (tmp_path / "t.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(FedraxError, match=words) as caught:
@@ -198,7 +198,7 @@ def test_traces_that_are_rejected(text: str | bytes | None, words: str, tmp_path
     assert "availability trace" in str(caught.value) and "t.csv" in str(caught.value)
 
 
-def test_a_long_trace_is_read_quickly(tmp_path: Path):
+def test_long_trace_is_read_in_chunks(tmp_path: Path):
     rows = [(round, client) for round in range(20_000) for client in range(N)]
     sampler = cohort_sampler(
         Settings(participation=write_trace(tmp_path / "t.csv", rows), cohort_size=8), np.array(SIZES)
@@ -210,13 +210,13 @@ def test_a_long_trace_is_read_quickly(tmp_path: Path):
 @pytest.mark.parametrize(
     "cohort", [[0, 8], [-1, 2], [1, 1], [0.5, 1.0], [True, False], [[0, 1], [2, 3]], ["a"], [None]]
 )
-def test_given_cohorts_that_are_rejected(cohort: list):
+def test_invalid_scripted_cohorts_are_rejected(cohort: list):
     with pytest.raises(FedraxError, match="the given cohort of round 1 must hold different clients from 0 to 7"):
         run(script=Script(cohorts=[[0, 1], cohort]), rounds=2)
 
 
 @pytest.mark.parametrize(("steps", "fits"), [([[1, 2, 3]], True), ([[1, 0, 3]], False), ([[1, 2]], False)])
-def test_a_client_takes_one_step_or_more(steps: list, fits: bool):
+def test_scripted_numbers_of_steps_must_be_positive(steps: list, fits: bool):
     script = Script(cohorts=[[0, 1, 2]], steps=np.asarray(steps))
     if fits:
         assert run(rounds=1, script=script).events[-1]["gradients"] == 2 * 6
@@ -225,21 +225,21 @@ def test_a_client_takes_one_step_or_more(steps: list, fits: bool):
         run(rounds=1, script=script)
 
 
-def test_too_few_given_cohorts_and_too_many_clients():
+def test_too_few_scripted_cohorts_and_too_many_clients_are_rejected():
     with pytest.raises(FedraxError, match="2 cohorts are given for 3 rounds"):
         run(script=Script(cohorts=[[0], [1]]), rounds=3)
     with pytest.raises(FedraxError, match="cannot sample 9 clients"):
         run(cohort_size=9)
 
 
-def test_the_default_cohort_fits_few_clients():
+def test_default_cohort_size_fits_few_clients():
     assert cohort_sampler(Settings(), np.array(SIZES)).largest == len(SIZES) < 10
     assert cohort_sampler(Settings(), np.ones(30, int)).largest == 10
     chosen = run(rounds=2, cohort_size=len(SIZES), participation=Poisson()).events[-1]
     assert run(rounds=2, cohort_size=10, participation=Poisson()).events[-1]["gradients"] == chosen["gradients"]
 
 
-def test_given_cohorts_are_those_drawn():
+def test_scripted_cohorts_replace_sampling():
     drawn = cohorts(4, cohort_size=3)
     assert_identical(run(script=Script(cohorts=np.array(drawn))), run())
 
@@ -256,15 +256,15 @@ def test_given_cohorts_are_those_drawn():
         (np.full((2, 3, 2), -1), "from 0 to 1"),
     ],
 )
-def test_given_blocks_that_are_rejected(blocks: np.ndarray, words: str):
+def test_invalid_scripted_blocks_are_rejected(blocks: np.ndarray, words: str):
     with pytest.raises(FedraxError, match=words):
         run(fedrax.FedAvg(local=BLOCKS), script=Script(blocks=blocks), rounds=2)
     with pytest.raises(FedraxError, match=r"no local\.blocks"):
         run(script=Script(blocks=blocks), rounds=2)
 
 
-def test_given_blocks_are_worked_on():
-    """The first block only, as one whole pass over a federation that has nothing else."""
+def test_scripted_blocks_are_used():
+    """Always the first block: equal to full batches of a federation that has only these samples."""
     halves = np.diff(FEDERATION.offsets) // 2
     rows = np.concatenate([np.arange(a, a + h) for a, h in zip(FEDERATION.offsets, halves, strict=False)])
     x, y = (a[rows] for a in FEDERATION.train)
@@ -280,8 +280,8 @@ def test_given_blocks_are_worked_on():
     np.testing.assert_allclose(given.params["output"]["weight"], plain.params["output"]["weight"], rtol=1e-5)
 
 
-def test_stragglers_are_as_many_as_asked_for_and_do_a_uniform_share():
-    sampler = cohort_sampler(Settings(stragglers=0.4), MANY)
+def test_stragglers_have_the_requested_number_and_uniform_shares():
+    sampler = cohort_sampler(Settings(stragglers=0.4), MANY_SIZES)
     works = np.array([sampler.work(r, 10) for r in range(1000)])
     assert ((works < 1).sum(1) == 4).all()
     assert (works > 0).all() and (works <= 1).all()
@@ -306,20 +306,20 @@ def test_methods_without_stragglers_are_warned_of(algorithm: fedrax.Algorithm):
 
 
 def test_stragglers_are_the_same_for_every_algorithm():
-    """Shares come from (seed, round) alone."""
+    """Shares depend on (seed, round) only."""
     sampler = cohort_sampler(Settings(stragglers=0.5, cohort_size=4), np.array(SIZES))
     local = fedrax.LocalSGD(lr=0.02, steps=10, batch_size=2)
     runs = [run(kind(local=local), stragglers=0.5, cohort_size=4) for kind in (fedrax.FedAvg, fedrax.Scaffold)]
     counts = [[event["gradients"] for event in result.events] for result in runs]
     assert counts[0] == counts[1]
     by_hand = np.cumsum([2 * np.ceil(np.float32(sampler.work(r, 4)) * 10).sum() for r in range(4)])
-    # a client of 7 or 9 samples has a last batch of one: not more than two a step
+    # clients of 7 and 9 samples have a last batch of one sample, so take at most two steps
     assert all(0.6 * most <= count <= most for count, most in zip(counts[0], by_hand, strict=True))
     assert counts[0][-1] < run(fedrax.FedAvg(local=local), cohort_size=4).events[-1]["gradients"]
 
 
-def test_sample_weights_by_hand():
-    """With full gradients and one step, weights by samples make one large client of the cohort."""
+def test_aggregation_weights_by_samples():
+    """With full batches and one step, the cohort is equivalent to one client with all its samples."""
     local = fedrax.LocalSGD(lr=0.1, steps=1, batch_size="full")
     script = Script(cohorts=[[1, 4, 6]])
     result = run(fedrax.FedAvg(local=local), script=script, rounds=1, weights="samples")
@@ -332,7 +332,7 @@ def test_sample_weights_by_hand():
     )
 
 
-def test_settings_that_a_method_refuses(tmp_path: Path):
+def test_settings_that_a_method_does_not_support_are_rejected(tmp_path: Path):
     for method in (fedrax.Scaffold(local=LOCAL), fedrax.algorithms.MIFA(local=LOCAL)):
         with pytest.raises(FedraxError, match="uniform aggregation weights only"):
             run(method, weights="samples")
@@ -346,7 +346,7 @@ def test_settings_that_a_method_refuses(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_one_client_at_a_time_leaves_a_device_idle():
+def test_one_client_per_round_on_two_devices():
     for plan in ("scan", "vmap", "loop"):
         options = {"plan": plan, "cohort_size": 1, "rounds": 3}
         algorithm = fedrax.Scaffold(local=LOCAL)
@@ -354,7 +354,7 @@ def test_one_client_at_a_time_leaves_a_device_idle():
 
 
 def test_stragglers_are_independent_of_the_poisson_cohort():
-    """The number of stragglers varies with Poisson sampling and is exact in cohorts of a fixed size."""
+    """With Poisson sampling the number of stragglers varies; in cohorts of fixed size it is exact."""
     settings = Settings(rounds=400, cohort_size=4, participation=Poisson(), stragglers=0.5)
     sampler = cohort_sampler(settings, np.full(8, 3))
     slow = np.array([int((sampler.work(r, 4) < 1).sum()) for r in range(400)])

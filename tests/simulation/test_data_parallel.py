@@ -1,4 +1,4 @@
-"""Clients trained by all devices together: the numbers of one device, and only where it shortens a round."""
+"""Clients whose batches all devices share: results as on one device, and only if it shortens a round."""
 
 import dataclasses
 import itertools
@@ -28,14 +28,14 @@ from tests.slow import slow_cases
 
 SIZES = (9, 10, 8, 12, 10, 11, 9)
 LOCAL = LocalSGD(lr=0.1, epochs=2, batch_size=8)
-WHOLE = {"losac", "fedsaga", "sampledp"}
-"""Methods of which devices share no client: tables of gradients lie on one device, and private gradients are apart."""
-KEPT = {"fedsgd", "scaffold", "mimesvrg", "efsign", "gradma", "episode", "ditto"}
+NOT_SHARED = {"losac", "fedsaga", "sampledp"}
+"""Methods whose clients are not shared: gradient tables are on one device, and private gradients are per sample."""
+IN_MAKE_TEST = {"fedsgd", "scaffold", "mimesvrg", "efsign", "gradma", "episode", "ditto"}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def small_pieces() -> Iterator[None]:
-    """Batches of this small model are cut too, into pieces of two samples."""
+def small_microbatches() -> Iterator[None]:
+    """Split the batches of this small model into microbatches of two samples."""
     with use_options(Options(limits=Limits(microbatch_bytes=2 * 3 * 4, microbatch_weight_ratio=0))):
         yield
 
@@ -56,29 +56,29 @@ def run(algorithm: Algorithm, **changes: Any) -> Result:
     return simulate(algorithm, TASK, FEDERATION, **(settings | changes))
 
 
-def agree(found: Result, wanted: Result, shared: bool = True) -> None:
-    """To rounding: sums over a batch are of two halves."""
-    assert ("left over on all of them together" in found.plan) == shared
-    assert "left over" not in wanted.plan
+def assert_agrees(actual: Result, desired: Result, shared: bool = True) -> None:
+    """Assert equality up to rounding, because batch sums are split in halves."""
+    assert ("left over on all of them together" in actual.plan) == shared
+    assert "left over" not in desired.plan
     near = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)  # noqa: E731
-    jax.tree.map(near, (found.params, found.server), (wanted.params, wanted.server))
-    for ours, theirs in zip(found.events, wanted.events, strict=True):
-        numbers = [name for name, value in theirs.items() if isinstance(value, float) and "seconds" not in name]
-        near([ours[name] for name in numbers], [theirs[name] for name in numbers])
+    jax.tree.map(near, (actual.params, actual.server), (desired.params, desired.server))
+    for one, other in zip(actual.events, desired.events, strict=True):
+        numbers = [name for name, value in other.items() if isinstance(value, float) and "seconds" not in name]
+        near([one[name] for name in numbers], [other[name] for name in numbers])
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("name", slow_cases(algorithms(), KEPT))
-def test_every_method(name: str):
+@pytest.mark.parametrize("name", slow_cases(algorithms(), IN_MAKE_TEST))
+def test_methods_agree_with_one_device(name: str):
     kind = algorithms()[name]
     algorithm = ObjectivePerturbation(guarantee="none") if kind is ObjectivePerturbation else kind()
     local = getattr(algorithm, "local", None)
     if local is not None:
         algorithm = dataclasses.replace(algorithm, local=dataclasses.replace(local, lr=0.05))  # type: ignore[call-arg]
-    agree(run(algorithm), run(algorithm, devices=1), shared=name not in WHOLE)
+    assert_agrees(run(algorithm), run(algorithm, devices=1), shared=name not in NOT_SHARED)
 
 
-def test_the_gradient_is_traced_once_for_all_programs_that_hold_it():
+def test_gradient_is_traced_once_for_all_programs():
     seen: list[int] = []
 
     def loss(params: Any, batch: Any, key: Any) -> Any:
@@ -86,9 +86,9 @@ def test_the_gradient_is_traced_once_for_all_programs_that_hold_it():
         return TASK.loss(params, batch, key)
 
     task = dataclasses.replace(TASK, loss=loss, outputs=None)
-    found = simulate(FedAvg(local=LOCAL), task, FEDERATION, rounds=1, cohort_size=3, plan="scan")
-    assert "left over on all of them together" in found.plan
-    assert seen.count(2) == 1 and len(set(seen)) == len(seen)  # a piece; and once whatever else is looked at
+    actual = simulate(FedAvg(local=LOCAL), task, FEDERATION, rounds=1, cohort_size=3, plan="scan")
+    assert "left over on all of them together" in actual.plan
+    assert seen.count(2) == 1 and len(set(seen)) == len(seen)  # a microbatch; and once for all other checks
 
 
 COHORTS = [[0, 1, 2, 3, 4], [2], [5, 0, 6]]
@@ -98,49 +98,49 @@ SETTINGS: dict[str, tuple[Algorithm, dict[str, Any]]] = {
         {"script": Script(cohorts=COHORTS, steps=np.arange(3 * 7).reshape(3, 7) % 4 + 1)},
     ),
     "stragglers": (FedAvg(local=LOCAL), {"cohort_size": 5, "stragglers": 0.5}),
-    "joining by chance": (FedAvg(local=LOCAL), {"participation": Poisson()}),
-    "an optimizer that is carried on": (
+    "Poisson sampling": (FedAvg(local=LOCAL), {"participation": Poisson()}),
+    "carried optimizer": (
         FedAvg(local=dataclasses.replace(LOCAL, optimizer=Optax.of(optax.adam), carry=True, lr=0.01)),
         {},
     ),
-    "uploads one by one": (Robust(inner=Scaffold(local=LOCAL)), {"cohort_size": 5}),
+    "stacked uploads": (Robust(inner=Scaffold(local=LOCAL)), {"cohort_size": 5}),
     "bfloat16 products": (FedAvg(local=LOCAL), {"precision": "bfloat16"}),
     "float64": (MimeSVRG(local=LOCAL), {"dtype": "float64"}),
 }
 
 
-def test_rows_of_clients_that_devices_share():
-    """A median of uploads by client, of a cohort that two devices share in part."""
+def test_stacked_uploads_of_shared_clients():
+    """A median of uploads, of a cohort of which devices share some clients."""
     algorithm, changes = Robust(inner=FedAvg(local=LOCAL)), {"cohort_size": 5, "rounds": 2}
-    agree(run(algorithm, **changes), run(algorithm, devices=1, **changes))
+    assert_agrees(run(algorithm, **changes), run(algorithm, devices=1, **changes))
 
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", SETTINGS)
-def test_settings(name: str):
+def test_settings_agree_with_one_device(name: str):
     algorithm, changes = SETTINGS[name]
-    agree(run(algorithm, **changes), run(algorithm, devices=1, **changes))
+    assert_agrees(run(algorithm, **changes), run(algorithm, devices=1, **changes))
 
 
 @pytest.mark.slow
-def test_what_clients_send_is_recorded():
+def test_messages_of_shared_clients_are_recorded():
     record = MessageSelection(clients=range(len(SIZES)))
-    found, wanted = (run(EFSign(inner=FedAvg(local=LOCAL)), record=record, devices=d) for d in (2, 1))
-    assert [(e.round, e.client) for e in found.exchanges] == [(e.round, e.client) for e in wanted.exchanges]
-    for ours, theirs in zip(found.exchanges, wanted.exchanges, strict=True):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), ours.sent, theirs.sent)
+    actual, desired = (run(EFSign(inner=FedAvg(local=LOCAL)), record=record, devices=d) for d in (2, 1))
+    assert [(e.round, e.client) for e in actual.exchanges] == [(e.round, e.client) for e in desired.exchanges]
+    for one, other in zip(actual.exchanges, desired.exchanges, strict=True):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), one.sent, other.sent)
 
 
-def test_a_resumed_run_is_the_run_bit_for_bit(tmp_path: Path):
+def test_resumed_run_is_bitwise_equal(tmp_path: Path):
     algorithm = Scaffold(local=LOCAL)
     whole = run(algorithm, rounds=4)
     run(algorithm, rounds=2, directory=tmp_path)
-    found = run(algorithm, rounds=4, directory=tmp_path, resume=True)
-    jax.tree.map(np.testing.assert_array_equal, (found.params, found.server), (whole.params, whole.server))
+    actual = run(algorithm, rounds=4, directory=tmp_path, resume=True)
+    jax.tree.map(np.testing.assert_array_equal, (actual.params, actual.server), (whole.params, whole.server))
 
 
 @pytest.mark.slow
-def test_a_diverged_client_is_named():
+def test_diverged_client_is_named():
     x, y = np.array(FEDERATION.train[0]), FEDERATION.train[1]
     owner = np.repeat(np.arange(len(SIZES)), SIZES)
     x[owner == 4] = 3e38
@@ -149,19 +149,19 @@ def test_a_diverged_client_is_named():
         simulate(FedAvg(local=LOCAL), TASK, broken, rounds=3, cohort_size=7, plan="scan", devices=2)
 
 
-def test_devices_work_alone_where_none_would_wait():
+def test_no_client_is_shared_if_no_device_would_wait():
     equal = Federation.from_arrays(FEDERATION.train[0][:64], FEDERATION.train[1][:64], np.arange(64) // 8)
     plan = lambda size: simulate(FedAvg(local=LOCAL), TASK, equal, rounds=1, cohort_size=size).plan  # noqa: E731
     assert ["left over" in plan(size) for size in (3, 4)] == [True, False]
 
 
-def length(assigned: list[list[int]], cost: list[float], speed: float, shared: set[int]) -> float:
-    """Of a round."""
+def round_duration(assigned: list[list[int]], cost: list[float], speed: float, shared: set[int]) -> float:
+    """Duration of a round."""
     alone = max(sum(cost[p] for p in places if p not in shared) for places in assigned)
     return alone + 1.05 * sum(cost[p] for p in shared) / speed
 
 
-def test_equal_clients_are_shared_where_that_is_shortest():
+def test_equal_clients_are_shared_optimally():
     for counts in itertools.product(range(4), repeat=3):
         places = iter(range(sum(counts)))
         assigned = [[next(places) for _ in range(n)] for n in counts]
@@ -171,8 +171,8 @@ def test_equal_clients_are_shared_where_that_is_shortest():
         subsets = itertools.chain.from_iterable(
             itertools.combinations(range(len(cost)), n) for n in range(len(cost) + 1)
         )
-        best = min(length(assigned, cost, 3.0, set(subset)) for subset in subsets)
-        assert length(assigned, cost, 3.0, clients_to_share(assigned, cost, 3.0)) <= best / 0.95
+        best = min(round_duration(assigned, cost, 3.0, set(subset)) for subset in subsets)
+        assert round_duration(assigned, cost, 3.0, clients_to_share(assigned, cost, 3.0)) <= best / 0.95
 
 
 def test_unequal_clients_are_shared_only_for_a_gain():
@@ -181,10 +181,10 @@ def test_unequal_clients_are_shared_only_for_a_gain():
         owner, cost = rng.integers(0, 4, 9), rng.lognormal(sigma=1.5, size=9).tolist()
         assigned = [np.flatnonzero(owner == d).tolist() for d in range(4)]
         shared = clients_to_share(assigned, cost, 4.0)
-        before = length(assigned, cost, 4.0, set())
-        assert length(assigned, cost, 4.0, shared) <= (0.95 if shared else 1) * before
+        before = round_duration(assigned, cost, 4.0, set())
+        assert round_duration(assigned, cost, 4.0, shared) <= (0.95 if shared else 1) * before
     assert 0 in clients_to_share([[0], [1]], [20_000.0, 10.0], 2.0)
     assert clients_to_share([[0], [1]], [1.0, 1.0], 1.0) == set()
-    # what makes the loads equal, and no more
+    # as many as make the loads equal
     shared = clients_to_share([[0, 1, 2, 3], [4, 5]], [1.0] * 6, 2.0)
     assert len(shared) == 2 and shared < {0, 1, 2, 3}

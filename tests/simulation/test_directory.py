@@ -1,4 +1,4 @@
-"""The directory of a run: locked by one run, bound to everything that decides its numbers, without links."""
+"""The directory of a run: locked, bound to everything that determines its results, without links."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from tests.simulation.problems import (
     SCAFFOLD,
     TASK,
     assert_identical,
-    bytes_of,
+    read_files,
     run,
 )
 
 
-class At:
-    """A sink that does something in a round."""
+class ActInRound:
+    """A sink that calls a function in a round."""
 
     def __init__(self, round: int, act: Any):
         self.round, self.act = round, act
@@ -53,7 +53,7 @@ class At:
             self.act()
 
     def finish(self, result: object) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 # -- one run at a time ---------------------------------------------------------------------------------------------
@@ -61,19 +61,19 @@ class At:
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_two_runs_in_one_directory_are_rejected(resume: bool, tmp_path: Path):
-    """The second one touches nothing, and the first one ends as if it had been alone."""
+    """The second run changes nothing, and the first one ends as if alone."""
 
     def second() -> None:
-        before = bytes_of(tmp_path)
+        before = read_files(tmp_path)
         with pytest.raises(FedraxError, match="another run is writing to"):
             run(SCAFFOLD, directory=tmp_path, resume=resume)
-        assert bytes_of(tmp_path) == before
+        assert read_files(tmp_path) == before
 
-    assert_identical(run(SCAFFOLD, directory=tmp_path, sinks=[At(2, second)]), run(SCAFFOLD))
+    assert_identical(run(SCAFFOLD, directory=tmp_path, sinks=[ActInRound(2, second)]), run(SCAFFOLD))
 
 
-def test_where_folders_cannot_be_locked_a_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """NFS refuses an exclusive lock of what is not open for writing, see flock(2)."""
+def test_lock_file_is_used_if_folders_cannot_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """NFS rejects exclusive locks of descriptors that are not open for writing, see flock(2)."""
     lock = fcntl.flock
 
     def on_nfs(descriptor: int, operation: int) -> None:
@@ -92,16 +92,16 @@ def test_where_folders_cannot_be_locked_a_file_is(tmp_path: Path, monkeypatch: p
         pass
 
 
-def test_a_directory_that_holds_a_run_is_not_overwritten(tmp_path: Path):
+def test_directory_with_a_run_is_not_overwritten(tmp_path: Path):
     run(SCAFFOLD, directory=tmp_path)
-    before = bytes_of(tmp_path)
+    before = read_files(tmp_path)
     with pytest.raises(FedraxError, match="holds a run already"):
         run(SCAFFOLD, directory=tmp_path)
-    assert bytes_of(tmp_path) == before
+    assert read_files(tmp_path) == before
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_removed_directory_ends_the_run_with_a_clear_error(replaced: bool, tmp_path: Path):
+def test_removed_directory_ends_the_run_with_a_clear_error(replaced: bool, tmp_path: Path):
     where = tmp_path / "run"
 
     def remove() -> None:
@@ -110,23 +110,23 @@ def test_a_removed_directory_ends_the_run_with_a_clear_error(replaced: bool, tmp
             where.mkdir()
 
     with pytest.raises(FedraxError, match="was removed during the run"):
-        run(SCAFFOLD, rounds=6, checkpoint_every=1, directory=where, sinks=[At(3, remove)])
+        run(SCAFFOLD, rounds=6, checkpoint_every=1, directory=where, sinks=[ActInRound(3, remove)])
 
 
-def test_a_run_that_ends_before_its_first_round_can_be_run_again(tmp_path: Path):
+def test_run_that_failed_before_its_first_round_can_be_repeated(tmp_path: Path):
     def fail() -> None:
         raise RuntimeError("cut")
 
     with pytest.raises(RuntimeError, match="cut"):
-        run(SCAFFOLD, directory=tmp_path, sinks=[At(0, fail)])
+        run(SCAFFOLD, directory=tmp_path, sinks=[ActInRound(0, fail)])
     assert_identical(run(SCAFFOLD, directory=tmp_path), run(SCAFFOLD))
 
 
-# -- what decides the numbers --------------------------------------------------------------------------------------
+# -- identity of a run ------------------------------------------------------------------------------------------------
 
 
 def federation(**changes: Any) -> fedrax.Federation:
-    """The common one, with other contents of the same sizes."""
+    """The common federation with other contents of the same sizes."""
     made = {"x": np.array(FEDERATION.train.x), "y": np.array(FEDERATION.train.y)}
     test = (np.array(FEDERATION.test.x), np.array(FEDERATION.test.y))
     made |= {name: change(made[name]) for name, change in changes.items() if name in made}
@@ -137,12 +137,12 @@ def federation(**changes: Any) -> fedrax.Federation:
 
 
 def task(activation: Any) -> fedrax.Task:
-    """A model with a function in it that has no parameters."""
+    """A task whose model contains a function without parameters."""
     model = Logistic().build((FEATURES,), CLASSES)
     return fedrax.classification(Model(model.init, lambda params, x, key=None: model.apply(params, activation(x), key)))
 
 
-OTHERS = {
+DIFFERENT_RUNS = {
     "one feature": (
         {"federation": federation(x=lambda x: x + (np.arange(x.size) == 5).reshape(x.shape))},
         "its data differ;",
@@ -186,33 +186,33 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_run_of_other_numbers_does_not_resume(name: str, tmp_path: Path):
-    other, differs = OTHERS[name]
+@pytest.mark.parametrize("name", DIFFERENT_RUNS)
+def test_different_runs_do_not_resume(name: str, tmp_path: Path):
+    other, differs = DIFFERENT_RUNS[name]
     run(SCAFFOLD, rounds=2, directory=tmp_path)
-    before = bytes_of(tmp_path)
+    before = read_files(tmp_path)
     with pytest.raises(FedraxError, match=f"belongs to another experiment: {differs}"):
         run(**({"algorithm": SCAFFOLD, "rounds": 4, "directory": tmp_path, "resume": True} | other))
-    assert bytes_of(tmp_path) == before
+    assert read_files(tmp_path) == before
 
 
-def test_numbers_of_numpy_are_the_same_settings(tmp_path: Path):
+def test_numpy_scalars_are_equal_settings(tmp_path: Path):
     counted = {"seed": np.int64(3), "stragglers": np.float64(0.5), "participation": FixedList([np.int64(4), 1, 0])}
     run(SCAFFOLD, rounds=2, directory=tmp_path, **counted)
     own = {"seed": 3, "stragglers": 0.5, "participation": FixedList((4, 1, 0))}
     assert len(run(SCAFFOLD, rounds=3, directory=tmp_path, resume=True, **own).events) == 3
 
 
-def test_another_activation_does_not_resume(tmp_path: Path):
+def test_different_activation_does_not_resume(tmp_path: Path):
     often = {"eval_every": 2, "task": task(jnp.tanh)}
     run(SCAFFOLD, **often, rounds=2, directory=tmp_path)
     with pytest.raises(FedraxError, match="its program and evaluation differ"):
         run(SCAFFOLD, **often | {"task": task(jnp.sin)}, rounds=4, directory=tmp_path, resume=True)
-    again = often | {"task": task(jnp.tanh)}  # another object, the same program
+    again = often | {"task": task(jnp.tanh)}  # a different object with the same program
     assert_identical(run(SCAFFOLD, **again, rounds=4, directory=tmp_path, resume=True), run(SCAFFOLD, **often))
 
 
-def test_another_version_does_not_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_different_version_does_not_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run(SCAFFOLD, rounds=2, directory=tmp_path)
     monkeypatch.setattr("fedrax.version.VERSION", "99.0")
     with pytest.raises(FedraxError, match=r"computed by fedrax .* and here is fedrax 99\.0"):
@@ -232,7 +232,7 @@ def test_links_are_not_followed(name: str, tmp_path: Path):
     assert victim.read_text() == "precious"
 
 
-def test_a_checkpoint_elsewhere_is_rejected(tmp_path: Path):
+def test_checkpoint_behind_a_link_is_rejected(tmp_path: Path):
     (tmp_path / "victim").mkdir()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoint").symlink_to(tmp_path / "victim")
@@ -241,24 +241,24 @@ def test_a_checkpoint_elsewhere_is_rejected(tmp_path: Path):
     assert not list((tmp_path / "victim").iterdir())
 
 
-def test_a_failure_that_found_no_room_does_not_hide_the_run(tmp_path: Path):
+def test_unwritable_failure_state_does_not_hide_the_run(tmp_path: Path):
     run(SCAFFOLD, directory=tmp_path)
     (tmp_path / "failure").mkdir()
     write_text(tmp_path / "experiment.toml", "[algorithm]\nname = 'scaffold'\n[run]\nseed = 0\nrounds = 4\n")
     assert read_run(tmp_path).failure is None
 
 
-# -- told to stop --------------------------------------------------------------------------------------------------
+# -- signals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
-def test_a_signal_leaves_a_checkpoint(number: signal.Signals, tmp_path: Path, request: pytest.FixtureRequest):
-    if signal.getsignal(number) is signal.SIG_IGN:  # as under nohup, where a run goes on
+def test_signal_writes_a_checkpoint(number: signal.Signals, tmp_path: Path, request: pytest.FixtureRequest):
+    if signal.getsignal(number) is signal.SIG_IGN:  # as under nohup, where a run continues
         signal.signal(number, signal.SIG_DFL)
         request.addfinalizer(lambda: signal.signal(number, signal.SIG_IGN))
     before = signal.getsignal(number)
-    tell = At(2, lambda: os.kill(os.getpid(), number))
+    tell = ActInRound(2, lambda: os.kill(os.getpid(), number))
     with pytest.raises(Interrupted) as stopped:
         run(SCAFFOLD, rounds=9, eval_every=1, directory=tmp_path, sinks=[tell])
     assert stopped.value.signal == number and signal.getsignal(number) is before
@@ -268,10 +268,10 @@ def test_a_signal_leaves_a_checkpoint(number: signal.Signals, tmp_path: Path, re
     )
 
 
-def test_a_signal_in_the_last_round_stops_what_surrounds_the_run(tmp_path: Path):
-    """The run itself is finished and kept, and its sinks see the result."""
+def test_signal_in_the_last_round_stops_the_caller(tmp_path: Path):
+    """The run is finished and saved, and its sinks receive the result."""
     seen: list[Any] = []
-    tell, others = At(4, lambda: os.kill(os.getpid(), signal.SIGTERM)), At(0, lambda: None)
+    tell, others = ActInRound(4, lambda: os.kill(os.getpid(), signal.SIGTERM)), ActInRound(0, lambda: None)
     others.finish = seen.append
     with pytest.raises(Interrupted) as stopped:
         run(directory=tmp_path, sinks=[tell, others])
@@ -280,7 +280,7 @@ def test_a_signal_in_the_last_round_stops_what_surrounds_the_run(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_the_command_line_ends_with_the_signal_s_status(tmp_path: Path):
+def test_command_line_exits_with_the_status_of_the_signal(tmp_path: Path):
     flags = ["--run.rounds", "1000000", "--run.eval-every", "5", "--model", "logistic", "--quiet", "--out", "run"]
     child = subprocess.Popen(
         [sys.executable, "-m", "fedrax", "run", *flags], cwd=tmp_path, stderr=subprocess.PIPE, text=True
@@ -295,7 +295,7 @@ def test_the_command_line_ends_with_the_signal_s_status(tmp_path: Path):
     assert (tmp_path / "run" / "checkpoint" / "state.npz").exists()
 
 
-def test_a_script_with_other_cohorts_does_not_resume(tmp_path: Path):
+def test_script_with_other_cohorts_does_not_resume(tmp_path: Path):
     options: dict[str, Any] = {"directory": tmp_path / "run"}
     run(script=Script(cohorts=[[0, 1], [2], [3, 4]]), rounds=1, **options)
     with pytest.raises(FedraxError, match=r"settings \(script\) differ"):

@@ -1,4 +1,4 @@
-"""Losses and metrics of the global parameters, against NumPy."""
+"""Losses and metrics of the global parameters against NumPy."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -19,7 +19,7 @@ from fedrax.simulation.executors import execution_plan
 from tests.simulation.problems import FEATURES, FEDERATION, LOCAL, TASK, make_federation, run
 
 
-def by_hand(params: Any, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def numpy_metrics(params: Any, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Cross entropy and accuracy of every sample."""
     w, b = (np.asarray(params["output"][name], np.float64) for name in ("weight", "bias"))
     logits = x.astype(np.float64) @ w.T + b
@@ -28,7 +28,7 @@ def by_hand(params: Any, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def some_params() -> Any:
-    """Parameters at which samples differ."""
+    """Parameters with which samples have different metrics."""
     return jax.tree.map(
         lambda a: jnp.asarray(np.random.default_rng(a.size).normal(size=a.shape), a.dtype), TASK.init(jax.random.key(0))
     )
@@ -36,7 +36,7 @@ def some_params() -> Any:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch):
-    """Seven rows a chunk."""
+    """Seven rows per chunk."""
     monkeypatch.setattr(evaluation, "_rows_of_a_chunk", lambda: 7)
     compiled_evaluation.cache_clear()
     yield
@@ -52,20 +52,20 @@ def test_means_over_any_number_of_rows(rows: int, devices: int):
     x, y = rng.normal(size=(rows, FEATURES)).astype(np.float32), rng.integers(0, 3, rows).astype(np.int32)
     params = some_params()
     result = Evaluator(TASK, execution_plan.make_mesh(devices), fedrax.contract.Batch(x, y))(params, "test")
-    losses, hits = by_hand(params, x, y)
+    losses, hits = numpy_metrics(params, x, y)
     assert result.keys() == {"test_loss", "test_accuracy"}
     np.testing.assert_allclose(result["test_loss"], losses.mean(), rtol=1e-6)
     assert result["test_accuracy"] == pytest.approx(hits.mean())
 
 
 @pytest.mark.parametrize("offsets", [[0, 5, 5, 16, 23], [0, 0, 5, 16, 16], [0, 4, 9, 12, 19]])
-def test_per_client(offsets: list[int]):
-    """Clients without test rows do not count; rows after the last client's are nobody's."""
+def test_metrics_per_client(offsets: list[int]):
+    """Clients without test rows are excluded, and rows after those of the last client belong to no client."""
     x, y = FEDERATION.test
     params = some_params()
     evaluator = Evaluator(TASK, execution_plan.make_mesh(2), fedrax.contract.Batch(x, y), np.array(offsets))
     result = evaluator(params, "test", per_client=True)
-    for name, values in zip(("loss", "accuracy"), by_hand(params, x, y), strict=True):
+    for name, values in zip(("loss", "accuracy"), numpy_metrics(params, x, y), strict=True):
         means = [values[a:b].mean() for a, b in pairwise(offsets) if b > a]
         worst = max(means) if name == "loss" else min(means)
         np.testing.assert_allclose(result[f"test_{name}"], values.mean(), rtol=1e-6)
@@ -78,7 +78,7 @@ def test_per_client(offsets: list[int]):
 
 
 def test_metrics_have_a_direction():
-    """The worst client of an error is the one with the largest, and a target is reached from above."""
+    """The worst client of an error has the largest one, and targets are reached from above."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(40, 3)).astype(np.float32)
     y, owner = (x @ np.ones(3) + np.repeat([0, 0, 0, 5], 10)).astype(np.float32), np.repeat(np.arange(4), 10)
@@ -101,7 +101,7 @@ def test_metrics_have_a_direction():
 
 @pytest.mark.parametrize("rounds", [1, 2, 7, 20, 21, 30, 39, 100, 134, 2000])
 def test_by_default_about_twenty_rounds_are_evaluated(rounds: int):
-    """The first and the last always: a run has a curve, whatever its length."""
+    """Always including the first and the last one, for runs of any length."""
     settings = fedrax.Settings(rounds=rounds)
     evaluated = [round for round in range(1, rounds + 1) if settings.evaluates(round)]
     assert evaluated[0] == 1 and evaluated[-1] == rounds
@@ -130,30 +130,30 @@ def test_every_executor_evaluates_the_same_rounds(tmp_path: Path):
     jax.tree.map(np.testing.assert_array_equal, often.params, run(rounds=63).params)
 
 
-def test_which_rounds_and_what():
+def test_evaluated_rounds_and_metrics():
     result = run(rounds=7, eval_every=3, eval_train=True)
     for prefix in ("test", "train"):
         evaluated = [round for round, _ in result.metric(f"{prefix}_accuracy")]
         assert evaluated == [3, 6, 7]
-    _, hits = by_hand(result.params, *FEDERATION.train)
+    _, hits = numpy_metrics(result.params, *FEDERATION.train)
     np.testing.assert_allclose(result.events[-1]["train_accuracy"], hits.mean())
-    losses, _ = by_hand(result.params, *FEDERATION.test)
+    losses, _ = numpy_metrics(result.params, *FEDERATION.test)
     np.testing.assert_allclose(result.events[-1]["test_loss"], losses.mean(), rtol=1e-6)
 
 
-def test_the_loss_of_all_training_samples_is_told_from_that_of_the_local_steps():
+def test_training_loss_of_evaluation_and_of_local_steps_have_different_names():
     plain = run(rounds=4, eval_every=2)
     for options in ({"eval_train": True}, {"per_client": True}):
         result = run(rounds=4, eval_every=2, **options)
         assert result.metric("local_loss") == plain.metric("train_loss")
         assert [round for round, _ in result.metric("train_loss")] == [2, 4]
-        losses, _ = by_hand(result.params, *FEDERATION.train)
+        losses, _ = numpy_metrics(result.params, *FEDERATION.train)
         np.testing.assert_allclose(result.events[-1]["train_loss"], losses.mean(), rtol=1e-6)
 
 
 def test_per_client_metrics_use_training_data_without_test_data_of_clients():
     result = run(per_client=True)
-    losses, _ = by_hand(result.params, *FEDERATION.train)
+    losses, _ = numpy_metrics(result.params, *FEDERATION.train)
     ends = FEDERATION.offsets
     means = [losses[a:b].mean() for a, b in pairwise(ends)]
     np.testing.assert_allclose(result.events[-1]["train_loss_worst_client"], max(means), rtol=1e-6)
@@ -170,7 +170,7 @@ def test_target_stops_the_run():
     assert run(rounds=3, target=1.0).stopped == "rounds"
 
 
-def test_no_test_data():
+def test_run_without_test_data():
     result = run(federation=make_federation(test_rows=0), per_client=True)
     assert "test_loss" not in result.events[-1]
     assert "train_loss_worst_client" in result.events[-1]
@@ -178,7 +178,7 @@ def test_no_test_data():
         run(federation=make_federation(test_rows=0), target=0.5)
 
 
-def test_target_without_accuracy():
+def test_target_without_accuracy_is_rejected():
     with pytest.raises(FedraxError, match="metric accuracy"):
         run(task=replace(TASK, metrics={}), target=0.5)
 

@@ -37,7 +37,7 @@ def test_the_initial_parameters_are_evaluated_in_round_0(tmp_path: Path):
         assert one.events[0]["test_loss"] == pytest.approx(other.events[0]["test_loss"])
 
 
-def test_no_round_evaluates_only(tmp_path: Path):
+def test_zero_rounds_only_evaluate(tmp_path: Path):
     method, options = FedAvg(local=LOCAL), {"eval_every": 2}
     alone = run(method, rounds=0, directory=tmp_path, **options)
     assert [event["round"] for event in alone.events] == [0] and alone.stopped == "rounds"

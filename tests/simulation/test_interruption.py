@@ -1,4 +1,4 @@
-"""Runs killed or interrupted as processes end, once resumed, where the uninterrupted run ends."""
+"""Killed or interrupted processes: after resuming, runs end as if uninterrupted."""
 
 import os
 import random
@@ -20,16 +20,16 @@ from tests.simulation.problems import without_times
 
 ROUNDS = 300
 KILLS = 10
-"""For each of two methods."""
+"""Number of kills for each of two methods."""
 MOST_ROUNDS = 14
-"""A killed process has done this many rounds, give or take."""
+"""Approximate maximum number of rounds of a killed process."""
 
 Start = Callable[..., subprocess.Popen]
 
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
-    """Start the child on a method and directory; compiled programs are shared by all of them."""
+    """Start a child process with a method and directory; all share the compilation cache."""
     base = tmp_path_factory.mktemp("interruption")
     digits = load("digits")
     np.savez(base / "digits.npz", x=digits.train.x, y=digits.train.y)
@@ -49,13 +49,13 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
 
 
 def lines(process: subprocess.Popen) -> IO[str]:
-    """What the child says."""
+    """Output of the child."""
     assert process.stdout is not None
     return process.stdout
 
 
 def read_until(process: subprocess.Popen, round: int) -> int:
-    """Wait until the child has done ``round``; returns the round it is at."""
+    """Wait until the child has finished ``round``, and return the current round."""
     for line in lines(process):
         if int(line) >= round:
             return int(line)
@@ -63,28 +63,28 @@ def read_until(process: subprocess.Popen, round: int) -> int:
 
 
 def finish(process: subprocess.Popen) -> None:
-    """Let the child come to its end."""
+    """Wait until the child exits."""
     lines(process).read()
     assert process.wait() == 0
 
 
 def assert_same_end(one: Path, other: Path) -> None:
-    """The same events but for times, and bitwise the same parameters and states."""
+    """Assert equal events except for durations, and bitwise equal parameters and states."""
     assert without_times(read_events(one)) == without_times(read_events(other))
     with np.load(one / "final.npz") as a, np.load(other / "final.npz") as b:
         assert a.files == b.files
         for name in a.files:
             assert a[name].tobytes() == b[name].tobytes()
-            assert np.abs(a[name]).max() > 0  # of every state: nobody was passed over
+            assert np.abs(a[name]).max() > 0  # all states, so that no client is skipped
 
 
-def kill_again_and_again(start: Start, method: str, directory: Path) -> int:
-    """Kill the run KILLS times, then let it end; returns how often that left half a checkpoint behind."""
+def kill_repeatedly(start: Start, method: str, directory: Path) -> int:
+    """Kill the run KILLS times, then let it finish; return how often a partial checkpoint remained."""
     rng, part, torn = random.Random(method), directory / "checkpoint" / ".state.npz.part", 0
     for kill in range(KILLS):
         process = start(method, directory)
         first = read_until(process, 0)
-        if kill:  # the first one dies before its first round is over
+        if kill:  # the first kill is before the end of the first round
             read_until(process, first + rng.randint(1, MOST_ROUNDS))
         if kill % 2:
             time.sleep(rng.uniform(0, 0.02))
@@ -101,11 +101,11 @@ def kill_again_and_again(start: Start, method: str, directory: Path) -> int:
 
 
 @pytest.mark.slow
-def test_killed_twenty_times(start: Start, tmp_path: Path):
-    for method in ("scaffold", "losac"):  # in turn: they fill the cache of compiled programs
+def test_run_killed_repeatedly_ends_as_uninterrupted(start: Start, tmp_path: Path):
+    for method in ("scaffold", "losac"):  # first one after the other, to fill the compilation cache
         finish(start(method, tmp_path / f"{method}-whole"))
     with ThreadPoolExecutor(2) as pool:
-        tasks = [pool.submit(kill_again_and_again, start, m, tmp_path / m) for m in ("scaffold", "losac")]
+        tasks = [pool.submit(kill_repeatedly, start, m, tmp_path / m) for m in ("scaffold", "losac")]
         torn = sum(task.result() for task in tasks)
     assert torn >= 1
     for method in ("scaffold", "losac"):
@@ -114,14 +114,14 @@ def test_killed_twenty_times(start: Start, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_interrupted_once_and_twice(start: Start, tmp_path: Path):
-    """The first Ctrl-C ends the run after the block with a checkpoint, the second one at once."""
+def test_first_ctrl_c_writes_a_checkpoint_and_second_one_exits(start: Start, tmp_path: Path):
+    """The first one ends the run after the block of rounds."""
     rounds, sleep_at = 150, 5
     finish(start("scaffold", tmp_path / "whole", rounds=rounds))
     process = start("scaffold", tmp_path / "cut", sleep_at, rounds=rounds)
     read_until(process, sleep_at)
     process.send_signal(signal.SIGINT)
-    assert read_until(process, sleep_at) == sleep_at  # it has heard, and waits for its round to end
+    assert read_until(process, sleep_at) == sleep_at  # it has received the signal, and waits for the end of its round
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     lines(process).close()
@@ -129,7 +129,7 @@ def test_interrupted_once_and_twice(start: Start, tmp_path: Path):
 
     process = start("scaffold", tmp_path / "cut", rounds=rounds)
     at = read_until(process, 0)
-    assert at == sleep_at - 1  # round 5 was never saved
+    assert at == sleep_at - 1  # round 5 was not saved
     at = read_until(process, at + 3)
     process.send_signal(signal.SIGINT)
     done = int([str(at), *lines(process).read().split()][-1])

@@ -11,42 +11,48 @@ import pytest
 import fedrax
 from fedrax import tree
 from fedrax.simulation import MessageSelection
-from tests.simulation.problems import AWAY, LOCAL, SCAFFOLD, run, state_of
+from tests.simulation.problems import LOCAL, OFF_DEVICE, SCAFFOLD, run, state_of
 
 MIME = fedrax.algorithms.MimeSVRG(local=LOCAL)
-EVERYBODY = tuple(range(8))
+FULL_PARTICIPATION = tuple(range(8))
 
 
-def who(result: fedrax.Result) -> list[tuple[int, int, int]]:
+def sender_of_each(result: fedrax.Result) -> list[tuple[int, int, int]]:
     return [(one.round, one.client, one.phase) for one in result.exchanges]
 
 
 @pytest.fixture(scope="module")
 def scanned() -> fedrax.Result:
-    """Two phases a round, rounds and clients of which only some are recorded."""
+    """A method with two phases; some rounds and clients are recorded."""
     return run(MIME, plan="scan", record=MessageSelection(clients=(4, 1, 6), rounds=(1, 3)), rounds=3)
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("options", [{"plan": "vmap"}, {"plan": "loop"}, {"plan": "debug"}, AWAY | {"plan": "scan"}])
-def test_every_plan_notes_the_same(scanned: fedrax.Result, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"plan": "vmap"}, {"plan": "loop"}, {"plan": "debug"}, OFF_DEVICE | {"plan": "scan"}]
+)
+def test_recorded_messages_are_the_same_on_every_plan(scanned: fedrax.Result, options: dict[str, Any]) -> None:
     other = run(MIME, record=MessageSelection(clients=(1, 4, 6), rounds=(3, 1)), rounds=3, **options)
-    assert who(other) == who(scanned) == [(1, 6, 0), (1, 6, 1), (3, 4, 0), (3, 4, 1), (3, 6, 0), (3, 6, 1)]
+    assert (
+        sender_of_each(other)
+        == sender_of_each(scanned)
+        == [(1, 6, 0), (1, 6, 1), (3, 4, 0), (3, 4, 1), (3, 6, 0), (3, 6, 1)]
+    )
     for one, two in zip(scanned.exchanges, other.exchanges, strict=True):
         assert jax.tree.structure(one) == jax.tree.structure(two)
         for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_a_recorded_run_is_the_run(scanned: fedrax.Result) -> None:
+def test_recording_does_not_change_the_run(scanned: fedrax.Result) -> None:
     for a, b in zip(state_of(scanned), state_of(run(MIME, plan="scan", rounds=3)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
 
 
-def test_the_server_makes_its_step_of_what_was_noted() -> None:
-    """SCAFFOLD by hand, from the messages alone: x and c of the next round, and every client's c_i."""
-    result = run(SCAFFOLD, plan="scan", record=MessageSelection(clients=EVERYBODY), trajectory=True, rounds=3)
-    control = [np.zeros(12 + 3) for _ in EVERYBODY]
+def test_server_step_follows_from_the_recorded_messages() -> None:
+    """SCAFFOLD in NumPy from the messages: x and c of the next round, and the c_i of every client."""
+    result = run(SCAFFOLD, plan="scan", record=MessageSelection(clients=FULL_PARTICIPATION), trajectory=True, rounds=3)
+    control = [np.zeros(12 + 3) for _ in FULL_PARTICIPATION]
     flat = lambda values: np.concatenate([np.ravel(a) for a in jax.tree.leaves(values)])  # noqa: E731
     for round in (1, 2, 3):
         mine = [one for one in result.exchanges if one.round == round]
@@ -57,7 +63,7 @@ def test_the_server_makes_its_step_of_what_was_noted() -> None:
         np.testing.assert_allclose(flat(result.trajectory[round - 1]), x + moved, atol=1e-6)
         for one in mine:
             control[one.client] = control[one.client] + flat(one.sent.upload.control)
-    for client in EVERYBODY:
+    for client in FULL_PARTICIPATION:
         np.testing.assert_allclose(flat(result.client_state(client).control), control[client], atol=1e-6)
 
 
@@ -66,9 +72,9 @@ def test_the_server_makes_its_step_of_what_was_noted() -> None:
     "algorithm",
     [fedrax.compression.Quantized(inner=SCAFFOLD, bits=4), fedrax.compression.TopK(inner=fedrax.FedAvg(local=LOCAL))],
 )
-def test_what_is_noted_is_what_travels(algorithm: fedrax.Algorithm) -> None:
-    """Compressed, and of as many bytes as events count."""
-    result = run(algorithm, plan="scan", record=MessageSelection(clients=EVERYBODY), rounds=1)
+def test_recorded_messages_are_encoded(algorithm: fedrax.Algorithm) -> None:
+    """Compressed, with the numbers of bytes in events."""
+    result = run(algorithm, plan="scan", record=MessageSelection(clients=FULL_PARTICIPATION), rounds=1)
     event = result.events[0]
     assert sum(tree.num_bytes(one.sent) for one in result.exchanges) == event["bytes_up"]
     assert sum(tree.num_bytes((one.received, one.statistics)) for one in result.exchanges) == event["bytes_down"]
@@ -87,16 +93,20 @@ def test_what_is_noted_is_what_travels(algorithm: fedrax.Algorithm) -> None:
         ((0, 1), "record must be a MessageSelection or None, not a tuple"),
     ],
 )
-def test_a_record_of_what_there_is_not_is_rejected(record: Any, sentence: str) -> None:
+def test_invalid_selections_are_rejected(record: Any, sentence: str) -> None:
     with pytest.raises(fedrax.FedraxError, match=sentence):
         run(record=record)
 
 
 def test_clients_and_rounds_may_be_arrays() -> None:
     arrays, lists = (MessageSelection(clients=make((1, 4, 6)), rounds=make((1, 3))) for make in (np.array, list))
-    assert who(run(SCAFFOLD, record=arrays, rounds=3)) == who(run(SCAFFOLD, record=lists, rounds=3)) != []
+    assert (
+        sender_of_each(run(SCAFFOLD, record=arrays, rounds=3))
+        == sender_of_each(run(SCAFFOLD, record=lists, rounds=3))
+        != []
+    )
 
 
-def test_a_resumed_run_has_no_record(tmp_path: Any) -> None:
+def test_resumed_run_has_no_recorded_messages(tmp_path: Any) -> None:
     with pytest.raises(fedrax.FedraxError, match="messages of earlier rounds: leave record out"):
         run(record=MessageSelection(), directory=tmp_path / "run", resume=True)

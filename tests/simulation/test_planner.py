@@ -31,8 +31,8 @@ def planner(devices: int = 2, stateful: bool = False, by_samples: bool = False, 
     return made
 
 
-def real(block, r: int) -> dict[int, dict[str, float]]:
-    """What each client of round r got, wherever it runs."""
+def client_inputs(block, r: int) -> dict[int, dict[str, float]]:
+    """Inputs of each client in round r, on any device."""
     found = {}
     for d in range(block.count.shape[1]):
         for k in range(block.count[r, d]):
@@ -60,7 +60,7 @@ def test_rounds_do_not_depend_on_devices_state_or_plan(settings: dict):
     for variant in VARIANTS:
         block = planner(**variant, **settings).block(0, 20, 20)
         for r in range(20):
-            assert real(block, r) == real(base, r)
+            assert client_inputs(block, r) == client_inputs(base, r)
 
 
 def test_every_client_gets_its_own_rows_and_weights_sum_to_one():
@@ -69,7 +69,7 @@ def test_every_client_gets_its_own_rows_and_weights_sum_to_one():
         np.testing.assert_allclose(block.assignments.weight.sum((1, 2)), 1, rtol=1e-14)
         assert (block.cohort_size == 9).all()
         for r in range(20):
-            clients = real(block, r)
+            clients = client_inputs(block, r)
             assert len(clients) == 9
             total = sum(SIZES[c] for c in clients)
             for c, fields in clients.items():
@@ -78,7 +78,7 @@ def test_every_client_gets_its_own_rows_and_weights_sum_to_one():
                 np.testing.assert_allclose(fields["weight"], share, rtol=1e-14)
 
 
-def test_places_beyond_a_devices_clients_weigh_nothing():
+def test_padding_positions_have_zero_weight():
     block = planner(3, stateful=True, chunk=4).block(0, 20, 20)
     idle = block.assignments.client == len(SIZES)
     assert idle.any()
@@ -86,16 +86,16 @@ def test_places_beyond_a_devices_clients_weigh_nothing():
     assert (idle.sum(2) + block.count == block.assignments.client.shape[2]).all()
 
 
-def test_a_block_may_start_anywhere():
+def test_block_may_start_at_any_round():
     whole, part = planner(stateful=True).block(0, 20, 20), planner(stateful=True).block(12, 5, 8)
     for r in range(5):
-        assert real(part, r) == real(whole, 12 + r)
+        assert client_inputs(part, r) == client_inputs(whole, 12 + r)
         np.testing.assert_array_equal(part.assignments.slot[r], whole.assignments.slot[12 + r])
     np.testing.assert_array_equal(part.round, np.arange(12, 20))
 
 
-def test_a_client_with_state_has_one_home():
-    """Its device and row never change, no two clients share one, and rows fit the capacity."""
+def test_client_with_state_has_a_fixed_device_and_row():
+    """Device and row never change, are different for all clients, and within the capacity."""
     p = planner(3, stateful=True, by_samples=True)
     block, homes = p.block(0, 20, 20), {}
     for r in range(20):
@@ -108,8 +108,8 @@ def test_a_client_with_state_has_one_home():
     assert homes == p.home
 
 
-def test_a_plan_takes_as_much_memory_for_many_rounds_as_for_few():
-    """Once all clients have a home; neither are more rounds looked at then."""
+def test_memory_of_a_plan_does_not_grow_with_the_rounds():
+    """As soon as all clients are assigned, no further rounds are inspected."""
     most, drawn = [], []
     for rounds in (20, 2000):
         tracemalloc.start()
@@ -126,9 +126,7 @@ def test_a_plan_takes_as_much_memory_for_many_rounds_as_for_few():
 
 @pytest.mark.parametrize("by_samples", [False, True])
 @pytest.mark.parametrize("participation", [None, Poisson()], ids=["uniform", "Poisson"])
-def test_rows_for_large_states_are_as_many_for_every_seed_and_few_more_than_needed(
-    by_samples: bool, participation: Any
-):
+def test_number_of_state_rows_does_not_depend_on_the_seed(by_samples: bool, participation: Any):
     sizes = np.random.default_rng(2).lognormal(3, 1, 1000).astype(int) + 1
     chosen: dict[str, Any] = {"rounds": 22, "cohort_size": 50} | (
         {} if participation is None else {"participation": participation}
@@ -147,7 +145,7 @@ def test_rows_for_large_states_are_as_many_for_every_seed_and_few_more_than_need
 
 
 @pytest.mark.parametrize("devices", [1, 2, 8])
-def test_room_for_a_round_on_a_device_is_as_much_for_every_seed(devices: int):
+def test_clients_per_device_do_not_depend_on_the_seed(devices: int):
     sizes = np.random.default_rng(2).lognormal(3, 1, 1000).astype(int) + 1
     offsets, room, needed = sizes.cumsum() - sizes, set(), set()
     for seed, rounds in enumerate((4, 10, 20, 40)):
@@ -159,8 +157,8 @@ def test_room_for_a_round_on_a_device_is_as_much_for_every_seed(devices: int):
     assert devices == 1 or len(needed) > 1
 
 
-def test_where_sizes_are_beyond_all_measure_a_device_has_room_for_all():
-    """One client has nearly all rows: all others of a round are newcomers on the other device."""
+def test_extreme_sizes_need_a_device_with_room_for_all():
+    """One client has almost all rows, so that all others of a round are on the other device."""
     sizes = np.array([10**6, *[1] * 40])
     sampler = cohort_sampler(
         Settings(rounds=2, cohort_size=20), sizes, Script(cohorts=[np.arange(20), np.arange(20, 40)])
@@ -169,14 +167,14 @@ def test_where_sizes_are_beyond_all_measure_a_device_has_room_for_all():
     assert made.block(0, 2, 2).count.max() == 19 and made.max_stateful_clients == 20
 
 
-def test_of_given_cohorts_the_rows_are_counted():
+def test_state_rows_of_scripted_cohorts_are_exact():
     cohorts = [np.arange(40), np.arange(20, 60), np.arange(40)]
     sampler = cohort_sampler(Settings(rounds=3, cohort_size=40), np.full(1000, 10), Script(cohorts=cohorts))
     made = Planner(sampler, np.arange(1000) * 10, devices=1, stateful=True, by_samples=False, row_bytes=10**6)
     assert made.capacity == 60 == len(made.home)
 
 
-def test_a_seed_that_needs_more_rows_than_others_has_them(monkeypatch: pytest.MonkeyPatch):
+def test_seed_that_exceeds_the_estimate_has_enough_rows(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(CohortSampler, "most_clients", 10)
     sampler = cohort_sampler(Settings(rounds=20, cohort_size=9), SIZES)
     made = Planner(sampler, OFFSETS, devices=2, stateful=True, by_samples=False, row_bytes=10**8)
@@ -185,8 +183,8 @@ def test_a_seed_that_needs_more_rows_than_others_has_them(monkeypatch: pytest.Mo
     assert max(row for _, row in made.home.values()) < made.capacity
 
 
-def test_work_is_spread_evenly():
-    """Without state, no device has more than the even share plus the largest client."""
+def test_work_is_balanced():
+    """Without states, no device has more than the equal share plus the largest client."""
     p = planner(2, by_samples=True)
     block = p.block(0, 20, 20)
     loads = np.where(
@@ -195,11 +193,11 @@ def test_work_is_spread_evenly():
     assert (loads.max(1) <= loads.mean(1) + SIZES.max()).all()
 
 
-def test_devices_are_idle_where_one_has_more_to_do_and_not_where_they_join():
-    assert planner().idle_share(0) == pytest.approx(1 / 9)  # five clients and four
+def test_idle_time_of_devices_with_and_without_sharing():
+    assert planner().idle_share(0) == pytest.approx(1 / 9)  # five clients versus four
     assert planner(cohort_size=8).idle_share(0) == planner(devices=1).idle_share(0) == 0
     uneven, sizes = planner(cohort_size=1, by_samples=True), SIZES
-    assert uneven.idle_share(0) == pytest.approx(1)  # one device waits all the time
+    assert uneven.idle_share(0) == pytest.approx(1)  # one device is always idle
     block = planner(by_samples=True).block(0, 1, 1)
     load = np.sort([sum(sizes[c] for c in block.assignments.client[0, d, : block.count[0, d]]) for d in (0, 1)])
     assert planner(by_samples=True).idle_share(0) == pytest.approx((load[1] - load[0]) / load.sum())
@@ -208,8 +206,8 @@ def test_devices_are_idle_where_one_has_more_to_do_and_not_where_they_join():
     assert together.idle_share(0) == 0
 
 
-def test_clients_side_by_side_are_of_like_size():
-    """They wait for the largest of them: chunks of neighbors by size make up no more steps than any other order."""
+def test_vectorized_clients_have_similar_sizes():
+    """A chunk takes as long as its largest client: chunks of neighbors by size have the fewest steps."""
     for devices in (1, 2):
         block = planner(devices, by_samples=True, chunk=4).block(0, 20, 20)
         for r in range(20):
@@ -222,7 +220,7 @@ def test_clients_side_by_side_are_of_like_size():
 
 @pytest.mark.parametrize("stateful", [False, True])
 @pytest.mark.parametrize("devices", [1, 2, 3])
-def test_every_client_has_one_place_in_a_round(devices: int, stateful: bool):
+def test_every_client_has_one_position_in_a_round(devices: int, stateful: bool):
     sampler = cohort_sampler(Settings(rounds=30, cohort_size=5, stragglers=0.4), SIZES)
     made = Planner(sampler, OFFSETS, devices=devices, stateful=stateful, by_samples=True)
     made.set_chunk(2)
@@ -248,8 +246,8 @@ def test_every_client_has_one_place_in_a_round(devices: int, stateful: bool):
 
 
 @pytest.mark.parametrize("stateful", [False, True])
-def test_whether_devices_ever_join_is_the_same_for_every_seed(stateful: bool):
-    """Or a new seed would compile anew: one client of 200 has so much to do that sharing it helps where it is drawn."""
+def test_sharing_of_clients_does_not_depend_on_the_seed(stateful: bool):
+    """Otherwise a new seed would recompile: sharing helps only in cohorts with the one large client of 200."""
     sizes = np.where(np.arange(200) == 7, 1000, 10)
     drawn, found = set(), set()
     for seed in range(20):

@@ -1,4 +1,4 @@
-"""Products with operands in a shorter format: against NumPy, inside loops and branches, and in whole runs."""
+"""Products with operands of lower precision: against NumPy, inside loops and branches, and in runs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from fedrax.xla.precision import OperandFormat, with_operand_format
 from tests.simulation.problems import make_federation
 from tests.slow import slow_cases
 
-SHORT = pytest.mark.parametrize("format", ["tensorfloat32", "bfloat16"])
+FORMATS = pytest.mark.parametrize("format", ["tensorfloat32", "bfloat16"])
 RNG = np.random.default_rng(0)
 
 
 def rounded(x: np.ndarray, format: OperandFormat) -> np.ndarray:
-    """Float32 numbers in the format, in NumPy: ties to even."""
+    """float32 numbers rounded to the format in NumPy, with ties to even."""
     if format == "bfloat16":
         return x.astype(ml_dtypes.bfloat16).astype(np.float64)
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    tied = bits + np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1))  # 23 bits of mantissa to 10
+    tied = bits + np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1))  # from 23 bits of mantissa to 10
     return (tied & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
 
 
@@ -33,7 +33,7 @@ def draw(*shape: int) -> np.ndarray:
     return RNG.normal(size=shape).astype(np.float32)
 
 
-@SHORT
+@FORMATS
 def test_both_products_of_a_gradient_are_rounded(format: OperandFormat):
     x, w, c = draw(5, 7), draw(7, 3), draw(5, 3)
     value, gradient = with_operand_format(jax.value_and_grad(lambda w: jnp.sum((x @ w) * c)), format)(w)
@@ -43,9 +43,9 @@ def test_both_products_of_a_gradient_are_rounded(format: OperandFormat):
     assert np.abs(gradient - x.T.astype(float) @ c).max() > 1e-4
 
 
-@SHORT
+@FORMATS
 def test_products_inside_a_loop_are_rounded(format: OperandFormat):
-    """Backpropagation through h <- h w, three times, by hand."""
+    """Backpropagation through h <- h w, three times, in NumPy."""
     h0, w, c = draw(4, 6), draw(6, 6), draw(4, 6)
 
     def loss(w: jax.Array) -> jax.Array:
@@ -62,13 +62,13 @@ def test_products_inside_a_loop_are_rounded(format: OperandFormat):
         back = r(back) @ r(w).T
     np.testing.assert_allclose(with_operand_format(jax.grad(loss), format)(w), expected, rtol=2e-3, atol=2e-3)
     exact = jax.grad(loss)(w)
-    assert np.abs(exact - expected).max() > 1e-2  # ten times the tolerance: which is a rounding that fell elsewhere
+    assert np.abs(exact - expected).max() > 1e-2  # ten times the tolerance, the effect of one different rounding
 
 
 @pytest.mark.slow
-@SHORT
-def test_a_gradient_stays_near_the_exact_one(format: OperandFormat):
-    """Through convolutions with gradients of their own, branches for platforms, and a recurrent cell's loop."""
+@FORMATS
+def test_gradient_error_is_bounded(format: OperandFormat):
+    """Through convolutions with custom gradients, platform branches, and the loop of a recurrent cell."""
     for model, shape in ((TwoNN(), (30,)), (LeNet(), (28, 28, 1)), (LSTM(), (6, 5))):
         task = classification(model.build(shape, 4))
         params = task.init(jax.random.key(0))
@@ -91,7 +91,7 @@ def test_checkpointed_and_branching_functions_keep_their_values():
         assert np.any(short != exact)
 
 
-def test_the_highest_precision_and_other_types_are_left_alone():
+def test_highest_precision_and_other_dtypes_are_unchanged():
     f = lambda a: a @ a  # noqa: E731
     assert with_operand_format(f, "highest") is f
     whole = np.arange(9, dtype=np.int32).reshape(3, 3)
@@ -99,8 +99,8 @@ def test_the_highest_precision_and_other_types_are_left_alone():
 
 
 @pytest.mark.parametrize(("format", "operands"), [("tensorfloat32", "float32"), ("bfloat16", "bfloat16")])
-def test_accelerators_get_the_formats_themselves(format: OperandFormat, operands: str, monkeypatch: pytest.MonkeyPatch):
-    """What is traced where the backend is no CPU: fast products, sums in float32."""
+def test_accelerators_use_native_formats(format: OperandFormat, operands: str, monkeypatch: pytest.MonkeyPatch):
+    """Traced program for backends other than CPU: native products, sums in float32."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     traced = jax.make_jaxpr(with_operand_format(lambda a: a @ a, format))(draw(3, 3))
     (product,) = [e for e in traced.jaxpr.eqns if e.primitive is primitives.dot_general_p]
@@ -113,7 +113,7 @@ def test_accelerators_get_the_formats_themselves(format: OperandFormat, operands
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", slow_cases(["vmap", "loop", "debug"]))
 @pytest.mark.parametrize("format", slow_cases(["bfloat16", "tensorfloat32"]))
-def test_runs_on_every_plan(format: OperandFormat, plan: str):
+def test_runs_agree_on_every_plan(format: OperandFormat, plan: str):
     task = classification(TwoNN().build((4,), 3))
     algorithm = FedAvg(local=LocalSGD(lr=0.1, batch_size=4))
     run = lambda **settings: simulate(algorithm, task, make_federation(), rounds=3, cohort_size=3, **settings)  # noqa: E731
@@ -124,13 +124,13 @@ def test_runs_on_every_plan(format: OperandFormat, plan: str):
     assert 1e-6 < apart < 0.05
 
 
-def test_a_short_format_has_no_place_in_float64():
+def test_low_precision_is_rejected_in_float64():
     task = classification(TwoNN().build((4,), 3))
     with pytest.raises(FedraxError, match="rounds float32"):
         simulate(FedAvg(), task, make_federation(), dtype="float64", precision="bfloat16")
 
 
-def test_bfloat16_parameters_are_held_as_float32_and_the_plan_says_so():
+def test_bfloat16_parameters_become_float32_and_the_plan_says_so():
     model = Model(
         lambda key: {"w": jnp.zeros((4, 3), jnp.bfloat16), "b": jnp.zeros(3)},
         lambda p, x, key=None: x @ p["w"] + p["b"],

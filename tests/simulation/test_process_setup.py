@@ -42,7 +42,7 @@ for event, seconds in SHORT, OTHER, LONG:
 
 
 @pytest.mark.skipif(not HAS_TRIM, reason="only glibc keeps freed memory and has malloc_trim")
-def test_memory_that_a_long_compilation_has_freed_goes_back_to_the_system():
+def test_memory_freed_by_compilation_is_returned_to_the_system():
     from fedrax.devices import _COMPILE_EVENT
 
     script = FRAGMENTS.replace("SHORT", repr((_COMPILE_EVENT, 0.001))).replace("LONG", repr((_COMPILE_EVENT, 1.0)))
@@ -52,8 +52,8 @@ def test_memory_that_a_long_compilation_has_freed_goes_back_to_the_system():
     assert short < 20 and other < 20 and long > 150
 
 
-def test_jax_reports_compilations_under_this_name():
-    """Without it the listener would wait for ever."""
+def test_jax_reports_compilations_under_the_expected_name():
+    """Otherwise the listener would never be called."""
     from fedrax.devices import _COMPILE_EVENT
 
     seen: list[str] = []
@@ -69,7 +69,7 @@ def test_jax_reports_compilations_under_this_name():
     assert _COMPILE_EVENT in seen
 
 
-APART = """
+UNEQUAL_DEVICES = """
 import time
 import jax, jax.numpy as jnp, numpy as np
 import fedrax
@@ -100,10 +100,12 @@ print(result.events[-1]["seconds"])
 
 @pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_devices_wait_for_each_other_as_long_as_it_takes():
-    """XLA would end the process after 40 seconds, and complain from 20 on."""
+def test_devices_wait_for_each_other_without_a_time_limit():
+    """By default XLA warns after 20 seconds and ends the process after 40."""
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}
-    made = subprocess.run([sys.executable, "-c", APART], capture_output=True, text=True, env=environment, check=False)
+    made = subprocess.run(
+        [sys.executable, "-c", UNEQUAL_DEVICES], capture_output=True, text=True, env=environment, check=False
+    )
     assert made.returncode == 0, made.stderr
     assert float(made.stdout) > 45
     assert not made.stderr
@@ -145,8 +147,8 @@ with multiprocessing.get_context("fork").Pool(1) as pool:
 """
 
 
-def test_a_process_forked_after_jax_has_started_does_not_wait_for_ever():
-    """Its first child is forked before, and runs."""
+def test_process_forked_after_jax_has_started_raises_instead_of_hanging():
+    """Its first child, forked before, runs."""
     made = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=240, check=True)
     before, after = made.stdout.splitlines()
     assert before == "[None]" and 'get_context("spawn")' in after
@@ -171,7 +173,7 @@ print(json.dumps([len(during) > len(before), sorted(set(during.values())), all(a
 
 
 def test_lapack_has_one_thread_during_a_run():
-    """Whether it was loaded before or is by the run's first singular values; others have theirs again afterwards."""
+    """Loaded before or during the run; other threads' settings are restored afterwards."""
     made = subprocess.run([sys.executable, "-c", LAPACK], capture_output=True, text=True, timeout=1800, check=True)
     loaded, during, restored = json.loads(made.stdout)
     assert during == [1]
@@ -180,8 +182,8 @@ def test_lapack_has_one_thread_during_a_run():
         pytest.skip("this JAX has LAPACK from elsewhere")
 
 
-def test_systems_that_do_not_say_which_cores_there_are(monkeypatch: pytest.MonkeyPatch):
-    """As macOS and Windows."""
+def test_systems_without_cpu_affinity(monkeypatch: pytest.MonkeyPatch):
+    """Such as macOS and Windows."""
     from fedrax.devices import available_cores
 
     monkeypatch.delattr(os, "sched_getaffinity")

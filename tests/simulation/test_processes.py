@@ -47,7 +47,7 @@ print(json.dumps(results))
 
 
 def start(process: int, processes: int, devices: int, port: int, path: Path) -> subprocess.Popen:
-    """A child that prints to a file: one that waits for a pipe to be read would keep the other from ending."""
+    """Start a child that prints to a file; a full pipe could block both children."""
     directory = path.parent / f"runs of {processes}"
     command = [sys.executable, "-c", CHILD, *map(str, (process, processes, devices, port, directory))]
     with path.open("w") as file:
@@ -82,7 +82,7 @@ def test_two_processes_of_two_devices_equal_one_of_four(port: int, tmp_path: Pat
             assert mine[2][key] == pytest.approx(value, rel=1e-5)
 
 
-UNEVEN = """
+WAITING = """
 import os, signal, sys, time
 os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
 import jax
@@ -108,13 +108,13 @@ except fedrax.FedraxError as error:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["is killed", "sleeps"])
-def test_when_the_other_process(what: str, port: int, tmp_path: Path) -> None:
-    """It is waited for, in silence; or the run ends in a sentence, with its checkpoint kept."""
+@pytest.mark.parametrize("event", ["is killed", "sleeps"])
+def test_process_waits_for_the_other_or_raises(event: str, port: int, tmp_path: Path) -> None:
+    """It waits silently, or the run ends with a clear error and a checkpoint."""
     path = os.pathsep.join(p for p in sys.path if p)
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", UNEVEN, str(port), str(process), what, str(tmp_path)],
+            [sys.executable, "-c", WAITING, str(port), str(process), event, str(tmp_path)],
             env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
             stderr=subprocess.PIPE,
             text=True,
@@ -124,7 +124,7 @@ def test_when_the_other_process(what: str, port: int, tmp_path: Path) -> None:
     (_, said), _ = [child.communicate(timeout=1800) for child in children]
     first, second = (child.returncode for child in children)
     written = {int(event["round"]) for event in fedrax.simulation.read_events(tmp_path)}
-    if what == "sleeps":
+    if event == "sleeps":
         assert (first, second) == (0, 0) and max(written) == 8
         assert not [line for line in said.splitlines() if "Gloo" not in line]
     else:
@@ -153,13 +153,13 @@ print(json.dumps([result.events[-1]["test_loss"], len(result.events)]))
 """
 
 
-def in_two(directory: Path, port: int, rounds: int, lr: float = 0.05) -> list[tuple[int, str, str]]:
-    """(status, output, errors) of either process."""
-    return two_of(RESUMED, port, rounds, directory, lr)
+def run_in_two_processes(directory: Path, port: int, rounds: int, lr: float = 0.05) -> list[tuple[int, str, str]]:
+    """(status, output, errors) of each process."""
+    return run_code_in_two_processes(RESUMED, port, rounds, directory, lr)
 
 
-def two_of(code: str, port: int, *arguments: Any) -> list[tuple[int, str, str]]:
-    """(status, output, errors) of either of two processes."""
+def run_code_in_two_processes(code: str, port: int, *arguments: Any) -> list[tuple[int, str, str]]:
+    """(status, output, errors) of each of two processes."""
     path = os.pathsep.join(p for p in sys.path if p)
     children = [
         subprocess.Popen(
@@ -177,8 +177,8 @@ def two_of(code: str, port: int, *arguments: Any) -> list[tuple[int, str, str]]:
 
 @pytest.mark.slow
 def test_all_processes_resume_from_one_checkpoint(port: int, tmp_path: Path) -> None:
-    first, further = (in_two(tmp_path / "run", port, rounds) for rounds in (4, 8))
-    whole = in_two(tmp_path / "whole", port, 8)
+    first, further = (run_in_two_processes(tmp_path / "run", port, rounds) for rounds in (4, 8))
+    whole = run_in_two_processes(tmp_path / "whole", port, 8)
     assert [status for status, _, _ in (*first, *further, *whole)] == [0] * 6, further
     ends = [[json.loads(out.splitlines()[-1]) for _, out, _ in said] for said in (further, whole)]
     assert ends[0] == ends[1]
@@ -201,13 +201,13 @@ print(json.dumps([result.stopped, len(result.events)]))
 
 
 @pytest.mark.slow
-def test_the_first_process_s_callback_ends_the_run_of_all(port: int) -> None:
-    ends = [json.loads(out.splitlines()[-1]) for _, out, _ in two_of(STOPPED, port)]
+def test_callback_of_the_first_process_ends_the_run_of_all(port: int) -> None:
+    ends = [json.loads(out.splitlines()[-1]) for _, out, _ in run_code_in_two_processes(STOPPED, port)]
     assert ends == [["callback", 4]] * 2
 
 
 @pytest.mark.slow
-def test_a_run_that_diverges_raises_a_clear_error_in_all(port: int, tmp_path: Path) -> None:
-    for status, _, said in in_two(tmp_path / "run", port, 20, 1e38):
+def test_diverged_run_raises_a_clear_error_in_all_processes(port: int, tmp_path: Path) -> None:
+    for status, _, said in run_in_two_processes(tmp_path / "run", port, 20, 1e38):
         assert status == 1 and " is not finite" in said and "Traceback" not in said
     assert (tmp_path / "run" / "failure" / "state.npz").exists()

@@ -1,4 +1,4 @@
-"""The same experiment and seed give the same numbers, however rounds are grouped into blocks."""
+"""The same experiment and seed have the same results for any grouping of rounds into blocks."""
 
 import dataclasses
 from collections.abc import Callable
@@ -34,24 +34,26 @@ OPTIONS = {"rounds": 9, "eval_every": 4, "stragglers": 0.3, "seed": 5, "per_clie
 
 @pytest.fixture(scope="module")
 def reference() -> fedrax.Result:
-    """What the others are compared with."""
+    """The run to which others are compared."""
     return run(SCAFFOLD, **OPTIONS)
 
 
 @pytest.mark.parametrize(("longest", "seconds"), [(64, 1.0), (1, 1.0), (2, 100.0), (64, 0.0)])
-def test_blocks_do_not_matter(reference: fedrax.Result, longest: int, seconds: float, monkeypatch: pytest.MonkeyPatch):
+def test_block_lengths_do_not_change_results(
+    reference: fedrax.Result, longest: int, seconds: float, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(running, "LONGEST_BLOCK", longest)
     monkeypatch.setattr(running, "_BLOCK_SECONDS", seconds)
     assert_identical(run(SCAFFOLD, **OPTIONS), reference)
 
 
-def test_nor_do_checkpoints(reference: fedrax.Result, tmp_path):
+def test_checkpoints_do_not_change_results(reference: fedrax.Result, tmp_path):
     for every in (1, 2):
         again = run(SCAFFOLD, **OPTIONS, checkpoint_every=every, directory=tmp_path / str(every))
         assert_identical(again, reference)
 
 
-def test_seeds_differ_in_everything_drawn(reference: fedrax.Result):
+def test_seeds_change_all_random_draws(reference: fedrax.Result):
     other = run(SCAFFOLD, **(OPTIONS | {"seed": 6}))
     assert not np.allclose(state_of(other)[0], state_of(reference)[0])
     assert set(other.homes) != set(reference.homes) or other.events[0] != reference.events[0]
@@ -61,7 +63,7 @@ def test_seeds_differ_in_everything_drawn(reference: fedrax.Result):
 
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
-    "own",
+    "setting",
     [
         lambda: jax.default_prng_impl("rbg"),
         lambda: jax.threefry_partitionable(False),
@@ -70,14 +72,14 @@ def test_seeds_differ_in_everything_drawn(reference: fedrax.Result):
     ],
     ids=["generator", "partitionable", "jit", "transfers"],
 )
-def test_what_a_program_has_set_for_its_own_code_does_not_matter(own: Callable[[], Any]):
+def test_jax_settings_of_the_caller_do_not_change_results(setting: Callable[[], Any]):
     task = fedrax.classification(MLP(hidden=(3,)).build((FEATURES,), CLASSES))
-    with own():
+    with setting():
         here = run(SCAFFOLD, task=task, **OPTIONS)
     assert_identical(here, run(SCAFFOLD, task=task, **OPTIONS))
 
 
-def test_jax_debug_nans_gives_the_same_message():
+def test_jax_debug_nans_does_not_change_the_message():
     with jax.debug_nans(True), pytest.raises(NonFiniteError, match=r"^FedAvg, round 2, client \d+: .+ is not finite"):
         run(fedrax.FedAvg(local=dataclasses.replace(LOCAL, lr=1e38)), rounds=2)
 
@@ -85,12 +87,12 @@ def test_jax_debug_nans_gives_the_same_message():
 def test_devices_agree_to_rounding(reference: fedrax.Result):
     alone = run(SCAFFOLD, **OPTIONS, devices=1)
     assert_close(alone, reference)
-    assert set(alone.homes) == set(reference.homes)  # the same clients have taken part
+    assert set(alone.homes) == set(reference.homes)  # the same clients took part
     assert [event["gradients"] for event in alone.events] == [event["gradients"] for event in reference.events]
 
 
 def test_other_floats_seeds_and_rounds_do_not_recompile(caplog: pytest.LogCaptureFixture):
-    """The second round of runs finds the programs of the first, state on clients or not."""
+    """Two sequences of runs: the second one finds all programs of the first, with and without client states."""
     task, ends = dataclasses.replace(TASK, name="of its own"), []
     compiled = lambda: sum("Compiling jit(block_on_mesh)" in record.getMessage() for record in caplog.records)  # noqa: E731
     with jax.log_compiles():
@@ -105,10 +107,8 @@ def test_other_floats_seeds_and_rounds_do_not_recompile(caplog: pytest.LogCaptur
     assert not np.allclose(ends[0], ends[1])
 
 
-def test_numbers_of_other_types_neither_recompile_nor_start_another_run(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
-):
-    """An int or a NumPy scalar in a float field is the float of its value, in methods, policies and settings."""
+def test_number_types_neither_recompile_nor_change_the_run(caplog: pytest.LogCaptureFixture, tmp_path: Path):
+    """Integers and NumPy scalars in float fields become floats, in methods, policies and settings."""
     task, types = (
         dataclasses.replace(TASK, name="of a number"),
         (float, int, np.float32, np.float64, np.int64, np.array),
@@ -123,17 +123,17 @@ def test_numbers_of_other_types_neither_recompile_nor_start_another_run(
             assert len(result.events) == rounds and compiled() == 1
 
 
-def test_programs_of_other_static_fields_are_apart():
-    """JAX keeps all that it compiles for one function: those of many settings are to be forgotten one by one."""
+def test_programs_with_different_static_fields_are_cached_separately():
+    """JAX's cache is per function; with one function per setting, programs can be evicted one by one."""
     with numeric_context("float32"):
         engine = prepare(SCAFFOLD, TASK, FEDERATION, fedrax.Settings(cohort_size=3)).engine
     other, longer = (dataclasses.replace(LOCAL, **change) for change in ({"lr": 0.1}, {"steps": 5}))
-    own, same, apart = (engine.block(fedrax.Scaffold(local=local)) for local in (LOCAL, other, longer))
-    assert own is same and own is not apart
+    setting, same, apart = (engine.block(fedrax.Scaffold(local=local)) for local in (LOCAL, other, longer))
+    assert setting is same and setting is not apart
 
 
-def test_one_setup_runs_twice():
-    """The arrays it starts from are not given away."""
+def test_setup_can_be_run_twice():
+    """Its initial arrays are not donated."""
     setup = prepare(SCAFFOLD, TASK, FEDERATION, fedrax.Settings(cohort_size=3, rounds=3))
     first, second = (
         running.Run(setup, running.make_block_loader(setup), (), True, None).finish(False) for _ in range(2)
@@ -141,8 +141,8 @@ def test_one_setup_runs_twice():
     assert_identical(first, second)
 
 
-def test_given_parameters_stay_the_callers():
-    """Also where they are arrays of a run before, on the devices already."""
+def test_given_parameters_are_not_donated():
+    """Also arrays of an earlier run that are already on the devices."""
     first = run(rounds=1)
     onward = [run(rounds=2, params=first.params) for _ in range(2)]
     assert_identical(*onward)

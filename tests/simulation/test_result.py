@@ -22,8 +22,8 @@ rng = np.random.default_rng(0)
 x = rng.normal(size=(60, 4)).astype(np.float32)
 y = (x[:, 0] > 0).astype(int) + (x[:, 1] > 0)
 owner = np.repeat([0, 1, 2, 3], [30, 15, 10, 5])
-tested = np.array([0, 0, 0, 0, 1, 1, 3, 3, 3])
-federation = Federation.from_arrays(x, y, owner, test=(x[:9], y[:9]), test_client_ids=tested)
+test_owner = np.array([0, 0, 0, 0, 1, 1, 3, 3, 3])
+federation = Federation.from_arrays(x, y, owner, test=(x[:9], y[:9]), test_client_ids=test_owner)
 task = classification(Linear().build((4,), 3))
 method = FedAvg(local=LocalSGD(lr=0.1, steps=2, batch_size=5))
 
@@ -42,7 +42,7 @@ def test_events_as_tables(result):
     assert frame["test_loss"].dropna().tolist() == [value for _, value in result.metric("test_loss")]
 
 
-def test_curves_hold_the_events_numbers(result, tmp_path):
+def test_curves_contain_the_values_of_the_events(result, tmp_path):
     figure = result.plot("train_loss", "test_accuracy")
     losses, accuracies = (axes.lines[0].get_xydata() for axes in figure.axes)
     np.testing.assert_allclose(losses, result.metric("train_loss"))
@@ -53,15 +53,15 @@ def test_curves_hold_the_events_numbers(result, tmp_path):
         result.plot("test_acuracy")
 
 
-def test_a_model_may_close_over_the_parameters_of_a_result(result):
-    """As of a teacher, or of pretrained parameters; a run on all cores places them on all devices."""
+def test_model_may_close_over_the_parameters_of_a_result(result):
+    """Such as a teacher or pretrained parameters, which are on all devices after a run on all cores."""
     start = Linear().build((4,), 3)
     scaled = Model(lambda key: jnp.ones(3), lambda scale, x, key=None: scale * start.apply(result.params, x))
     again = simulate(method, classification(scaled), federation, rounds=1, cohort_size=2)
     assert again.params.shape == (3,) and np.isfinite(again.events[-1]["test_loss"])
 
 
-def test_a_saved_model_starts_another_run(result, tmp_path):
+def test_saved_model_can_start_another_run(result, tmp_path):
     result.save(tmp_path / "model.safetensors")
     loaded = fedrax.simulation.load_model(tmp_path / "model.safetensors")
     jax.tree.map(np.testing.assert_array_equal, loaded, result.params)
@@ -71,7 +71,7 @@ def test_a_saved_model_starts_another_run(result, tmp_path):
     assert len(again.events) == 1
 
 
-def test_files_of_other_structures(tmp_path):
+def test_files_of_other_structures_are_rejected(tmp_path):
     from fedrax.simulation.persistence.model_file import save_model
 
     params, statistics = [jnp.arange(3.0), {"a": (jnp.ones((2, 2)),)}], {"mean": jnp.array(4, jnp.int32)}
@@ -91,13 +91,13 @@ def test_files_of_other_structures(tmp_path):
 
 
 def stored(name: str, dtype: str, array: np.ndarray) -> bytes:
-    """A safetensors file of one array."""
+    """A safetensors file with one array."""
     described = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [0, array.nbytes]}
     header = json.dumps({name: described}).encode()
     return len(header).to_bytes(8, "little") + header + array.tobytes()
 
 
-def test_long_numbers_of_a_file_stay_as_they_are(tmp_path):
+def test_64_bit_arrays_of_a_file_are_kept(tmp_path):
     for dtype, array in (("I64", np.array([2**40 + 1])), ("F64", np.array([1e300, 1 / 3]))):
         (tmp_path / "model").write_bytes(stored("params/w", dtype, array))
         for found in (
@@ -110,8 +110,8 @@ def test_long_numbers_of_a_file_stay_as_they_are(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, fedrax.simulation.load_model(tmp_path / "long"), long.params)
 
 
-def test_a_plain_state_dict_is_read_by_the_names_of_its_arrays(tmp_path):
-    """As ``safetensors.torch.save_file(module.state_dict(), path)`` writes it, with and without batch norm."""
+def test_plain_state_dict_is_read_by_the_names_of_its_arrays(tmp_path):
+    """As written by ``safetensors.torch.save_file(module.state_dict(), path)``, with and without batch norm."""
     weights = {"net.0.weight": np.arange(6.0, dtype=np.float32).reshape(2, 3), "net.0.bias": np.ones(2, np.float32)}
     save_file(weights, tmp_path / "plain")
     loaded = fedrax.simulation.load_model(tmp_path / "plain")
@@ -120,7 +120,7 @@ def test_a_plain_state_dict_is_read_by_the_names_of_its_arrays(tmp_path):
 
     norm = {"bn.running_mean": np.full(2, 4.0, np.float32), "bn.running_var": np.full(2, 9.0, np.float32)}
     save_file(weights | norm | {"bn.num_batches_tracked": np.array(7)}, tmp_path / "norm")
-    params = {"net": [{"weight": jnp.zeros((2, 3)), "bias": jnp.zeros(2)}]}  # a list, as of Equinox
+    params = {"net": [{"weight": jnp.zeros((2, 3)), "bias": jnp.zeros(2)}]}  # a list, as in Equinox
     statistics = {"bn": {"running_mean": jnp.zeros(2), "running_var": jnp.ones(2)}}
     for running in (statistics, {"bn": statistics["bn"] | {"num_batches_tracked": jnp.array(0)}}):
         like = Variables(params, running)
@@ -146,7 +146,7 @@ def test_a_plain_state_dict_is_read_by_the_names_of_its_arrays(tmp_path):
         fedrax.simulation.load_model(tmp_path / "twice")
 
 
-def test_a_file_of_torch_save_raises_the_remedy(tmp_path):
+def test_file_of_torch_save_is_rejected_with_the_remedy(tmp_path):
     with zipfile.ZipFile(tmp_path / "model.pt", "w") as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02.")
     with pytest.raises(FedraxError, match=r"safetensors\.torch\.save_file\(module\.state_dict\(\), path\)"):
@@ -168,7 +168,7 @@ def test_a_file_of_torch_save_raises_the_remedy(tmp_path):
         stored("params/" + "a/" * 20_000, "F32", np.zeros(1, np.float32)),
     ],
 )
-def test_what_is_no_model_raises_a_clear_error(content, tmp_path):
+def test_invalid_model_files_raise_a_clear_error(content, tmp_path):
     (tmp_path / "model").write_bytes(content)
     with pytest.raises(FedraxError, match="model"):
         fedrax.simulation.load_model(tmp_path / "model")
@@ -179,7 +179,7 @@ def test_what_is_no_model_raises_a_clear_error(content, tmp_path):
         fedrax.simulation.load_model(tmp_path / "pipe")
 
 
-def test_a_callback_sees_parameters_and_ends_the_run(tmp_path):
+def test_callback_receives_parameters_and_ends_the_run(tmp_path):
     seen = []
 
     def stop_at_four(snapshot):
@@ -228,12 +228,12 @@ def test_a_callback_sees_parameters_and_ends_the_run(tmp_path):
         (lambda: simulate(method, Linear().build((4,), 3), federation), r"classification\(model\)"),
     ],
 )
-def test_mistakes_raise_one_clear_message(mistake, sentence):
+def test_invalid_arguments_raise_one_clear_message(mistake, sentence):
     with pytest.raises(FedraxError, match=sentence):
         mistake()
 
 
-def test_names_that_there_are_not():
+def test_unknown_names_are_rejected_with_suggestions():
     with pytest.raises(AttributeError, match="did you mean 'Scaffold'"):
         fedrax.Scafold  # noqa: B018
     result = simulate(method, task, federation, rounds=2, cohort_size=2, eval_every=2, per_client=True)
@@ -247,14 +247,16 @@ def test_names_that_there_are_not():
     assert repr(fedrax.classification(model)) == f"Task 'classification/{model.name}': loss, accuracy"
 
 
-def test_a_model_with_too_few_outputs_for_the_classes_is_rejected():
+def test_model_with_too_few_outputs_is_rejected():
     few = classification(Linear().build((4,), 2))
     with pytest.raises(FedraxError, match="the model has 2 outputs per sample for 3 classes"):
         simulate(method, few, federation, rounds=1, cohort_size=2)
-    simulate(method, classification(Linear().build((4,), 5)), federation, rounds=1, cohort_size=2)  # more do no harm
+    simulate(
+        method, classification(Linear().build((4,), 5)), federation, rounds=1, cohort_size=2
+    )  # more outputs are allowed
 
 
-def test_models_without_arrays_are_named():
+def test_models_without_arrays_are_rejected():
     from fedrax.models import Model
 
     for model, says in (
@@ -266,7 +268,7 @@ def test_models_without_arrays_are_named():
             simulate(method, classification(model), federation, rounds=1, cohort_size=2)
 
 
-def test_code_that_jax_cannot_trace_is_named_with_its_line():
+def test_code_that_jax_cannot_trace_is_reported_with_its_line():
     from fedrax.models import Model
 
     def apply(params, x, key=None):
@@ -279,7 +281,7 @@ def test_code_that_jax_cannot_trace_is_named_with_its_line():
         )
 
 
-def test_the_trajectory_of_chosen_rounds():
+def test_trajectory_of_selected_rounds():
     whole, some = (run(Scaffold(local=LOCAL), rounds=9, trajectory=t).trajectory for t in (True, [2, 3, 9]))
     assert len(whole) == 9 and len(some) == 3
     for r, mine in zip((2, 3, 9), some, strict=True):
@@ -288,7 +290,7 @@ def test_the_trajectory_of_chosen_rounds():
         run(rounds=4, trajectory=[2, 5])
 
 
-def test_a_callback_sees_the_evaluation_that_reaches_the_target():
+def test_callback_receives_the_evaluation_that_reaches_the_target():
     seen: list[int] = []
     made = run(FedAvg(LOCAL), rounds=4, eval_every=1, target=0.01, callbacks=[lambda s: seen.append(s.event["round"])])
     assert made.stopped == "target" and seen == [event["round"] for event in made.events]

@@ -1,4 +1,4 @@
-"""A million clients: memory follows the data, and the cost of a round is independent of their number."""
+"""A million clients: memory is proportional to the data, and the cost of a round is independent of their number."""
 
 import json
 import os
@@ -40,7 +40,7 @@ print(json.dumps(found))
 
 
 def measure(*clients: int) -> list[dict[str, float]]:
-    """Processor seconds of the fastest round, peak memory in GiB so far, last loss; in turn, in one process."""
+    """CPU seconds of the fastest round, peak memory in GiB, and last loss, of configurations run in one process."""
     path = os.pathsep.join(p for p in sys.path if p)
     done = subprocess.run(
         [sys.executable, "-c", CODE, *map(str, clients)],
@@ -58,5 +58,5 @@ def measure(*clients: int) -> list[dict[str, float]]:
 def test_a_million_clients():
     few, many = measure(1000, 1_000_000)
     assert 0 < many["loss"] < 2
-    assert many["gib"] < 1.2  # the samples are 0.17 GiB, a copy on each device
-    assert many["round"] < 4 * few["round"]  # about 1; with one permutation of all clients a round 11
+    assert many["gib"] < 1.2  # samples are 0.17 GiB, a copy on each device
+    assert many["round"] < 4 * few["round"]  # about 1; with a permutation of all clients in each round 11

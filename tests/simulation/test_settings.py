@@ -1,4 +1,4 @@
-"""Settings of a run are keyword arguments that editors and type checkers see."""
+"""Settings of a run are keyword arguments that editors and type checkers know."""
 
 from typing import get_type_hints
 
@@ -24,5 +24,5 @@ def test_an_unknown_setting_is_rejected_with_the_nearest_name():
 
 
 @pytest.mark.parametrize("function", [fedrax.simulate, fedrax.sweep, fedrax.tune])
-def test_functions_that_run_take_them(function):
+def test_running_functions_accept_all_settings(function):
     assert str(function.__annotations__["options"]) == "Unpack[SettingsOptions]"

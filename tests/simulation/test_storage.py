@@ -1,4 +1,4 @@
-"""Samples on the host and client states on disk: the same numbers as with everything on the devices."""
+"""Streamed samples and spilled client states: the same results as with everything on the devices."""
 
 import dataclasses
 import json
@@ -26,10 +26,10 @@ from fedrax.simulation.executors.compiled import Engine
 from fedrax.simulation.placement import planner, row_file, streaming
 from fedrax.simulation.placement.row_file import RowFile
 from tests.simulation.problems import (
-    AWAY,
     FEATURES,
     FEDERATION,
     LOCAL,
+    OFF_DEVICE,
     SCAFFOLD,
     TASK,
     assert_identical,
@@ -47,20 +47,20 @@ METHODS = {
 OPTIONS: dict[str, Any] = {"rounds": 7, "eval_every": 3, "stragglers": 0.4, "eval_train": True, "per_client": True}
 
 
-# -- the same numbers ----------------------------------------------------------------------------------------------
+# -- equal results -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=[1 << 30, 1200, 1], ids=["roomy", "tight", "no room"])
-def room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Bytes for a block's samples and states: any block fits, a round or two fit, or not even one round does."""
+def block_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Memory for the samples and states of a block: any block fits, one or two rounds fit, or not even one fits."""
     monkeypatch.setattr(streaming, "_BLOCK_BYTES", request.param)
     return request.param
 
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_on_two_devices(name: str, room: int):
-    away = run(METHODS[name], **AWAY, **OPTIONS)
+def test_methods_agree_on_two_devices(name: str, block_bytes: int):
+    away = run(METHODS[name], **OFF_DEVICE, **OPTIONS)
     assert_identical(away, run(METHODS[name], **OPTIONS))
     assert away.plan.endswith(", samples streamed" + ", client states on disk" * (name not in ("fedavg", "episode")))
 
@@ -69,9 +69,9 @@ def test_every_method_on_two_devices(name: str, room: int):
 @pytest.mark.parametrize(
     ("plan", "devices"), [("vmap", 2), ("loop", 2), ("scan", 1), ("vmap", 1), ("loop", 1), ("debug", 1)]
 )
-def test_every_plan(plan: str, devices: int):
+def test_plans_agree(plan: str, devices: int):
     options = OPTIONS | {"plan": plan, "devices": devices, "chunk": 2, "rounds": 4}
-    away = run(SCAFFOLD, **AWAY, **options)
+    away = run(SCAFFOLD, **OFF_DEVICE, **options)
     assert_identical(away, run(SCAFFOLD, **options))
     assert away.plan.endswith(", samples streamed, client states on disk")
 
@@ -88,7 +88,7 @@ def test_every_plan(plan: str, devices: int):
     ],
     ids=["stored", "replacement", "equal", "float64"],
 )
-def test_one_of_the_two_and_other_batches(changes: dict, away: dict):
+def test_streaming_or_spilling_with_other_batches(changes: dict, away: dict):
     options = OPTIONS | {key: value for key, value in changes.items() if key != "local"}
     algorithm = fedrax.Scaffold(local=changes.get("local", LOCAL))
     assert_identical(run(algorithm, **away, **options), run(algorithm, **options))
@@ -96,51 +96,51 @@ def test_one_of_the_two_and_other_batches(changes: dict, away: dict):
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_samples_of_double_precision(dtype: str):
-    """Those on the host are converted where the run's are single, and stay what they are where not."""
+def test_float64_samples(dtype: str):
+    """Streamed samples are converted to float32 only in runs of single precision."""
     x, y = FEDERATION.train
     federation = fedrax.Federation.from_arrays(
         x.astype(float) + 1e-9, y, offsets=FEDERATION.offsets, test=tuple(FEDERATION.test), shuffle=False
     )
     assert federation.train.x.dtype == np.float64
-    away, resident = (run(SCAFFOLD, federation, dtype=dtype, **OPTIONS, **more) for more in (AWAY, {}))
+    away, resident = (run(SCAFFOLD, federation, dtype=dtype, **OPTIONS, **more) for more in (OFF_DEVICE, {}))
     assert_identical(away, resident)
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("room", [1 << 30, 24 * 20 * 64, 1], ids=["roomy", "tight", "no room"])
-def test_neither_seeds_nor_rounds_recompile(
-    room: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("block_bytes", [1 << 30, 24 * 20 * 64, 1], ids=["roomy", "tight", "no room"])
+def test_seeds_and_rounds_do_not_recompile(
+    block_bytes: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """Of clients of unlike sizes on two devices, whose homes are spread otherwise by every seed."""
-    monkeypatch.setattr(streaming, "_BLOCK_BYTES", room)
-    monkeypatch.setattr(planner, "_SMALL_STORE", 0)  # or states so small have a row for every client
+    """Clients have different sizes, so that each seed assigns states differently on two devices."""
+    monkeypatch.setattr(streaming, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(planner, "_SMALL_STORE", 0)  # otherwise states are so small that every client has a row
     federation = make_federation(tuple(np.random.default_rng(0).lognormal(1, 1, 70).astype(int) + 1))
     method = fedrax.Scaffold(local=fedrax.LocalSGD(lr=0.05, epochs=1, batch_size=2))
     task, rooms, needed = dataclasses.replace(TASK, name="of its own"), set(), set()
     made = streaming.StateSpill.__init__
 
-    def spy(self: streaming.StateSpill, initial: Any, planner: Any, *more: Any) -> None:
+    def record_capacity(self: streaming.StateSpill, initial: Any, planner: Any, *more: Any) -> None:
         made(self, initial, planner, *more)
         rooms.add(self.room)
         rounds = planner.sampler.rounds
         needed.add(int(planner.block(0, rounds, rounds).count.max()))
 
-    monkeypatch.setattr(streaming.StateSpill, "__init__", spy)
+    monkeypatch.setattr(streaming.StateSpill, "__init__", record_capacity)
     with jax.log_compiles():
         for seed in range(4):
             options = {"rounds": 3 + 4 * seed, "cohort_size": 18, "eval_every": 5, "states": "spilled"}
             run(method, federation, task=task, seed=seed, **options)
     assert len(needed) > 1 and max(needed) <= min(rooms)
-    assert len(rooms) == 1 and (room > 1 or min(rooms) < 18)
+    assert len(rooms) == 1 and (block_bytes > 1 or min(rooms) < 18)
     assert sum("Compiling jit(block_on_mesh)" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_blocks_get_what_they_need_and_no_more(monkeypatch: pytest.MonkeyPatch):
-    """On each device only the block's clients' samples, one copy each, and only the rows of their states."""
+def test_blocks_contain_only_their_clients(monkeypatch: pytest.MonkeyPatch):
+    """On each device one copy of the samples of the block's clients, and only rows of their states."""
     seen, whole = [], Engine.run
 
-    def spy(self: Engine, algorithm: Any, carry: Any, key: Any, xs: Any, rounds: int) -> Any:
+    def record_capacity(self: Engine, algorithm: Any, carry: Any, key: Any, xs: Any, rounds: int) -> Any:
         samples, at = [np.asarray(shard.data) for shard in self.samples.x.addressable_shards], xs.assignments
         for r in range(rounds):
             for d, count in enumerate(xs.count[r]):
@@ -153,10 +153,10 @@ def test_blocks_get_what_they_need_and_no_more(monkeypatch: pytest.MonkeyPatch):
         seen.append((rounds, [int(np.any(part != 0, axis=1).sum()) for part in samples], at.slot.max()))
         return whole(self, algorithm, carry, key, xs, rounds)
 
-    monkeypatch.setattr(Engine, "run", spy)
-    monkeypatch.setattr("fedrax.simulation.run._BLOCK_SECONDS", 1000.0)  # blocks as long as they may be
+    monkeypatch.setattr(Engine, "run", record_capacity)
+    monkeypatch.setattr("fedrax.simulation.run._BLOCK_SECONDS", 1000.0)  # blocks as long as possible
     script = fedrax.simulation.Script(cohorts=[[0, 1]] * 3 + [[0, 2]] * 3)
-    run(SCAFFOLD, script=script, rounds=6, eval_every=3, **AWAY)
+    run(SCAFFOLD, script=script, rounds=6, eval_every=3, **OFF_DEVICE)
     one_each = sum(FEDERATION.sizes[:2]), sum(FEDERATION.sizes[[0, 2]])
     assert [sum(rows) for _, rows, _ in seen][-1] == one_each[1] and sum(seen[0][1]) == one_each[0]
     assert sum(rounds for rounds, _, _ in seen) == 6 and max(rounds for rounds, _, _ in seen) >= 2
@@ -164,35 +164,35 @@ def test_blocks_get_what_they_need_and_no_more(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_different_blocks_share_a_program(caplog: pytest.LogCaptureFixture):
-    """Other clients, and other numbers of rounds, do not compile anew."""
+    """Other clients and numbers of rounds do not recompile."""
     with jax.log_compiles():
         task = fedrax.Task(init=TASK.init, loss=TASK.loss)
-        run(SCAFFOLD, task=task, rounds=30, eval_every=5, stragglers=0.3, **AWAY)
+        run(SCAFFOLD, task=task, rounds=30, eval_every=5, stragglers=0.3, **OFF_DEVICE)
     assert sum("Compiling jit(block_on_mesh)" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_the_next_block_is_made_meanwhile(monkeypatch: pytest.MonkeyPatch):
-    """No block but the last ends before the samples of the next one are on the devices."""
+def test_next_block_is_prepared_during_the_current_one(monkeypatch: pytest.MonkeyPatch):
+    """Samples of the next block are on the devices before a block ends."""
     made = queue.Queue()
     whole, place = Engine.run, streaming.SampleStreamer.place
 
-    def slow(self: Engine, algorithm: Any, carry: Any, key: Any, xs: Any, rounds: int) -> Any:
+    def slow_block(self: Engine, algorithm: Any, carry: Any, key: Any, xs: Any, rounds: int) -> Any:
         first = int(xs.round[0])
         assert first == 0 or first in done
         if first + rounds < 6:
             done.append(made.get(timeout=1800))
         return whole(self, algorithm, carry, key, xs, rounds)
 
-    def notice(self: streaming.SampleStreamer, xs: Any, rounds: int) -> Any:
+    def record_preparation(self: streaming.SampleStreamer, xs: Any, rounds: int) -> Any:
         placed = place(self, xs, rounds)
         if threading.current_thread() is not threading.main_thread():
             made.put(int(xs.round[0]))
         return placed
 
     done: list[int] = []
-    monkeypatch.setattr(Engine, "run", slow)
-    monkeypatch.setattr(streaming.SampleStreamer, "place", notice)
-    run(SCAFFOLD, rounds=6, eval_every=2, **AWAY)
+    monkeypatch.setattr(Engine, "run", slow_block)
+    monkeypatch.setattr(streaming.SampleStreamer, "place", record_preparation)
+    run(SCAFFOLD, rounds=6, eval_every=2, **OFF_DEVICE)
     assert done and done[-1] >= 4
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("fedrax-samples")]
 
@@ -200,8 +200,8 @@ def test_the_next_block_is_made_meanwhile(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("rows", [6, 7, 23, 43])
 @pytest.mark.parametrize("devices", [1, 2])
-def test_evaluation_piece_by_piece(rows: int, devices: int, monkeypatch: pytest.MonkeyPatch):
-    """The same value of each sample, whatever fits into a piece."""
+def test_evaluation_in_chunks(rows: int, devices: int, monkeypatch: pytest.MonkeyPatch):
+    """The same metric of each sample for any chunk size."""
     monkeypatch.setattr(evaluation, "_rows_of_a_chunk", lambda: 7)
     evaluation.compiled_evaluation.cache_clear()
     rng = np.random.default_rng(rows)
@@ -219,25 +219,25 @@ def test_evaluation_piece_by_piece(rows: int, devices: int, monkeypatch: pytest.
     evaluation.compiled_evaluation.cache_clear()
 
 
-# -- the parts -----------------------------------------------------------------------------------------------------
+# -- components -------------------------------------------------------------------------------------------------------
 
 
-def test_rounds_that_fit_by_hand():
+def test_number_of_rounds_that_fit():
     values = np.array([[[4, 1], [0, 9]], [[1, 4], [2, 9]], [[3, 9], [0, 2]]], np.int32)
     count = np.array([[2, 1], [2, 1], [1, 2]])
     rows = np.array([10, 20, 30, 40, 50, 0, 0, 0, 0, 1000])
-    fits = [streaming.rounds_that_fit(values, count, rows, room) for room in (1, 69, 70, 109, 110, 500)]
+    fits = [streaming.rounds_that_fit(values, count, rows, block_bytes) for block_bytes in (1, 69, 70, 109, 110, 500)]
     assert fits == [1, 1, 2, 2, 3, 3]
-    assert [streaming.rounds_that_fit(values, count, None, room) for room in (1, 2, 3)] == [1, 2, 3]
+    assert [streaming.rounds_that_fit(values, count, None, block_bytes) for block_bytes in (1, 2, 3)] == [1, 2, 3]
 
 
-def test_few_capacities():
+def test_capacities_are_few():
     sizes = [planner.round_up_size(n) for n in range(1, 5000)]
     assert all(n <= size <= 1.125 * n + 1 for n, size in enumerate(sizes, 1))
     assert len(set(sizes)) < 100
 
 
-def test_a_row_file_against_an_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_row_file_agrees_with_an_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Random reads and writes, with system calls that transfer a few bytes at a time."""
     preadv, pwritev = os.preadv, os.pwritev
     monkeypatch.setattr(row_file.os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:7]], at))
@@ -261,7 +261,7 @@ def test_a_row_file_against_an_array(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_pages_of_a_mapping_are_released(tmp_path: Path):
-    """Not of one that is private to the process: its changes would be lost."""
+    """Not of private mappings, whose changes would be lost."""
     np.save(tmp_path / "x.npy", np.zeros((1000, 10)))
     private = np.load(tmp_path / "x.npy", mmap_mode="c")
     private[3] = 1
@@ -273,8 +273,8 @@ def test_pages_of_a_mapping_are_released(tmp_path: Path):
     assert shared[4, 0] == 2 and np.load(tmp_path / "x.npy")[4, 0] == 2
 
 
-def test_a_mapped_array_is_not_copied(tmp_path: Path):
-    """Nor by JAX on the CPU: what a resident run reads is the file."""
+def test_mapped_array_is_not_copied(tmp_path: Path):
+    """Also not by JAX on the CPU: a run with resident samples reads the file."""
     x, y = FEDERATION.train
     np.save(tmp_path / "x.npy", x)
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
@@ -282,7 +282,7 @@ def test_a_mapped_array_is_not_copied(tmp_path: Path):
     assert federation.train.x.ctypes.data == mapped.ctypes.data
     assert fedrax.data.aligned_array(mapped).ctypes.data == mapped.ctypes.data
     plain = fedrax.Federation.from_arrays(x, y, offsets=FEDERATION.offsets, num_classes=3, shuffle=False)
-    for away in ({}, AWAY):
+    for away in ({}, OFF_DEVICE):
         assert_identical(run(SCAFFOLD, federation, **away), run(SCAFFOLD, plain))
     assert x.shape[1] == FEATURES
 
@@ -324,7 +324,7 @@ print(json.dumps({"peak": peak, "store": store, "samples": x.nbytes, "busy": bus
 
 
 def measure(directory: Path, method: str, clients: int, cohort: int, rounds: int) -> dict[str, Any]:
-    """Bytes at the peak, of the store and of the samples, of a run in a process of its own."""
+    """Peak memory, size of the states and of the samples, of a run in a process, in bytes."""
     path = os.pathsep.join(p for p in sys.path if p)
     done = subprocess.run(
         [sys.executable, "-c", CODE, str(directory), method, str(clients), str(cohort), str(rounds)],
@@ -338,7 +338,7 @@ def measure(directory: Path, method: str, clients: int, cohort: int, rounds: int
 
 
 def mapped_file(directory: Path, rows: int, features: int) -> None:
-    """Bytes, most of them zero and not on disk."""
+    """A sparse file of samples."""
     x = np.lib.format.open_memmap(directory / "x.npy", "w+", np.uint8, (rows, features))
     x[:, 0] = 255 if features < 2000 else 0
     x[:: rows // 100] = np.random.default_rng(0).integers(0, 255, (100, features))
@@ -347,18 +347,18 @@ def mapped_file(directory: Path, rows: int, features: int) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
 def test_states_larger_than_memory(tmp_path: Path):
-    """All of 100,000 clients take part, with 12 kB of state each."""
+    """All 100,000 clients take part, with 12 kB of state each."""
     mapped_file(tmp_path, 100_000, 999)
     seen = measure(tmp_path, "Scaffold", 100_000, 5000, 21)
     assert seen["store"] > 1.1e9 and seen["busy"] == 500
-    assert seen["peak"] < 0.9 * seen["store"]  # with the store in memory it is 1.4 times the store
+    assert seen["peak"] < 0.9 * seen["store"]  # 1.4 with the states in memory
     assert 0 < seen["last"]["train_loss"] < 2
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
 def test_samples_larger_than_memory(tmp_path: Path):
-    """Every sample is trained on and evaluated."""
+    """Every sample is used in training and evaluation."""
     mapped_file(tmp_path, 960_000, 2500)
     seen = measure(tmp_path, "FedAvg", 1600, 50, 32)
     assert seen["samples"] == 2.4e9 and seen["last"]["gradients"] == 960_000
@@ -369,7 +369,7 @@ def test_samples_larger_than_memory(tmp_path: Path):
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("method", [PFedMe(LOCAL), Ditto(FedAvg(local=LOCAL))], ids=["pFedMe", "Ditto"])
 def test_metrics_of_personalized_models_are_the_same_with_streamed_samples(method: Algorithm):
-    """Devices then hold only the samples of a block, at other indices."""
+    """Devices then hold only the samples of a block, with other indices."""
     ends = [run(method, samples=samples, devices=1, eval_every=2).events[-1] for samples in ("resident", "streamed")]
     names = [name for name in ends[0] if "personal" in name]
     assert len(names) >= 2

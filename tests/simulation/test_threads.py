@@ -1,4 +1,4 @@
-"""Runs outside the main thread: several at once, after the main thread has ended, and with Ctrl-C."""
+"""Runs outside of the main thread: concurrent, after the main thread has ended, and with Ctrl-C."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.simulation.problems import assert_identical, run
 SINGLE = ("float32", "float64")
 
 
-def test_runs_in_threads_are_those_that_run_alone():
-    """Also of other types of numbers, which crashed the process."""
+def test_concurrent_runs_equal_separate_ones():
+    """Also with other dtypes, which used to crash the process."""
     again: list[dict[str, Any]] = [{"dtype": dtype, "seed": seed} for seed in range(6) for dtype in SINGLE]
     alone = [run(eval_every=1, rounds=20, **one) for one in again]
     with ThreadPoolExecutor(4) as pool:
@@ -29,7 +29,7 @@ def test_runs_in_threads_are_those_that_run_alone():
         assert_identical(one, other)
 
 
-def test_what_overlapping_runs_set_in_the_process_is_put_back(monkeypatch: pytest.MonkeyPatch):
+def test_process_settings_are_restored_after_overlapping_runs(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
     with threadpool_limits(3, user_api="blas"):
         before = [library["num_threads"] for library in threadpool_info()]
@@ -58,7 +58,7 @@ threading.Thread(target=work).start()
 """
 
 
-def test_a_run_may_begin_when_the_main_thread_has_ended():
+def test_run_may_begin_after_the_main_thread_has_ended():
     paths = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(
         [sys.executable, "-c", LATER], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
@@ -67,7 +67,7 @@ def test_a_run_may_begin_when_the_main_thread_has_ended():
 
 
 def test_ctrl_c_reaches_a_thread_that_waits_for_a_run():
-    """Polars, once imported, has system calls go on after a signal."""
+    """Polars makes system calls continue after a signal."""
     signal.siginterrupt(signal.SIGINT, False)
     thread = threading.Thread(target=run)
     thread.start()

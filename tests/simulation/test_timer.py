@@ -1,4 +1,4 @@
-"""The seconds of a run exclude compilation."""
+"""Durations of a run exclude compilation."""
 
 import time
 
@@ -10,7 +10,7 @@ from fedrax.simulation.timer import Compilations
 from tests.simulation.problems import run
 
 
-def test_times_in_one_another_count_once() -> None:
+def test_nested_intervals_are_counted_once() -> None:
     """Against the measure of the union, second by second."""
     spans = [(0.0, 1.0), (2.0, 3.0), (4.0, 5.0), (1.5, 6.0), (7.0, 7.5), (7.4, 8.0)]
     made, covered = Compilations(), set()
@@ -20,8 +20,8 @@ def test_times_in_one_another_count_once() -> None:
         assert made.seconds == pytest.approx(len(covered) / 10)
 
 
-def test_what_was_read_is_not_taken_back() -> None:
-    """A compilation of another thread that began before the clock was read, or a length by a clock that was set."""
+def test_reported_time_does_not_decrease() -> None:
+    """If another thread's compilation began before the clock was read, or a clock was adjusted."""
     made = Compilations()
     made.heard("/jax/core/compile/backend_compile_duration", 50.0)
     before = made.elsewhere()
@@ -31,10 +31,10 @@ def test_what_was_read_is_not_taken_back() -> None:
     assert made.elsewhere() >= before
 
 
-def test_a_first_run_is_timed_like_a_second() -> None:
-    """A program of its own (a batch size nobody else has), whose compilation takes many times its three rounds.
+def test_first_run_has_the_duration_of_a_second_one() -> None:
+    """Compilation of its own program (a batch size that no other test has) takes much longer than its three rounds.
 
-    However slow the machine is, what a run took is no less than its rounds and the compilation that JAX tells of.
+    On machines of any speed, the elapsed time is at least that of the rounds plus the compilation that JAX reports.
     """
     method = fedrax.FedAvg(local=fedrax.LocalSGD(lr=0.05, steps=3, batch_size=11))
     heard = Compilations()

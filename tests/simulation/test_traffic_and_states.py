@@ -1,4 +1,4 @@
-"""Bytes counted by hand; client states, where they are kept and their size; float64 from end to end."""
+"""Message sizes computed by hand, client states and their placement, and float64 from end to end."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -16,7 +16,16 @@ from fedrax.contract.client_data import ClientData
 from fedrax.errors import FedraxError
 from fedrax.models import Logistic
 from fedrax.tree import Tree
-from tests.simulation.problems import LOCAL, MODEL_BYTES, SIZES, TASK, assert_close, make_federation, run, travels
+from tests.simulation.problems import (
+    LOCAL,
+    MODEL_BYTES,
+    SIZES,
+    TASK,
+    assert_close,
+    bytes_per_client,
+    make_federation,
+    run,
+)
 from tests.slow import slow_cases
 
 BLOCKS = fedrax.LocalSGD(lr=0.02, steps=2, blocks=2)
@@ -28,7 +37,7 @@ BLOCKS = fedrax.LocalSGD(lr=0.02, steps=2, blocks=2)
         (fedrax.FedAvg(local=LOCAL), 1, 1),  # x; Delta_i
         (fedrax.Scaffold(local=LOCAL), 2, 2),  # x, c; Delta_i, Delta c_i
         (fedrax.LoSAC(local=BLOCKS), 2, 2),  # x, phi; Delta x_i, Delta phi_i
-        (fedrax.algorithms.MimeSVRG(local=LOCAL), 2, 2),  # x, then c; the full gradient, then Delta_i
+        (fedrax.algorithms.MimeSVRG(local=LOCAL), 2, 2),  # x, then c; full gradient, then Delta_i
         (fedrax.Episode(local=LOCAL, gamma=0.1), 2, 2),  # x, then G; G_i, then Delta_i
         (fedrax.algorithms.MIFA(local=LOCAL, memory="server"), 1, 1),  # x; Delta_i
         (fedrax.algorithms.MIFA(local=LOCAL, memory="clients"), 1, 1),  # x; the change of Delta_i
@@ -36,14 +45,14 @@ BLOCKS = fedrax.LocalSGD(lr=0.02, steps=2, blocks=2)
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Algorithm) else str(value),
 )
-def test_bytes(algorithm: Algorithm, down: int, up: int):
-    """Of one client a round, in either precision."""
+def test_bytes_per_client(algorithm: Algorithm, down: int, up: int):
+    """In both precisions."""
     for dtype, each in (("float32", MODEL_BYTES), ("float64", 2 * MODEL_BYTES)):
-        assert travels(algorithm, dtype) == (down * each, up * each)
+        assert bytes_per_client(algorithm, dtype) == (down * each, up * each)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_bytes_add_up_over_clients_and_rounds(dtype: str):
+def test_bytes_are_summed_over_clients_and_rounds(dtype: str):
     events = run(fedrax.algorithms.MimeSVRG(local=LOCAL), dtype=dtype, rounds=3).events
     each = MODEL_BYTES * (2 if dtype == "float64" else 1)
     assert [event["bytes_down"] for event in events] == [2 * each * 3 * r for r in (1, 2, 3)]
@@ -51,14 +60,14 @@ def test_bytes_add_up_over_clients_and_rounds(dtype: str):
 
 
 class Tally(NamedTuple):
-    """How often a client took part, and which rounds it saw."""
+    """Number of participations of a client, and the rounds it has seen."""
 
     times: jax.Array
     rounds: jax.Array
 
 
 class TallyServer(NamedTuple):
-    """What came up in the two phases."""
+    """Uploads of the two phases."""
 
     params: Tree
     first: jax.Array
@@ -67,37 +76,36 @@ class TallyServer(NamedTuple):
 
 @hyperparameters
 class Tallying(Algorithm):
-    """Counts: every number it holds is an integer known beforehand. State passes between phases and rounds."""
+    """All numbers are integers that are known in advance. State is passed between phases and rounds."""
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """Two."""
         return (Phase(self.broadcast, self.begin, self.middle), Phase(lambda s: s.first, self.end, self.server))
 
     def init(self, params: Tree, num_clients: int) -> TallyServer:
-        """Zeros; one number a client in ``first``."""
+        """Zeros, with one number per client in ``first``."""
         return TallyServer(params, jnp.zeros(num_clients), jnp.zeros(()))
 
     def init_client(self, params: Tree) -> Tally:
-        """A hundred, to tell it from zero."""
+        """A hundred, to distinguish it from zero."""
         return Tally(jnp.float32(100), jnp.zeros(2))
 
     def begin(self, message: Tree, state: Tally, data: ClientData) -> ClientOutput:
-        """Phase 1: hand over the count; keep it, doubled, for phase 2."""
+        """Phase 1: upload the count, and keep it doubled for phase 2."""
         return ClientOutput(upload=(), each=state.times, state=(state, 2 * state.times))
 
     def middle(self, server: TallyServer, cohort: Cohort) -> tuple[TallyServer, Info]:
-        """Phase 1: remember the counts by client."""
+        """Phase 1: store the counts by client."""
         return server._replace(first=server.first.at[cohort.clients].set(cohort.each, mode="drop")), {}
 
     def end(self, message: Any, state: Any, data: ClientData) -> ClientOutput:
-        """Phase 2: count on."""
+        """Phase 2: increment the count."""
         before, doubled = state
         seen = before.rounds + jnp.stack([data.round.astype(float), doubled])
         return ClientOutput(upload=doubled, state=Tally(before.times + 1, seen.astype(jnp.float32)))
 
     def server(self, server: TallyServer, cohort: Cohort) -> tuple[TallyServer, Info]:
-        """Phase 2: add up."""
+        """Phase 2: add the uploads."""
         return server._replace(second=server.second + cohort.mean * cohort.size), {}
 
 
@@ -107,16 +115,16 @@ PLANS = [
     *({"plan": "loop", "devices": d} for d in (2, 1)),
     {"plan": "debug"},
 ]
-TOLD_APART = [
+IN_MAKE_TEST = [
     *(plan for plan in PLANS if plan.get("devices", 2) == 2 and plan.get("chunk", 2) == 2),
     {"plan": "vmap", "devices": 1, "chunk": 3},
 ]
-"""Each plan, each number of devices, and chunks that divide a cohort and that do not."""
+"""Each plan and number of devices, with chunks that divide the cohort size and others."""
 
 
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
-    "plan", slow_cases(PLANS, TOLD_APART), ids=["-".join(str(value) for value in plan.values()) for plan in PLANS]
+    "plan", slow_cases(PLANS, IN_MAKE_TEST), ids=["-".join(str(value) for value in plan.values()) for plan in PLANS]
 )
 def test_state_across_phases_rounds_and_devices(plan: dict):
     cohorts = [[4, 1], [1, 2, 4], [0], [6, 4, 2, 1, 0], [1, 6]]  # 3, 5 and 7 never take part
@@ -135,8 +143,8 @@ def test_state_across_phases_rounds_and_devices(plan: dict):
         np.testing.assert_array_equal(state.rounds, [rounds[c], doubled[c]])
 
 
-class SeenRows(NamedTuple):
-    """What each round's cohort holds in its first rows, -1 beyond them."""
+class FirstRows(NamedTuple):
+    """The first rows of each round's cohort, -1 beyond them."""
 
     params: Tree
     clients: jax.Array
@@ -147,39 +155,39 @@ class SeenRows(NamedTuple):
 
 
 @hyperparameters
-class Seeing(FedAvg):
-    """A server that takes the first S rows to be the cohort's."""
+class ReadsFirstRows(FedAvg):
+    """A server that reads the first S rows as those of the cohort."""
 
     traits = fedrax.contract.Traits(stacked_uploads=True)
 
-    def init(self, params: Tree, num_clients: int) -> SeenRows:
+    def init(self, params: Tree, num_clients: int) -> FirstRows:
         """A row for each of five rounds."""
-        return SeenRows(params, *[jnp.full((5, num_clients), -1.0)] * 5)
+        return FirstRows(params, *[jnp.full((5, num_clients), -1.0)] * 5)
 
     def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
-        """The client's number, in two ways."""
+        """The client's number, as upload and as row."""
         number = data.assignment.client
         return ClientOutput(upload=100.0 + number, each=number.astype(jnp.int8))
 
-    def server(self, server: SeenRows, cohort: Cohort) -> tuple[SeenRows, Info]:
-        """Note the first S rows."""
+    def server(self, server: FirstRows, cohort: Cohort) -> tuple[FirstRows, Info]:
+        """Store the first S rows."""
         here = jnp.arange(len(cohort.each)) < cohort.size
         found = (cohort.clients, cohort.each, cohort.uploads, cohort.weights, cohort.real)
         rows = [jnp.where(here, values, -1.0) for values in found]
-        return SeenRows(
+        return FirstRows(
             server.params, *[t.at[cohort.round, : len(v)].set(v) for t, v in zip(server[1:], rows, strict=True)]
         ), {}
 
 
 @pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(
-    "plan", slow_cases(PLANS, TOLD_APART), ids=["-".join(str(value) for value in plan.values()) for plan in PLANS]
+    "plan", slow_cases(PLANS, IN_MAKE_TEST), ids=["-".join(str(value) for value in plan.values()) for plan in PLANS]
 )
 def test_the_first_rows_are_the_cohort_in_client_order(plan: dict):
-    """On two devices its clients lie in two places, with unused ones after each."""
+    """On two devices the clients are at two positions, each followed by padding."""
     cohorts = [[4, 1], [5, 2, 7, 1], [0], [6, 4, 3, 2, 1], [1, 6]]
     script = fedrax.simulation.Script(cohorts=cohorts)
-    seen = run(Seeing(), script=script, rounds=5, weights="samples", **plan).server
+    seen = run(ReadsFirstRows(), script=script, rounds=5, weights="samples", **plan).server
     for r, cohort in enumerate(cohorts):
         row = lambda values: np.concatenate([values, np.full(len(SIZES) - len(values), -1.0)])  # noqa: E731
         clients, sizes = np.sort(cohort), np.array(SIZES)[np.sort(cohort)]
@@ -201,16 +209,16 @@ def test_clients_that_never_took_part_have_the_initial_state():
 
 
 @pytest.mark.parametrize(("devices", "rows"), [(1, 8), (2, 16)])
-def test_the_store_has_a_row_for_each_client(devices: int, rows: int):
-    """On every device, as long as that takes little memory."""
+def test_store_has_a_row_for_each_client(devices: int, rows: int):
+    """On every device, if that takes little memory."""
     script = fedrax.simulation.Script(cohorts=[[0, 1], [1, 2], [2, 0], [5, 1]])
     result = run(fedrax.Scaffold(local=LOCAL), script=script, devices=devices)
     assert set(result.homes) == {0, 1, 2, 5}
     assert {len(leaf) for leaf in jax.tree.leaves(result.store)} == {rows}
 
 
-def test_a_large_federation_with_state_stays_small():
-    """200,000 clients, of which 3 x 20 take part at most: no table of all of them is made."""
+def test_store_of_a_large_federation_contains_participating_clients_only():
+    """200,000 clients, of which at most 3 x 20 take part."""
     n, features = 200_000, 50
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(n, features)).astype(np.float32), rng.integers(0, 10, n)
@@ -223,7 +231,7 @@ def test_a_large_federation_with_state_stays_small():
 
 
 def test_float64_from_end_to_end(tmp_path):
-    """Parameters, states, checkpoint and resumed run are float64, and better than float32."""
+    """Parameters, states, checkpoint and resumed run, with a more precise result than in float32."""
     algorithm, options = fedrax.Scaffold(local=LOCAL), {"dtype": "float64", "directory": tmp_path, "rounds": 3}
     run(algorithm, **options)
     result = run(algorithm, **(options | {"rounds": 5}), resume=True)
@@ -247,7 +255,7 @@ def test_initial_parameters_that_do_not_fit_are_rejected(start, message):
         run(params=start, rounds=1)
 
 
-def test_an_init_that_looks_at_its_key_cannot_be_compiled_but_runs():
+def test_init_that_branches_on_its_key_runs_uncompiled():
     def init(key: jax.Array) -> Any:
         rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
         return {"output": {"weight": rng.normal(size=(3, 4)), "bias": np.zeros(3)}}
@@ -258,18 +266,18 @@ def test_an_init_that_looks_at_its_key_cannot_be_compiled_but_runs():
     assert not np.allclose(first, other)
 
 
-def test_initial_parameters_are_taken_in_the_dtype_asked_for():
+def test_initial_parameters_are_converted_to_the_dtype_of_the_run():
     start = {"output": {"weight": np.ones((3, 4), np.float64), "bias": np.zeros(3)}}
     result = run(params=start, rounds=1, federation=make_federation(test_rows=5), task=TASK)
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(result.params)} == {"float32"}
 
 
 def test_arrays_sent_in_an_earlier_phase_are_counted_once():
-    """The second phase sends only what is new: G (EPISODE), the mean gradient (MimeSVRG), also s (Mime), but not x."""
-    model, _ = travels(FedAvg(LOCAL))
-    assert travels(fedrax.Episode(LOCAL)) == (2 * model, 2 * model)
-    assert travels(fedrax.algorithms.MimeSVRG(LOCAL)) == (2 * model, 2 * model)
-    assert travels(fedrax.algorithms.Mime(LOCAL))[0] == 3 * model
+    """The second phase adds G (EPISODE), the mean gradient (MimeSVRG), also s (Mime), but not x."""
+    model, _ = bytes_per_client(FedAvg(LOCAL))
+    assert bytes_per_client(fedrax.Episode(LOCAL)) == (2 * model, 2 * model)
+    assert bytes_per_client(fedrax.algorithms.MimeSVRG(LOCAL)) == (2 * model, 2 * model)
+    assert bytes_per_client(fedrax.algorithms.Mime(LOCAL))[0] == 3 * model
 
 
 def test_arrays_that_jitted_functions_return_unchanged_are_counted_once():
@@ -281,11 +289,11 @@ def test_arrays_that_jitted_functions_return_unchanged_are_counted_once():
         def broadcast(self, server: Any) -> Any:
             return jax.jit(super().broadcast)(server)
 
-    assert travels(Compiled(LOCAL)) == travels(fedrax.Episode(LOCAL))
+    assert bytes_per_client(Compiled(LOCAL)) == bytes_per_client(fedrax.Episode(LOCAL))
 
 
 def test_gradient_counts_exceed_32_bits():
-    """One client takes many full-batch steps over many samples."""
+    """One client with many full-batch steps over many samples."""
 
     @hyperparameters
     class ShapeTracer(FedAvg):

@@ -32,10 +32,10 @@ from tests.simulation.problems import LOCAL, assert_close, assert_identical, run
 
 K, S = 5, 4
 SHAPES = {"a": (3, 3), "b": (1,), "c": (4,)}
-"""Nine, one and four entries: two of the leaves are not shared evenly by two devices."""
+"""Leaves of nine, one and four entries, of which two devices cannot share two evenly."""
 ROWS = jnp.array([4, 1, K, 0])
-"""The third is out of range."""
-KEPT = jnp.array([0.5, 0.0, 2.0, 1.0])
+"""The third index is out of range."""
+KEPT_ROWS = jnp.array([0.5, 0.0, 2.0, 1.0])
 
 
 def tables(count: int, seed: int) -> dict[str, np.ndarray]:
@@ -44,7 +44,7 @@ def tables(count: int, seed: int) -> dict[str, np.ndarray]:
 
 
 def vectors(values: dict[str, np.ndarray]) -> ServerVectors:
-    """As the simulator stacks what clients hand in."""
+    """Uploads as the simulator stacks them."""
     rows = [ServerVectors.of({name: jnp.asarray(v[k]) for name, v in values.items()}) for k in range(len(values["a"]))]
     return jax.tree.map(lambda *x: jnp.stack(x), *rows)
 
@@ -53,19 +53,19 @@ HELD, UPDATES, ONE = tables(K, 0), tables(S, 1), {name: v[0] for name, v in tabl
 FACTORS = np.random.default_rng(3).normal(size=(len(SHAPES), K)).astype(np.float32)
 
 
-def use(held: ServerVectors, updates: ServerVectors) -> tuple[Any, ...]:
-    """What an algorithm may do with them."""
-    new = held.accumulate(ROWS, KEPT, updates)
+def apply_operations(held: ServerVectors, updates: ServerVectors) -> tuple[Any, ...]:
+    """All operations that an algorithm may use."""
+    new = held.accumulate(ROWS, KEPT_ROWS, updates)
     return new, *new.products(ROWS, ONE), new.combine(FACTORS), new.combine(FACTORS[0])
 
 
-def by_hand() -> tuple[Any, ...]:
+def numpy_operations() -> tuple[Any, ...]:
     """The same in NumPy, leaf by leaf and entry by entry."""
     new = {name: v.copy() for name, v in HELD.items()}
     for j, k in enumerate(ROWS.tolist()):
         if k < K:
             for name in SHAPES:
-                new[name][k] = KEPT[j] * HELD[name][k] + UPDATES[name][j]
+                new[name][k] = KEPT_ROWS[j] * HELD[name][k] + UPDATES[name][j]
     products = np.zeros((len(SHAPES), S + 1, K))
     for leaf, name in enumerate(SHAPES):
         for k in range(K):
@@ -77,21 +77,21 @@ def by_hand() -> tuple[Any, ...]:
     return new, products[:, :-1], products[:, -1], by_leaf, alike
 
 
-def assert_as_by_hand(found: tuple[Any, ...]) -> None:
+def assert_agrees_with_numpy(found: tuple[Any, ...]) -> None:
     new, *rest = found
-    expected, *others = by_hand()
+    expected, *others = numpy_operations()
     close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
     jax.tree.map(close, (new.rows, rest), (expected, others))
 
 
-def test_whole_vectors():
+def test_operations_on_whole_vectors():
     assert len(vectors(HELD)) == K
-    assert_as_by_hand(jax.jit(use)(vectors(HELD), vectors(UPDATES)))
+    assert_agrees_with_numpy(jax.jit(apply_operations)(vectors(HELD), vectors(UPDATES)))
 
 
 @pytest.mark.parametrize("few", [2, 1])
-def test_shares_of_vectors(few: int, monkeypatch):
-    """Two devices, each with its share of the held vectors and half of the new ones, exchanged as few or many do it."""
+def test_operations_on_sharded_vectors(few: int, monkeypatch):
+    """Two devices with a shard of the stored and half of the new vectors, exchanged as for few or many rows."""
     monkeypatch.setattr(module, "_FEW_DEVICES", few)
     mesh = Mesh(jax.devices()[:2], (CLIENT_AXIS,))
     held = padded(vectors(HELD), 2)
@@ -100,14 +100,14 @@ def test_shares_of_vectors(few: int, monkeypatch):
     @partial(jax.shard_map, mesh=mesh, in_specs=(specs, P(CLIENT_AXIS)), out_specs=(specs, *[P()] * 4), check_vma=False)
     def shared(held: ServerVectors, mine: ServerVectors) -> tuple[Any, ...]:
         assert held._parts[0].shape == (K, 5) and mine._parts[0].shape == (S // 2, 9)
-        new, *rest = use(on_axis(held, CLIENT_AXIS), exchanged(mine, CLIENT_AXIS))
+        new, *rest = apply_operations(on_axis(held, CLIENT_AXIS), exchanged(mine, CLIENT_AXIS))
         return on_axis(new, None), *rest
 
     new, *rest = jax.jit(shared)(held, vectors(UPDATES))
-    assert_as_by_hand((fetched(new), *rest))
+    assert_agrees_with_numpy((fetched(new), *rest))
 
 
-REMEMBERING = (
+METHODS_WITH_VECTORS = (
     fedrax.GradMA(local=LOCAL, memory=4),
     fedrax.algorithms.GradMAS(local=LOCAL, memory=6, scope="leaf"),
     fedrax.algorithms.MIFA(local=LOCAL, memory="server"),
@@ -115,9 +115,9 @@ REMEMBERING = (
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("algorithm", REMEMBERING, ids=lambda a: type(a).__name__)
-def test_devices_share_the_vectors_of_a_server(algorithm, monkeypatch):
-    """Each holds its share, not all; results are whole."""
+@pytest.mark.parametrize("algorithm", METHODS_WITH_VECTORS, ids=lambda a: type(a).__name__)
+def test_devices_shard_the_vectors_of_the_server(algorithm, monkeypatch):
+    """Each device has a shard; results are whole."""
     shares = []
 
     def seen(self, algorithm, carry, key, xs, rounds):
@@ -136,52 +136,55 @@ def test_devices_share_the_vectors_of_a_server(algorithm, monkeypatch):
     assert_close(one, two)
 
 
-def test_a_run_resumes_from_its_checkpoint(tmp_path):
-    """Which holds whole vectors."""
-    often = partial(run, REMEMBERING[0], eval_every=3, devices=2)
+def test_sharded_vectors_resume_from_a_checkpoint(tmp_path):
+    """Which contains whole vectors."""
+    often = partial(run, METHODS_WITH_VECTORS[0], eval_every=3, devices=2)
     often(rounds=3, directory=tmp_path)
     assert_identical(often(rounds=6, directory=tmp_path, resume=True), often(rounds=6))
 
 
-class Hoard(NamedTuple):
-    """Parameters, and updates that nobody uses."""
+class UnusedUpdates(NamedTuple):
+    """Parameters, and updates that are not used."""
 
     params: Any
     memory: ServerVectors
 
 
 @hyperparameters
-class Hoarding(fedrax.FedAvg):
-    """Remembers updates; from round 3 on the first entry of each is not a number."""
+class StoresUpdates(fedrax.FedAvg):
+    """Stores updates; from round 3 on, the first entry of each is NaN."""
 
-    def init(self, params: Any, num_clients: int) -> Hoard:
-        return Hoard(params, ServerVectors.zeros(num_clients, params))
+    def init(self, params: Any, num_clients: int) -> UnusedUpdates:
+        return UnusedUpdates(params, ServerVectors.zeros(num_clients, params))
 
     def client(self, message: Any, state: Any, data: fedrax.ClientData) -> fedrax.ClientOutput:
         out = super().client(message, state, data)
         spoilt = jnp.where(data.round < 2, 0.0, jnp.nan)
         return out._replace(each=ServerVectors.of(jax.tree.map(lambda u: u.at[(0,) * u.ndim].add(spoilt), out.upload)))
 
-    def server(self, server: Hoard, cohort: fedrax.Cohort) -> tuple[Hoard, dict]:
+    def server(self, server: UnusedUpdates, cohort: fedrax.Cohort) -> tuple[UnusedUpdates, dict]:
         memory = server.memory.accumulate(cohort.clients, jnp.zeros(len(cohort.clients)), cohort.each)
-        return Hoard(tree.add(server.params, cohort.mean), memory), {}
+        return UnusedUpdates(tree.add(server.params, cohort.mean), memory), {}
 
 
 @pytest.mark.parametrize("sound", [True, False])
-def test_what_was_accumulated_is_taken_back_to_the_bit(sound: bool):
-    """Also what was accumulated twice in one call, in two calls, and nowhere."""
+def test_accumulated_vectors_are_restored_bitwise(sound: bool):
+    """Also if accumulated twice in one call, in two calls, and out of range."""
     twice = jnp.array([1, 1, 0, K])
 
     def both(held: ServerVectors, number: jax.Array, sound: jax.Array) -> tuple[Any, Any]:
         old = watched((held, number))
-        new = old[0].accumulate(ROWS, KEPT, vectors(UPDATES)).accumulate(twice, KEPT, vectors(UPDATES)), number + 1
+        new = (
+            old[0].accumulate(ROWS, KEPT_ROWS, vectors(UPDATES)).accumulate(twice, KEPT_ROWS, vectors(UPDATES)),
+            number + 1,
+        )
         return settled(old, new, lambda made: sound & tree.all_finite(made))[0], new
 
     found, new = jax.jit(both)(vectors(HELD), jnp.float32(3), jnp.bool_(sound))
     assert_identical_leaves(found, new if sound else (vectors(HELD), jnp.float32(3)))
     spoilt = jax.tree.map(lambda leaf: leaf.at[0].set(jnp.nan), vectors(UPDATES))
     old = watched(vectors(HELD))
-    found, same = settled(old, old.accumulate(ROWS, KEPT, spoilt), tree.all_finite)
+    found, same = settled(old, old.accumulate(ROWS, KEPT_ROWS, spoilt), tree.all_finite)
     assert not same
     assert_identical_leaves(found, vectors(HELD))
 
@@ -193,8 +196,8 @@ def assert_identical_leaves(one: Any, two: Any) -> None:
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("kind", [fedrax.algorithms.GradMAS, fedrax.GradMA])
-def test_a_round_accumulates_in_place(kind, monkeypatch):
-    """Or it would copy all that the server remembers, twice."""
+def test_accumulation_is_in_place(kind, monkeypatch):
+    """Otherwise all stored vectors would be copied twice."""
     found = []
 
     def seen(before: Any, after: Any) -> Changes | None:
@@ -204,17 +207,17 @@ def test_a_round_accumulates_in_place(kind, monkeypatch):
 
     original = module._accumulated
     monkeypatch.setattr(module, "_accumulated", seen)
-    run(kind(local=LOCAL, memory=6), rounds=2)  # nobody else's number, so that it is traced
+    run(kind(local=LOCAL, memory=6), rounds=2)  # a value that no other test has, so that it is traced
     assert found and all(changes is not None and len(changes.rows) == 1 for changes in found)
 
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("plan", ["scan", "vmap", "loop", "debug"])
-def test_what_is_not_finite_in_one_share_stops_all_devices(plan, tmp_path):
-    """And the state kept for the diagnosis is that before the round."""
+def test_divergence_in_one_shard_stops_all_devices(plan, tmp_path):
+    """The state written for diagnosis is that before the round."""
     with pytest.raises(NonFiniteError, match=r"^Hoarding, round 3, client \d+: each/output/bias is not finite"):
-        run(Hoarding(local=LOCAL), rounds=5, plan=plan, directory=tmp_path)
-    healthy = run(Hoarding(local=LOCAL), rounds=2, plan=plan)
+        run(StoresUpdates(local=LOCAL), rounds=5, plan=plan, directory=tmp_path)
+    healthy = run(StoresUpdates(local=LOCAL), rounds=2, plan=plan)
     with np.load(tmp_path / "failure" / "state.npz") as file:
         kept = [file[name] for name in sorted(file.files) if "server" in name]
     for ours, theirs in zip(kept, jax.tree.leaves(healthy.server), strict=True):
@@ -222,29 +225,30 @@ def test_what_is_not_finite_in_one_share_stops_all_devices(plan, tmp_path):
 
 
 @hyperparameters
-class Telling(Hoarding):
-    """Sends what it remembers along with the parameters, or what it remembers of itself."""
+class BroadcastsVectors(StoresUpdates):
+    """Broadcasts a function of its stored vectors, or the vectors themselves."""
 
     wrongly: bool = False
 
-    def broadcast(self, server: Hoard) -> Any:
+    def broadcast(self, server: UnusedUpdates) -> Any:
         if self.wrongly:
             return server
         return tree.add(server.params, server.memory.combine(jnp.full(len(server.memory), 0.1)))
 
 
 @pytest.mark.slow
-def test_a_server_broadcasts_what_it_makes_of_its_vectors():
+def test_server_may_broadcast_functions_of_its_vectors():
     one, *others = [
-        run(Telling(local=LOCAL), rounds=2, devices=n, plan=p) for n, p in ((1, "scan"), (2, "scan"), (2, "loop"))
+        run(BroadcastsVectors(local=LOCAL), rounds=2, devices=n, plan=p)
+        for n, p in ((1, "scan"), (2, "scan"), (2, "loop"))
     ]
     for other in others:
         assert_close(other, one)
     with pytest.raises(fedrax.FedraxError, match="Telling broadcasts ServerVectors: send arrays computed from them"):
-        run(Telling(local=LOCAL, wrongly=True))
+        run(BroadcastsVectors(local=LOCAL, wrongly=True))
 
 
-def test_vectors_of_another_making_are_rejected():
+def test_vectors_not_created_by_zeros_are_rejected():
     held, other = vectors(HELD), vectors({"a": UPDATES["a"]})
     with pytest.raises(TypeError, match=r"accumulates the ServerVectors of cohort\.each"):
-        held.accumulate(ROWS, KEPT, other)
+        held.accumulate(ROWS, KEPT_ROWS, other)
