@@ -1,4 +1,4 @@
-"""python tests/oldest.py pyproject.toml: the oldest version of each package that it allows, as requirements for pip."""
+"""python tests/oldest.py pyproject.toml: print the oldest allowed version of each package as requirements for pip."""
 
 import re
 import sys
@@ -10,7 +10,7 @@ EXTRA, GROUP = "all", "test"
 
 
 def requirements(path: Path) -> list[str]:
-    """The requirements of the project, and of the extra and the group that the tests use."""
+    """Requirements of the project, and of the extra and the group that the tests use."""
     settings = tomllib.loads(path.read_text("utf-8"))
     extras = settings["project"]["optional-dependencies"]
     found = [*settings["project"]["dependencies"], *settings["dependency-groups"][GROUP]]
@@ -25,7 +25,7 @@ def requirements(path: Path) -> list[str]:
 
 
 def oldest(requirement: str) -> str:
-    """``name==version`` of ``name>=version,<...``."""
+    """Convert ``name>=version,<...`` to ``name==version``."""
     name, version = re.match(r"([\w\[\]-]+)>=([\d.]+),<[\d.]+$", requirement).groups()  # type: ignore[union-attr]
     return f"{name}=={version}"
 

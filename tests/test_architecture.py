@@ -1,4 +1,4 @@
-"""Imports between packages go one way, as the table of docs/architecture.md says."""
+"""Imports between packages have one direction, given by the table in docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODULES = {module_of(path) for path in FILES}
 
 
 def levels() -> dict[str, int]:
-    """How many lines of the table lie above each package's, by the name of its module."""
+    """Row in the table of each package, by module name."""
     rows = re.findall(r"^\| (`.+`) \|", (ROOT / "docs" / "architecture.md").read_text("utf-8"), re.MULTILINE)
     names = ((level, name) for level, row in enumerate(rows) for name in re.findall(r"`([\w.]+)`", row))
     return {"fedrax" if name == "fedrax" else f"fedrax.{name}": level for level, name in names}
@@ -32,7 +32,7 @@ LEVELS = levels()
 
 
 def package_of(module: str) -> str:
-    """The package of the table that a module lies in: the narrowest; ``fedrax`` holds nothing but its own file."""
+    """The innermost package of the table that contains a module; ``fedrax`` contains only its own file."""
     while module not in LEVELS:
         module = module.rpartition(".")[0]
         assert module not in ("", "fedrax"), "a module has no package in docs/architecture.md"
@@ -40,7 +40,7 @@ def package_of(module: str) -> str:
 
 
 def imported(source: str) -> Iterator[tuple[int, str]]:
-    """Line and module of each import of our own, wherever in the file it stands."""
+    """Line and module of each import of fedrax in a file, including local imports."""
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Import | ast.ImportFrom):
             continue
@@ -52,8 +52,8 @@ def imported(source: str) -> Iterator[tuple[int, str]]:
         yield from ((node.lineno, name) for name in names if name.split(".")[0] == "fedrax")
 
 
-def against_the_order(module: str, source: str) -> list[str]:
-    """The imports of a file that go up or sideways, in words."""
+def violations(module: str, source: str) -> list[str]:
+    """Imports of a file from the same or a higher level, as messages."""
     package = package_of(module)
     return [
         f"{module}, line {line}: {package} imports {name}"
@@ -62,27 +62,27 @@ def against_the_order(module: str, source: str) -> list[str]:
     ]
 
 
-def test_every_package_of_the_table_is_there_and_every_file_has_one():
+def test_table_lists_every_package():
     assert LEVELS.keys() <= MODULES and len(LEVELS) > 15
     assert {package_of(module) for module in MODULES} == LEVELS.keys()
 
 
-def test_imports_go_one_way():
-    assert not [line for path, source in FILES.items() for line in against_the_order(module_of(path), source)]
+def test_imports_have_one_direction():
+    assert not [line for path, source in FILES.items() for line in violations(module_of(path), source)]
 
 
-def test_imports_against_the_order_are_found():
+def test_imports_in_the_wrong_direction_are_detected():
     lazily = "if TYPE_CHECKING:\n    from fedrax import report, tree\n\ndef f():\n    import fedrax\n"
-    assert against_the_order("fedrax.contract.task", lazily) == [
+    assert violations("fedrax.contract.task", lazily) == [
         "fedrax.contract.task, line 2: fedrax.contract imports fedrax.report",
         "fedrax.contract.task, line 5: fedrax.contract imports fedrax",
     ]
-    assert against_the_order("fedrax.analysis.rendering", "from fedrax.profiling.rendering import draw")
-    assert against_the_order("fedrax.privacy.ledger", "from fedrax.privacy.audit.game import observe_client")
-    assert not against_the_order("fedrax.privacy.audit.game", "from fedrax.privacy.ledger import Ledger")
+    assert violations("fedrax.analysis.rendering", "from fedrax.profiling.rendering import draw")
+    assert violations("fedrax.privacy.ledger", "from fedrax.privacy.audit.game import observe_client")
+    assert not violations("fedrax.privacy.audit.game", "from fedrax.privacy.ledger import Ledger")
 
 
-def test_the_page_names_modules_that_exist():
+def test_page_names_existing_modules():
     page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
     paths = re.findall(r"`([a-z_]+/[\w/]+\.py)`", page)
     missing = [path for path in paths if not (PACKAGE / path).exists() and not (ROOT / path).exists()]

@@ -23,7 +23,7 @@ LOCK = [
 
 
 @pytest.mark.parametrize("requirement", sorted({r for r in ALL if not r.startswith("fedrax[")}))
-def test_both_bounds_hold(requirement: str):
+def test_installed_versions_satisfy_both_bounds(requirement: str):
     parsed = Requirement(requirement)
     assert sorted(part.operator for part in parsed.specifier) == ["<", ">="]
     try:
@@ -32,7 +32,7 @@ def test_both_bounds_hold(requirement: str):
         pytest.skip(f"{parsed.name} is not installed")
 
 
-def test_the_lock_satisfies_what_the_tests_need():
+def test_lock_satisfies_the_requirements_of_the_tests():
     locked = {pin.name.lower().replace("_", "-"): [] for pin in LOCK}
     for pin in LOCK:
         (part,) = pin.specifier
@@ -43,7 +43,7 @@ def test_the_lock_satisfies_what_the_tests_need():
         assert versions and all(requirement.specifier.contains(v, prereleases=True) for v in versions), requirement
 
 
-def test_the_oldest_versions_are_those_of_the_lower_bounds():
+def test_oldest_versions_are_the_lower_bounds():
     made = [oldest(requirement) for requirement in requirements(PYPROJECT)]
     assert {"jax==0.10.2", "numpy==2.0", "pytest==8.3", "flax==0.12.2"} <= set(made)
     assert all(re.fullmatch(r"[\w-]+==[\d.]+", line) for line in made)

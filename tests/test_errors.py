@@ -10,24 +10,24 @@ from fedrax.errors import FedraxError, each_warning_once, unknown, warnings_abou
 from tests.simulation.problems import FEDERATION, TASK
 
 
-def test_the_nearest_name_is_suggested():
+def test_nearest_name_is_suggested():
     error = unknown("partition", "Dirichlet_client", ["dirichlet_clients", "iid"])
     assert isinstance(error, FedraxError)
     assert str(error) == "unknown partition 'Dirichlet_client'; did you mean 'dirichlet_clients'?"
 
 
-def test_all_names_are_listed_when_none_is_near():
+def test_all_names_are_listed_if_none_is_similar():
     assert str(unknown("plan", "qqq", ["vmap", "scan"])) == "unknown plan 'qqq'; known are: scan, vmap."
     assert str(unknown("plan", "x", [])) == "unknown plan 'x'; known are: none."
 
 
-def test_a_table_of_many_columns_is_not_listed_whole_and_one_without_a_name_is_seen():
+def test_long_lists_of_columns_are_truncated_and_unnamed_columns_shown():
     said = str(unknown("column of t.csv", "?", ["", *(f"{i:04}" for i in range(999))]))
     assert "known are: '', 0000, 0001" in said and said.endswith("0058 and 940 others.")
 
 
 def test_warnings_name_the_method_once():
-    """In a comparison by its label; several have the same class, and each is checked for every seed."""
+    """In a comparison by its label; several methods have the same class, and each is checked for every seed."""
     blocks = LocalSGD(steps=1, blocks=2, batch_size=32)
     ignored = "local.batch_size = 32 is ignored: a step uses one of local.blocks = 2, up to 6 samples"
     options: Any = {"rounds": 1, "cohort_size": 2, "progress": False}
@@ -47,7 +47,7 @@ def test_warnings_name_the_method_once():
     ]
 
 
-def test_a_sweep_warns_once_at_the_users_own_line():
+def test_sweep_warns_once_at_the_line_of_the_caller():
     blocks = LocalSGD(steps=1, blocks=2, batch_size=32)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -56,7 +56,7 @@ def test_a_sweep_warns_once_at_the_users_own_line():
     assert said[0].filename == __file__
 
 
-def test_a_warning_names_the_users_own_line():
+def test_warnings_have_the_line_of_the_caller():
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         simulate(FedSGD(local=LocalSGD(lr=0.7)), TASK, FEDERATION, rounds=1, cohort_size=2, progress=False)

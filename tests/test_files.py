@@ -1,4 +1,4 @@
-"""Atomic writes: special files in their place, concurrent writers, and locations."""
+"""Atomic writes: special files as targets, concurrent writers, and file systems without features."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedrax import FedraxError
 from fedrax.files import atomic_write, write_text
 
 
-def test_a_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+def test_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:
     try:
         os.mknod(tmp_path / "null", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
     except PermissionError:
@@ -23,7 +23,7 @@ def test_a_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:
     assert (tmp_path / "null").is_char_device()
 
 
-def test_a_file_that_two_write_at_once_is_whole(tmp_path: Path) -> None:
+def test_concurrently_written_file_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "comparison.json"
     path.write_text("old")
     one, other = atomic_write(path), atomic_write(path)
@@ -38,7 +38,7 @@ def test_a_file_that_two_write_at_once_is_whole(tmp_path: Path) -> None:
     assert path.read_text() == "other" and not list(tmp_path.glob(".*"))
 
 
-def test_a_file_system_that_syncs_no_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_systems_without_fsync_of_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sync = os.fsync
 
     def of_files(descriptor: int) -> None:
@@ -51,8 +51,8 @@ def test_a_file_system_that_syncs_no_folders(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "page").read_text() == "new"
 
 
-def test_a_name_that_is_no_text_raises_a_clear_error(tmp_path: Path) -> None:
-    """As of an argument in another encoding."""
+def test_file_name_that_is_not_utf8_raises_a_clear_error(tmp_path: Path) -> None:
+    """For example an argument in another encoding."""
     with pytest.raises(FedraxError, match="cannot be encoded as UTF-8"):
         write_text(tmp_path / "page", os.fsdecode(b"name = 'n\xff'"))
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Sinks: what reaches TensorBoard, Weights & Biases and MLflow, where they are installed."""
+"""Sinks: output for terminals, TensorBoard, Weights & Biases and MLflow, if installed."""
 
 import dataclasses
 import io
@@ -27,46 +27,46 @@ EVENTS = [
 ]
 
 
-def play(
+def run_sink(
     sink: sinks.JsonSink | sinks.TensorBoardSink | sinks.WandbSink | sinks.MlflowSink | ProgressSink,
 ) -> None:
-    """Show a sink a whole run."""
+    """Send a complete run to a sink."""
     sink.start(RUN)
     for event in EVENTS:
         sink.event(event)
     sink.finish(object())
 
 
-def test_json() -> None:
+def test_json_sink() -> None:
     file = io.StringIO()
-    play(sinks.JsonSink(file))
+    run_sink(sinks.JsonSink(file))
     assert [json.loads(line) for line in file.getvalue().splitlines()] == EVENTS
 
 
-class Screen(io.StringIO):
-    """A terminal, and what somebody sees on it in the end."""
+class Terminal(io.StringIO):
+    """A terminal, and its visible text."""
 
     def isatty(self) -> bool:
         return True
 
     def lines(self) -> list[str]:
-        """Every state of every line."""
+        """All states of all lines."""
         return [line for line in re.split(r"[\r\n]+", self.getvalue()) if line.strip()]
 
 
-def test_progress() -> None:
-    screen = Screen()
-    play(ProgressSink("a run", ProgressLine(screen, 160)))
+def test_progress_is_shown_in_one_line() -> None:
+    screen = Terminal()
+    run_sink(ProgressSink("a run", ProgressLine(screen, 160)))
     assert screen.lines()[0].split()[-1] == "compiling"
     for part in ("a run", "2/2 rounds", "loss 1", "test accuracy 0.750", "━"):
         assert part in screen.lines()[-1]
 
 
-def test_progress_of_a_run_that_ends_early_ends_with_its_last_round() -> None:
-    screen = Screen()
+def test_progress_of_a_stopped_run_ends_with_its_last_round() -> None:
+    screen = Terminal()
     sink = ProgressSink("a run", ProgressLine(screen, 160))
     sink.start(dataclasses.replace(RUN, rounds=50))
-    for event in EVENTS:  # at once: the second is too soon to be shown
+    for event in EVENTS:  # within the interval between updates
         sink.event(event)
     sink.finish(object())
     assert "2/50 rounds" in screen.lines()[-1] and "test accuracy 0.750" in screen.lines()[-1]
@@ -74,16 +74,16 @@ def test_progress_of_a_run_that_ends_early_ends_with_its_last_round() -> None:
 
 @pytest.mark.parametrize("width", [20, 40, 60, 100])
 def test_progress_fits_a_narrow_terminal(width: int) -> None:
-    screen = Screen()
-    play(ProgressSink("a run with quite a long description of itself, 長い名前", ProgressLine(screen, width)))
+    screen = Terminal()
+    run_sink(ProgressSink("a run with quite a long description of itself, 長い名前", ProgressLine(screen, width)))
     assert all(cell_len(line) <= width for line in screen.lines())
     last = screen.lines()[-1]
     assert last.startswith("a run") and ("2/2 rounds" in last or width == 20)
     assert ("test accuracy 0.750" in last) == (width >= 60)
 
 
-def test_what_is_said_stays_above_the_line() -> None:
-    screen = Screen()
+def test_messages_stay_above_the_progress_line() -> None:
+    screen = Terminal()
     line = ProgressLine(screen, 30)
     line.show("under way")
     line.say("done: \x1b[2Jone")
@@ -92,46 +92,45 @@ def test_what_is_said_stays_above_the_line() -> None:
     assert screen.getvalue().endswith("\r" + " " * 9 + "\r")
 
 
-def test_nothing_is_shown_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_not_shown_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     file = io.StringIO()
-    play(ProgressSink("a run", ProgressLine(file)))
-    assert file.getvalue() == "" and not progress_is_visible(file) and progress_is_visible(Screen())
+    run_sink(ProgressSink("a run", ProgressLine(file)))
+    assert file.getvalue() == "" and not progress_is_visible(file) and progress_is_visible(Terminal())
     monkeypatch.setitem(sys.modules, "ipykernel", sys)
     assert progress_is_visible(file)
 
 
-class WritesAlone:
-    """What programs put in the place of standard error, to have it in a log."""
+class WriteOnlyStream:
+    """A replacement of standard error that only has ``write``, as logging programs install."""
 
     def write(self, text: str) -> None:
-        """Keep nothing."""
+        """Discard the text."""
 
     def flush(self) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
 
-class Left(io.StringIO):
-    """A terminal that is gone."""
+class ClosedTerminal(io.StringIO):
+    """A terminal that was closed."""
 
     def isatty(self) -> bool:
-        """It was one."""
         return True
 
     def write(self, text: str) -> int:
-        """As of a pipe or a connection that is closed."""
+        """As of a closed pipe or connection."""
         raise BrokenPipeError
 
 
-def test_a_line_that_nobody_can_see_ends_no_run() -> None:
-    for nobody in (None, WritesAlone()):
+def test_unwritable_progress_does_not_end_the_run() -> None:
+    for nobody in (None, WriteOnlyStream()):
         assert not progress_is_visible(nobody)  # type: ignore[arg-type]
-    line = ProgressLine(Left(), width=40)
+    line = ProgressLine(ClosedTerminal(), width=40)
     line.show("as far as that")
     line.say("and this")
 
 
-def test_python_shows_progress_where_it_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """simulate, sweep in both ways and compare; not where it is switched off."""
+def test_progress_in_python_is_shown_on_terminals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of simulate, sweep in both modes, and compare, unless switched off."""
     from fedrax import FedAvg, LocalSGD, compare, simulate, sweep
     from tests.simulation.problems import FEDERATION, TASK
 
@@ -151,7 +150,7 @@ def test_python_shows_progress_where_it_is_seen(monkeypatch: pytest.MonkeyPatch,
         ),
     }
     for pattern, call in calls.items():
-        screen = Screen()
+        screen = Terminal()
         monkeypatch.setattr(sys, "stderr", screen)
         call()
         assert any(re.search(pattern, line) for line in screen.lines()), (pattern, screen.lines())
@@ -160,7 +159,7 @@ def test_python_shows_progress_where_it_is_seen(monkeypatch: pytest.MonkeyPatch,
         assert len(screen.getvalue()) == seen
 
 
-def test_a_sink_that_cannot_start_ends_those_before_it() -> None:
+def test_failed_start_of_a_sink_finishes_earlier_sinks() -> None:
     from tests.simulation.problems import run
 
     ended: list[Any] = []
@@ -176,7 +175,7 @@ def test_a_sink_that_cannot_start_ends_those_before_it() -> None:
     assert ended == [None]
 
 
-def test_mlflow_ends_its_own_run_where_it_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_ends_its_run_after_a_failed_start(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
     def refuse(_: Any) -> None:
@@ -191,7 +190,7 @@ def test_mlflow_ends_its_own_run_where_it_cannot_start(monkeypatch: pytest.Monke
 
 
 def scalars(log: Path) -> list[tuple[str, int, float]]:
-    """What an events file holds: records of a length, a checksum, a message and a checksum."""
+    """Content of an events file: records of length, checksum, message and checksum."""
     messages = pytest.importorskip("tensorboardX.proto.event_pb2")
     rest, found = log.read_bytes(), []
     while rest:
@@ -202,44 +201,44 @@ def scalars(log: Path) -> list[tuple[str, int, float]]:
     return found
 
 
-def test_tensorboard(tmp_path: Path) -> None:
+def test_tensorboard_events(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX")
-    play(sinks.TensorBoardSink(tmp_path))
+    run_sink(sinks.TensorBoardSink(tmp_path))
     (log,) = tmp_path.glob("events.out.tfevents.*")
     found = scalars(log)
     assert [entry for entry in found if entry[0] == "train_loss"] == [("train_loss", 1, 2.0), ("train_loss", 2, 1.0)]
     assert [entry for entry in found if entry[0] == "test_accuracy"] == [("test_accuracy", 2, 0.75)]
 
 
-def test_tensorboard_follows_no_link(tmp_path: Path) -> None:
+def test_tensorboard_does_not_follow_links(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "log").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(FedraxError, match=r"log is a symbolic link, in which no log is written"):
-        play(sinks.TensorBoardSink(tmp_path / "log"))
+        run_sink(sinks.TensorBoardSink(tmp_path / "log"))
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_tensorboard_without_room(tmp_path: Path) -> None:
+def test_tensorboard_on_a_full_disk_raises_a_clear_error(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX")
     code = (
-        "import resource, signal; from tests.test_sinks import play, sinks\n"
+        "import resource, signal; from tests.test_sinks import run_sink, sinks\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
-        f"play(sinks.TensorBoardSink({str(tmp_path)!r}))"
+        f"run_sink(sinks.TensorBoardSink({str(tmp_path)!r}))"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
     assert f"FedraxError: cannot write TensorBoard's log {tmp_path}: File too large." in said.stderr
 
 
-def test_wandb(tmp_path: Path) -> None:
-    """In a process of its own: the file is complete when its process has ended."""
+def test_wandb_offline_run(tmp_path: Path) -> None:
+    """In a child process, because the file is complete only after its end."""
     pytest.importorskip("wandb")
     code = (
-        "import sys; from pathlib import Path; from tests.test_sinks import play\n"
+        "import sys; from pathlib import Path; from tests.test_sinks import run_sink\n"
         "from fedrax.report.sinks import WandbSink\n"
-        "play(WandbSink('project', 'a run', {'run': {'rounds': 2}}, Path(sys.argv[1])))"
+        "run_sink(WandbSink('project', 'a run', {'run': {'rounds': 2}}, Path(sys.argv[1])))"
     )
     environment = os.environ | {
         "WANDB_MODE": "offline",
@@ -253,18 +252,18 @@ def test_wandb(tmp_path: Path) -> None:
     assert b"test_accuracy" in kept.read_bytes()
 
 
-def test_wandb_keeps_its_files_where_a_text_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_directory_may_be_a_string(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: asked.update(options)))
     sinks.WandbSink("project", directory=str(tmp_path / "logs")).start(None)  # type: ignore[arg-type]
     assert asked["dir"] == tmp_path / "logs" and asked["dir"].is_dir()
 
 
-def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
-    play(sinks.MlflowSink("experiment", "a run", {"run": {"rounds": 2}}))
+    run_sink(sinks.MlflowSink("experiment", "a run", {"run": {"rounds": 2}}))
     client = mlflow.MlflowClient()
     runs = client.search_runs([client.get_experiment_by_name("experiment").experiment_id])
     assert runs[0].info.status == "FINISHED"

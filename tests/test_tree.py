@@ -1,4 +1,4 @@
-"""Vector algebra on trees against NumPy, for leaves of every kind of shape."""
+"""Vector algebra on trees against NumPy, for leaves of all kinds of shapes."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import pytest
 from fedrax import tree
 
 SHAPES = [(), (1,), (0,), (3, 0), (7,), (30_000,), (100, 33), (5, 5, 3, 8), (3, 20_000)]
-"""Scalars, nothing at all, and rows beyond those that are summed one onto another."""
+"""Scalars, empty arrays, and sizes beyond which rows are summed blockwise."""
 LARGEST = np.finfo(np.float32).max
 
 
@@ -25,14 +25,14 @@ def test_inner_products(shape):
     assert found.dtype == jnp.float32 and abs(float(found) - expected) < 1e-6 * size
 
 
-def test_norms_of_what_is_never_written():
+def test_norms_of_fused_expressions():
     a, b = ({name: leaf(shape, k) for name, shape in (("a", (40, 5000)), ("b", (0,)))} for k in (0, 1))
     found = jax.jit(lambda a, b: tree.norm_of(lambda x, y: x - 2 * y, a, b))(a, b)
     np.testing.assert_allclose(found, np.linalg.norm(a["a"] - 2 * b["a"]), rtol=1e-6)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_numbers_that_are_not_finite_are_found_wherever_they_are(shape):
+def test_nonfinite_entries_are_detected_at_every_position(shape):
     values = np.sign(leaf(shape, 0)) * LARGEST
     all_finite = jax.jit(tree.all_finite)
     assert all_finite({"a": jnp.asarray(values), "count": jnp.int32(3), "b": jnp.ones(2)})
@@ -43,6 +43,6 @@ def test_numbers_that_are_not_finite_are_found_wherever_they_are(shape):
             assert not all_finite({"a": jnp.asarray(spoilt.reshape(shape)), "b": jnp.ones(2)})
 
 
-def test_short_formats_are_checked_too():
+def test_low_precision_dtypes_are_checked():
     assert tree.all_finite(jnp.ones(3, jnp.bfloat16)) and not tree.all_finite(jnp.array([1, jnp.nan], jnp.bfloat16))
     assert tree.all_finite({"count": jnp.int32(1)})

@@ -264,8 +264,8 @@ NO_STATE = r": measure of phase 1 returned no state: write ClientOutput\(upload=
 PHASES = {
     FailsFirst: r"^FailsFirst \(test_misuse.py, line \d+, in measure of phase 1\) fails with ValueError: gone$",
     FailsInPhaseServer: r"line \d+, in center of phase 1\) fails with AttributeError: .* did you mean 'mean'",
-    FailsInHelper: r"^FailsBelow \(.*, in helper, called by client of phase 2\) fails with ZeroDivisionError",
-    ReturnsNone: r"^Nothing.measure of phase 1 returns nothing instead of a ClientOutput",
+    FailsInHelper: r"^FailsInHelper \(.*, in helper, called by client of phase 2\) fails with ZeroDivisionError",
+    ReturnsNone: r"^ReturnsNone.measure of phase 1 returns nothing instead of a ClientOutput",
     Stateless: r"line \d+, in client of phase 2\) fails with AttributeError: .* has no attribute 'a'" + NO_STATE,
     StatelessPair: r"in client of phase 2\) fails with ValueError: not enough values to unpack .*" + NO_STATE,
     FailsInALambda: r"in broadcast of phase 1\) fails with AttributeError: .*'parameters'",

@@ -148,7 +148,7 @@ def test_features_that_need_cohorts_in_advance_reject_adaptive_policies():
 
 def test_return_values_of_policies_are_checked():
     for cohort in ((0, 0), (0, len(SIZES)), (0, 1, 2)):
-        with pytest.raises(FedraxError, match=r"Wrong.sample must return at most 2 different clients"):
+        with pytest.raises(FedraxError, match=r"FixedReturn.sample must return at most 2 different clients"):
             run(FedAvg(local=LOCAL), cohort_size=2, participation=FixedReturn(cohort))
     with pytest.raises(FedraxError, match="varying=True"):
         run(FedAvg(local=LOCAL), cohort_size=2, participation=FixedReturn((1,)))

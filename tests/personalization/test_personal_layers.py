@@ -39,7 +39,7 @@ from fedrax.robust.attacked_clients import Gaussian
 from fedrax.simulation import Script
 from tests.simulation.problems import FEDERATION, assert_identical, run
 from tests.slow import slow_cases
-from tests.wrappers.own_methods import NormAtHome
+from tests.wrappers.own_methods import PersonalNorm
 
 ROUNDS, COHORTS, STEPS, ROWS = 3, [[1, 3], [3, 5], [1, 3]], 2, 3
 LOCAL = LocalSGD(lr=0.1, steps=STEPS, batch_size=ROWS)
@@ -211,7 +211,7 @@ def test_rounds_agree_with_a_plain_loop(case: str):
 @pytest.mark.parametrize("plan", slow_cases(["scan", "vmap", "loop", "debug"]))
 def test_user_defined_fedbn_agrees_with_the_wrapper(plan: str):
     wrapped = Personalized(FedAvg(local=LOCAL), personal_params=("norm/*",), statistics=True)
-    expected, given = (run(m, task=NORM_TASK, **OPTIONS, plan=plan) for m in (wrapped, NormAtHome(local=LOCAL)))
+    expected, given = (run(m, task=NORM_TASK, **OPTIONS, plan=plan) for m in (wrapped, PersonalNorm(local=LOCAL)))
     assert_near(given.params, expected.params)
     for client in (1, 3, 5):
         assert_near(given.client_state(client), expected.client_state(client).own)

@@ -57,7 +57,7 @@ def test_private_clients_have_the_expected_cohort_size():
 
 @pytest.mark.parametrize("what", ["size", "mean"])
 def test_uploads_besides_gradients_are_rejected(what: str):
-    with pytest.raises(FedraxError, match=r"Sends also sends upload.*data without noise"):
+    with pytest.raises(FedraxError, match=r"UploadsStatistic also sends upload.*data without noise"):
         run(SampleDP(UploadsStatistic(local=STEPS, what=what)), rounds=1)
     run(SampleDP(UploadsStatistic(local=STEPS, what="cohort_size")), rounds=1)
 
@@ -102,7 +102,7 @@ class UploadsStateLater(FedAvg):
 
 
 def test_data_uploaded_in_a_later_round_is_rejected():
-    with pytest.raises(FedraxError, match="SendsStateLater also sends upload"):
+    with pytest.raises(FedraxError, match="UploadsStateLater also sends upload"):
         run(SampleDP(UploadsStateLater(local=STEPS)), rounds=1)
 
 

@@ -35,7 +35,7 @@ from fedrax.robust.rules import GeometricMedian, Krum, Median, NormBound, Trimme
 from fedrax.simulation import Script
 from tests.simulation.problems import FEDERATION, LOCAL, MODEL_BYTES, TASK, assert_close, bytes_per_client, run
 from tests.slow import slow_cases
-from tests.wrappers.own_methods import Masked
+from tests.wrappers.own_methods import SecureAggregation
 
 FEDAVG = FedAvg(local=LOCAL)
 
@@ -272,9 +272,9 @@ def test_user_defined_aggregation_rule():
 @pytest.mark.parametrize(
     ("method", "sentence"),
     [
-        (Robust(Masked(local=LOCAL)), "server of Masked receives only the sum"),
+        (Robust(SecureAggregation(local=LOCAL)), "server of SecureAggregation receives only the sum"),
         (Robust(MIFA(local=LOCAL, memory="server")), "server of MIFA receives updates that it stores by client"),
-        (Attacked(Masked(local=LOCAL)), "Attacked wraps methods whose clients send uploads only"),
+        (Attacked(SecureAggregation(local=LOCAL)), "Attacked wraps methods whose clients send uploads only"),
         (Robust(Upcycled(Attacked(FEDAVG))), "put Attacked around Robust"),
         (Robust(FEDAVG, TrimmedMean(0.5)), "rule.trim must be less than 0.5"),
         (Attacked(FEDAVG, clients=(2, 2)), "must be different numbers from 0"),

@@ -108,7 +108,7 @@ class UploadsTable(TwoTables):
 
 
 def test_uploaded_table_is_rejected():
-    with pytest.raises(fedrax.FedraxError, match=r"Telling\.client uploads a VectorTable: send its rows"):
+    with pytest.raises(fedrax.FedraxError, match=r"UploadsTable\.client uploads a VectorTable: send its rows"):
         run(UploadsTable())
 
 

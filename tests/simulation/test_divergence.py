@@ -142,8 +142,10 @@ def message_of_infinite_upload(**options: Any) -> str:
 
 def test_infinite_upload_is_found_by_a_compiled_search(capsys: pytest.CaptureFixture[str]):
     message = message_of_infinite_upload(plan="vmap", sinks=[ProgressSink("mine")])
-    assert message.startswith(f"Uploads, round 2, client {DIVERGING}: upload/output/") and "search" not in message
-    said = "Uploads, round 2: the server state is not finite; looking for its source, for at most 20 s\n"
+    assert (
+        message.startswith(f"InfiniteUpload, round 2, client {DIVERGING}: upload/output/") and "search" not in message
+    )
+    said = "InfiniteUpload, round 2: the server state is not finite; looking for its source, for at most 20 s\n"
     assert capsys.readouterr().err == said
 
 
@@ -155,7 +157,7 @@ def test_interrupted_search_reports_its_partial_result(kind: str, monkeypatch: p
     else:
         monkeypatch.setattr(divergence, "Engine", FullDevice)
         why = "found no memory"
-    known = "Uploads, round 2: the server state is not finite; the search for its source "
+    known = "InfiniteUpload, round 2: the server state is not finite; the search for its source "
     assert message_of_infinite_upload() == known + f'{why} (0 of 3 clients are finite): plan = "debug" names it'
 
 
@@ -177,7 +179,7 @@ OVERFLOWS = [("scan", 1), ("scan", 3), ("loop", 1), ("debug", 3), ("loop", 3), (
 def test_overflowing_server_is_named(plan: str, size: int, tmp_path: Path):
     """No client of the cohort is the cause; with one client, one of the two devices has none."""
     algorithm = OverflowingServer(local=LOCAL)
-    with pytest.raises(NonFiniteError, match=r"^Overflowing, round 3: server/params/w is not finite"):
+    with pytest.raises(NonFiniteError, match=r"^OverflowingServer, round 3: server/params/w is not finite"):
         run(algorithm, task=SQUARES, plan=plan, cohort_size=size, rounds=6, directory=tmp_path)
     assert len(read_events(tmp_path)) == 2
 

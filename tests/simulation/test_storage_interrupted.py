@@ -169,7 +169,7 @@ def test_client_that_fails_by_its_state_is_named(client: int):
     """The diagnosis starts from the states of the block, which has fewer rows than clients."""
     others = [[c for c in (0, 2, 4, 6) if c != client], [1, 3, 5], [7]]
     script = fedrax.simulation.Script(cohorts=[sorted([client, *some]) for some in others])
-    with pytest.raises(NonFiniteError, match=f"^Worn, round 3, client {client}: upload"):
+    with pytest.raises(NonFiniteError, match=f"^FailsThirdUpload, round 3, client {client}: upload"):
         run(FailsThirdUpload(local=LOCAL), script=script, rounds=3, eval_every=1, cohort_size=4, **OFF_DEVICE)
 
 

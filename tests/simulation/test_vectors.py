@@ -215,7 +215,7 @@ def test_accumulation_is_in_place(kind, monkeypatch):
 @pytest.mark.parametrize("plan", ["scan", "vmap", "loop", "debug"])
 def test_divergence_in_one_shard_stops_all_devices(plan, tmp_path):
     """The state written for diagnosis is that before the round."""
-    with pytest.raises(NonFiniteError, match=r"^Hoarding, round 3, client \d+: each/output/bias is not finite"):
+    with pytest.raises(NonFiniteError, match=r"^StoresUpdates, round 3, client \d+: each/output/bias is not finite"):
         run(StoresUpdates(local=LOCAL), rounds=5, plan=plan, directory=tmp_path)
     healthy = run(StoresUpdates(local=LOCAL), rounds=2, plan=plan)
     with np.load(tmp_path / "failure" / "state.npz") as file:
@@ -244,7 +244,9 @@ def test_server_may_broadcast_functions_of_its_vectors():
     ]
     for other in others:
         assert_close(other, one)
-    with pytest.raises(fedrax.FedraxError, match="Telling broadcasts ServerVectors: send arrays computed from them"):
+    with pytest.raises(
+        fedrax.FedraxError, match="BroadcastsVectors broadcasts ServerVectors: send arrays computed from them"
+    ):
         run(BroadcastsVectors(local=LOCAL, wrongly=True))
 
 

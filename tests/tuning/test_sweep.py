@@ -32,7 +32,7 @@ def grid(cls: type, **local: object) -> list:
     slow_cases([grid(fedrax.Scaffold, epochs=1), grid(fedrax.FedAvg, epochs=1), grid(fedrax.LoSAC, steps=3, blocks=3)]),
     ids=["FedAvg", "Scaffold", "LoSAC"],
 )
-def test_together_equals_in_turn(algorithms: list) -> None:
+def test_vectorized_sweep_equals_sequential_one(algorithms: list) -> None:
     settings = fedrax.Settings(rounds=5, cohort_size=6, eval_every=2)
     together = fedrax.sweep(algorithms, TASK, FEDERATION, (0, 3), settings, mode="vectorized")
     in_turn = fedrax.sweep(algorithms, TASK, FEDERATION, (0, 3), settings, mode="sequential")
@@ -54,8 +54,8 @@ def test_together_equals_in_turn(algorithms: list) -> None:
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("mode", ["vectorized", "sequential"])
-def test_a_diverging_run_leaves_the_others_alone(mode: str) -> None:
-    # weight decay times step size beyond 2: the weights grow by 10^8 a step until they overflow
+def test_diverging_run_does_not_affect_others(mode: str) -> None:
+    # weight decay times learning rate exceeds 2: weights grow by 10^8 per step until they overflow
     wild = [fedrax.FedAvg(local=fedrax.LocalSGD(lr=lr, weight_decay=1.0)) for lr in (0.1, 1e8)]
     (calm, *_), (lost, *_) = fedrax.sweep(wild, TASK, FEDERATION, rounds=4, eval_every=2, mode=mode)  # type: ignore[arg-type]
     assert calm.stopped == "rounds"
@@ -66,8 +66,8 @@ def test_a_diverging_run_leaves_the_others_alone(mode: str) -> None:
 
 
 @pytest.mark.slow
-def test_of_a_diverging_run_the_rounds_before_are_kept() -> None:
-    """Together and in turn alike, also where others go on for more blocks of rounds."""
+def test_events_before_divergence_are_kept() -> None:
+    """In both modes, also if other runs continue for several blocks of rounds."""
     wild = [fedrax.Scaffold(local=fedrax.LocalSGD(lr=lr, weight_decay=1.0, steps=1)) for lr in (0.1, 1e8)]
     options: dict[str, Any] = {"rounds": 9, "cohort_size": 6, "eval_every": 2, "devices": 1}
     ends = [fedrax.sweep(wild, TASK, FEDERATION, mode=mode, **options)[1][0] for mode in ("vectorized", "sequential")]
@@ -89,7 +89,7 @@ def test_of_a_diverging_run_the_rounds_before_are_kept() -> None:
     assert pickle.loads(pickle.dumps(caught.value)).result is None
 
 
-def test_all_blocks_of_rounds_are_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_rounds_share_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
     module, traced = importlib.import_module("fedrax.tuning.sweeps"), []
     block = module.run_block
     monkeypatch.setattr(module, "run_block", lambda *a, **k: [traced.append(1), block(*a, **k)][1])
@@ -97,7 +97,7 @@ def test_all_blocks_of_rounds_are_one_program(monkeypatch: pytest.MonkeyPatch) -
     assert len(traced) == 1
 
 
-def test_what_cannot_run_together_is_rejected() -> None:
+def test_runs_that_cannot_be_vectorized_are_rejected() -> None:
     mixed = [fedrax.FedAvg(), fedrax.FedAvg(local=fedrax.LocalSGD(steps=3))]
     with pytest.raises(fedrax.FedraxError, match="differ in float hyper-parameters only"):
         fedrax.sweep(mixed, TASK, FEDERATION, rounds=2, mode="vectorized")
@@ -105,13 +105,13 @@ def test_what_cannot_run_together_is_rejected() -> None:
         fedrax.sweep([], TASK, FEDERATION)
     with pytest.raises(fedrax.FedraxError, match="cannot stop at a target"):
         fedrax.sweep(mixed[:1], TASK, FEDERATION, target=0.5, mode="vectorized")
-    assert len(fedrax.sweep(mixed, TASK, FEDERATION, rounds=1)) == 2  # auto: in turn
+    assert len(fedrax.sweep(mixed, TASK, FEDERATION, rounds=1)) == 2  # mode auto is then sequential
     with pytest.raises(fedrax.FedraxError, match=r"mode must be one of .*, not 'parallel'"):
         fedrax.sweep(mixed, TASK, FEDERATION, rounds=1, mode="parallel")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("plan", slow_cases(["loop", "debug"]))
-def test_a_plan_of_many_calls_means_in_turn(plan: str) -> None:
+def test_plans_with_several_programs_are_sequential(plan: str) -> None:
     methods = grid(fedrax.FedAvg, steps=1)[:2]
     for (result,) in fedrax.sweep(methods, TASK, FEDERATION, rounds=1, cohort_size=2, plan=plan, devices=1):
         assert result.plan.startswith(f"{plan}: ") and "one CPU core" in result.plan
@@ -119,7 +119,7 @@ def test_a_plan_of_many_calls_means_in_turn(plan: str) -> None:
         fedrax.sweep(methods, TASK, FEDERATION, rounds=1, plan=plan, mode="vectorized")
 
 
-def test_devices_are_those_asked_for() -> None:
+def test_sweep_uses_the_requested_devices() -> None:
     methods = grid(fedrax.FedAvg, steps=1)[:2]
     for devices, said in ((None, "on 2 devices"), (1, "on 1 device"), (2, "on 2 devices")):
         for (result,) in fedrax.sweep(methods, TASK, FEDERATION, rounds=1, devices=devices, mode="vectorized"):
@@ -130,16 +130,16 @@ def test_devices_are_those_asked_for() -> None:
             fedrax.sweep(methods, TASK, FEDERATION, rounds=1, devices=99, mode=mode)
 
 
-def test_other_devices_do_not_disturb_what_is_traced_already() -> None:
-    """The trace of a client is shared by the programs of one device and of two, lengths of its updates and all."""
+def test_traces_are_shared_between_numbers_of_devices() -> None:
+    """The trace of a client is shared by programs of one and of two devices, including the lengths of its updates."""
     private = [fedrax.privacy.ClientDP(inner=method) for method in grid(fedrax.FedAvg, steps=1)]
     for count in (2, 1):
         (result,), *_ = fedrax.sweep(private[:count], TASK, FEDERATION, rounds=1, cohort_size=3, mode="vectorized")
         assert result.stopped == "rounds"
 
 
-def test_a_seed_is_the_seed() -> None:
-    """Of the settings or by its name, unless seeds are given."""
+def test_seed_argument_is_the_seed() -> None:
+    """In the settings or by name, unless seeds are given."""
     method = fedrax.FedAvg(local=fedrax.LocalSGD(lr=0.1, steps=1))
     options: dict[str, Any] = {"rounds": 1, "cohort_size": 3}
     wanted = fedrax.simulate(method, TASK, FEDERATION, seed=7, **options).events[0]["train_loss"]
@@ -154,7 +154,7 @@ def test_a_seed_is_the_seed() -> None:
         fedrax.tune(method, TASK, FEDERATION, {"local.lr": [0.1]}, seeds=(1, 2), seed=7)
 
 
-VARIED = {
+NON_DEFAULT_SETTINGS = {
     "rounds": 3,
     "cohort_size": 4,
     "seed": 3,
@@ -179,18 +179,18 @@ VARIED = {
     "epsilon_budget": 1e6,
     "checkpoint_every": 1,
 }
-"""For every field of the settings another value than its default."""
+"""A value other than the default for every field of the settings."""
 
 
 @pytest.mark.slow(keep=2)
-@pytest.mark.parametrize("name", VARIED)
-def test_every_setting_is_honored(name: str) -> None:
-    """A sweep is so many runs of ``simulate``, or it says that it cannot be."""
-    assert VARIED.keys() == {field.name for field in dataclasses.fields(fedrax.Settings)}
+@pytest.mark.parametrize("name", NON_DEFAULT_SETTINGS)
+def test_settings_have_the_same_effect_in_sweeps(name: str) -> None:
+    """A sweep equals separate runs of ``simulate``, or rejects the setting."""
+    assert NON_DEFAULT_SETTINGS.keys() == {field.name for field in dataclasses.fields(fedrax.Settings)}
     methods: list = grid(fedrax.FedAvg, steps=2)[:2]
     if name in ("participation", "delta", "amplification", "epsilon_budget"):
         methods = [fedrax.privacy.ClientDP(inner=method) for method in methods]
-    options: dict[str, Any] = {"rounds": 2, "cohort_size": 3} | {name: VARIED[name]}
+    options: dict[str, Any] = {"rounds": 2, "cohort_size": 3} | {name: NON_DEFAULT_SETTINGS[name]}
     for method, (result,) in zip(methods, fedrax.sweep(methods, TASK, FEDERATION, **options), strict=True):
         alone = fedrax.simulate(method, TASK, FEDERATION, **options)
         assert [event.keys() for event in result.events] == [event.keys() for event in alone.events]

@@ -1,4 +1,4 @@
-"""Runs of a sweep that are vectorized over hyper-parameters equal the same runs one after another."""
+"""Vectorized runs with different hyper-parameters equal the same runs one after another."""
 
 from __future__ import annotations
 

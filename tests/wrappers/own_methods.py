@@ -1,4 +1,4 @@
-"""User-defined methods that the contract was not written for, as evidence that it can express them."""
+"""User-defined methods that test the expressiveness of the contract."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def normal_like(key: Array, like: Tree) -> Tree:
 
 
 @hyperparameters
-class Private(Wrapper):
-    """Uploads of length ``clip`` at most, over all leaves together, with N(0, sigma^2) on each number."""
+class NoisyUploads(Wrapper):
+    """Clips uploads to norm ``clip`` over all leaves and adds N(0, sigma^2) noise."""
 
     inner: Algorithm = FedAvg()
     clip: Positive = 1.0
     sigma: NonNegative = 0.0
 
     own_traits = Traits(no_statistics=True)
-    """Statistics would go up without noise."""
+    """Statistics would be uploaded without noise."""
 
     def around_client(
         self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
@@ -51,7 +51,7 @@ class Private(Wrapper):
 
 @hyperparameters
 class Ridge(Wrapper):
-    """``strength`` / 2 |x|^2 on every sample's local loss."""
+    """Adds ``strength`` / 2 |x|^2 to the local loss of every sample."""
 
     inner: Algorithm = FedAvg()
     strength: NonNegative = 0.1
@@ -59,7 +59,7 @@ class Ridge(Wrapper):
     def around_client(
         self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
     ) -> tuple[ClientOutput, Tree]:
-        """Another loss."""
+        """Train with the additional term."""
 
         def with_ridge(losses: Callable) -> Callable:
             return lambda params, batch, key: losses(params, batch, key) + self.strength / 2 * tree.dot(params, params)
@@ -69,7 +69,7 @@ class Ridge(Wrapper):
 
 @hyperparameters
 class PerSample(Wrapper):
-    """DP-SGD's gradients: each sample's clipped to length ``clip``, the sum with N(0, (sigma clip)^2)."""
+    """Per-sample clipping to norm ``clip`` and N(0, (sigma clip)^2) noise on the sum, as in DP-SGD."""
 
     inner: Algorithm = FedAvg()
     clip: Positive = 1.0
@@ -78,7 +78,7 @@ class PerSample(Wrapper):
     def around_client(
         self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
     ) -> tuple[ClientOutput, Tree]:
-        """Other gradients."""
+        """Train with the clipped gradients."""
         stream = data.key("samples")
 
         def clipped(losses: Callable, params: Tree, batch: Tree, weights: Array | None, key: Array) -> tuple:
@@ -99,42 +99,40 @@ class PerSample(Wrapper):
 
 
 @hyperparameters
-class Signs(Wrapper):
-    """Local steps along the signs of their directions."""
+class SignDirections(Wrapper):
+    """Local steps along the signs of the directions."""
 
     inner: Algorithm = FedAvg()
 
     def around_client(
         self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
     ) -> tuple[ClientOutput, Tree]:
-        """Other directions."""
+        """Train with the signs."""
         return client(message, state, data.with_direction(lambda d, x, step: jax.tree.map(jnp.sign, d))), own
 
 
 @hyperparameters
-class Counted(Wrapper):
-    """Keeps the rounds that the server and each client have seen."""
+class CountsRounds(Wrapper):
+    """Stores the numbers of rounds that the server and each client have seen."""
 
     inner: Algorithm = FedAvg()
 
     def init_own(self, params: Tree, num_clients: int) -> Tree:
-        """None yet."""
         return jnp.int32(0)
 
     def init_client_own(self, params: Tree) -> Tree:
-        """None yet."""
         return jnp.int32(0)
 
     def around_client(
         self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
     ) -> tuple[ClientOutput, Tree]:
-        """One more."""
+        """Increment the client's count."""
         return client(message, state, data), own + last
 
     def around_server(
         self, server: Callable, state: Any, own: Tree, cohort: Cohort, last: bool
     ) -> tuple[Any, Tree, Info]:
-        """One more."""
+        """Increment the server's count."""
         state, info = server(state, cohort)
         return state, own + last, info
 
@@ -146,36 +144,36 @@ class Server(NamedTuple):
 
 
 @hyperparameters
-class Shaken(FedAvg):
+class NoisyServer(FedAvg):
     """FedAvg whose server adds noise to the mean."""
 
     sigma: NonNegative = 0.1
 
     def server(self, server: Any, cohort: Cohort) -> tuple[Any, Info]:
-        """The mean with noise of the server's own stream."""
+        """Add noise from the server's random stream."""
         noise = normal_like(cohort.key("noise"), cohort.mean)
         return super().server(server, cohort._replace(mean=tree.add_scaled(cohort.mean, self.sigma, noise)))
 
 
 @hyperparameters
-class NormAtHome(Averaging):
-    """FedBN (Li et al. 2021): normalization stays on each client, with its running statistics; all else is FedAvg."""
+class PersonalNorm(Averaging):
+    """FedBN (Li et al. 2021): normalization layers and their statistics are personal, the rest is FedAvg."""
 
     traits = Traits(personal_statistics=True)
 
     def init_client(self, params: Tree) -> dict[str, Array]:
-        """The starting ones."""
+        """The initial normalization."""
         return self._norm(params)
 
     def client(self, message: Tree, state: dict[str, Array], data: ClientData) -> ClientOutput:
-        """Local steps with the client's own normalization, which goes up as no change."""
+        """Local steps with the personal normalization, which is uploaded as a zero change."""
         result = self.local.run(data, self.personal(message, state))
         ends = self._norm(result.params)
         upload = tree.sub(self._placed(result.params, self._norm(message)), message)
         return ClientOutput(upload=upload, state=ends, info=result.info)
 
     def personal(self, params: Tree, state: dict[str, Array]) -> Tree:
-        """The global model with the client's own normalization."""
+        """The global model with the personal normalization."""
         return self._placed(params, state)
 
     def _norm(self, params: Tree) -> dict[str, Array]:
@@ -188,19 +186,18 @@ class NormAtHome(Averaging):
 
 
 @hyperparameters
-class Masked(Algorithm):
-    """Secure aggregation in small: fixed-point updates under pairwise masks that cancel in the sum. All take part."""
+class SecureAggregation(Algorithm):
+    """Secure aggregation: fixed-point updates with pairwise masks that cancel in the sum, with full participation."""
 
     local: LocalSGD = LocalSGD()
     masks: bool = True
     bits: int = 20
 
     def init(self, params: Tree, num_clients: int) -> Server:
-        """The parameters."""
         return Server(params)
 
     def client(self, message: Tree, state: Any, data: ClientData) -> ClientOutput:
-        """The update in fixed point, plus the masks shared with later clients, less those with earlier ones."""
+        """The fixed-point update plus masks shared with later clients, minus those with earlier ones."""
         result = self.local.run(data, message)
         fixed = jax.tree.map(
             lambda a, b: jnp.round((a - b) * 2**self.bits).astype(jnp.int32).astype(jnp.uint32), result.params, message
@@ -224,7 +221,7 @@ class Masked(Algorithm):
         return jax.lax.fori_loop(0, data.num_clients, add, fixed)
 
     def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
-        """The mean of the updates, of which the server saw the sum alone."""
+        """The mean of the updates, of which the server only receives the sum."""
         scale = 2**self.bits * cohort.size
         mean = jax.tree.map(lambda t, x: t.astype(jnp.int32).astype(x.dtype) / scale, cohort.total, server.params)
         return Server(tree.add_scaled(server.params, 1, mean)), {}

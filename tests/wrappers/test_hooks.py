@@ -1,4 +1,4 @@
-"""Hooks into local training, also several at once, and wrong outputs of hooks."""
+"""Hooks into local training, also several at once, and invalid outputs of hooks."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ AVERAGE = fedrax.FedAvg(local=LOCAL)
 SCAFFOLD = fedrax.Scaffold(local=LOCAL, option="II")
 
 
-def around(change: Callable[[Any], Any], inner: Algorithm = AVERAGE) -> Wrapper:
-    """A wrapper that hands the method inside ``change(data)``."""
+def wrapper_of(change: Callable[[Any], Any], inner: Algorithm = AVERAGE) -> Wrapper:
+    """A wrapper that passes ``change(data)`` to the inner method."""
 
     @hyperparameters
     class Changing(Wrapper):
@@ -38,8 +38,8 @@ def around(change: Callable[[Any], Any], inner: Algorithm = AVERAGE) -> Wrapper:
     return Changing(inner=inner)
 
 
-def summed(losses: Any, params: Any, batch: Any, weights: Any, key: Any) -> Any:
-    """The plain gradient, written as a hook."""
+def plain_gradient(losses: Any, params: Any, batch: Any, weights: Any, key: Any) -> Any:
+    """The plain gradient as a hook."""
 
     def total(params: Any) -> Any:
         found = losses(params, batch, key)
@@ -49,33 +49,33 @@ def summed(losses: Any, params: Any, batch: Any, weights: Any, key: Any) -> Any:
 
 
 def with_gradient(hook: Callable, inner: Algorithm = AVERAGE) -> Wrapper:
-    return around(lambda data: data.with_gradient(hook), inner)
+    return wrapper_of(lambda data: data.with_gradient(hook), inner)
 
 
 def with_direction(hook: Callable, inner: Algorithm = AVERAGE) -> Wrapper:
-    return around(lambda data: data.with_direction(hook), inner)
+    return wrapper_of(lambda data: data.with_direction(hook), inner)
 
 
-def test_a_term_by_a_wrapper_is_fedprox():
+def test_proximal_term_by_a_wrapper_is_fedprox():
     start = TASK.init(jax.random.key(0))
-    ours = around(lambda data: data.with_term(fedrax.contract.proximal_term(0.3, start)))
+    ours = wrapper_of(lambda data: data.with_term(fedrax.contract.proximal_term(0.3, start)))
     one = run(ours, rounds=1, params=start).params
     two = run(fedrax.FedProx(local=LOCAL, mu=0.3), rounds=1, params=start).params
     assert_close_trees(one, two)
 
 
-def test_scaffold_measures_gradients_where_a_wrapper_adds_a_term():
-    """(x - x_i) / (T eta) would include the term; c_i must be the mean gradient of the local loss alone."""
+def test_scaffold_control_excludes_loss_terms_of_wrappers():
+    """(x - x_i) / (T eta) would include the term; c_i must be the mean gradient of the local loss."""
     start = jax.tree.map(lambda a: a + 0.5, TASK.init(jax.random.key(0)))
-    term = around(lambda data: data.with_term(fedrax.contract.proximal_term(0.1, tree.scale(2, start))), SCAFFOLD)
+    term = wrapper_of(lambda data: data.with_term(fedrax.contract.proximal_term(0.1, tree.scale(2, start))), SCAFFOLD)
     one, other = (run(method, rounds=1, params=start, cohort_size=len(SIZES)) for method in (term, SCAFFOLD))
     change = tree.sub(one.client_state(0).control, other.client_state(0).control)
-    included = tree.scale(0.1, start)  # the gradient of the term at x, if it were part of c_i
+    included = tree.scale(0.1, start)  # gradient of the term at x, which must not be part of c_i
     assert float(tree.norm(change)) < 0.3 * float(tree.norm(included))
 
 
-def test_a_gradient_hook_is_the_gradient():
-    one, two = run(AVERAGE, rounds=2), run(with_gradient(summed), rounds=2)
+def test_gradient_hook_replaces_the_gradient():
+    one, two = run(AVERAGE, rounds=2), run(with_gradient(plain_gradient), rounds=2)
     for a, b in zip(jax.tree.leaves(one.params), jax.tree.leaves(two.params), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
@@ -83,20 +83,20 @@ def test_a_gradient_hook_is_the_gradient():
 @pytest.mark.parametrize(
     "method",
     [
-        with_gradient(summed, with_gradient(summed)),
-        fedrax.privacy.SampleDP(inner=with_gradient(summed)),
-        with_gradient(summed, fedrax.privacy.SampleDP(inner=AVERAGE)),
+        with_gradient(plain_gradient, with_gradient(plain_gradient)),
+        fedrax.privacy.SampleDP(inner=with_gradient(plain_gradient)),
+        with_gradient(plain_gradient, fedrax.privacy.SampleDP(inner=AVERAGE)),
     ],
     ids=["twice", "inside noise", "around noise"],
 )
-def test_one_gradient_hook_never_takes_the_place_of_another(method: Algorithm):
-    """Inside SampleDP it would take that of the noise."""
+def test_second_gradient_hook_is_rejected(method: Algorithm):
+    """Inside SampleDP it would replace the noisy gradient."""
     with pytest.raises(FedraxError, match=r"two wrappers, .* both change how the gradient of a batch is computed"):
         run(method, rounds=1, weights="uniform")
 
 
-def test_scaffolds_control_is_a_mean_of_gradients_whatever_a_hook_makes_of_directions():
-    """(x - x_i) / (T eta) is none where steps are shortened: a clip as a hook leaves the same c_i as ``local.clip``."""
+def test_scaffold_control_is_a_mean_of_gradients_with_direction_hooks():
+    """(x - x_i) / (T eta) is none for shortened steps: clipping in a hook gives the same c_i as ``local.clip``."""
     gamma = 0.01
 
     def shortened(direction: Any, x: Any, step: Any) -> Any:
@@ -113,8 +113,8 @@ def assert_close_trees(one: Any, other: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), one, other)
 
 
-def test_the_outermost_direction_hook_has_the_last_word():
-    """A clip around decay clips; a decay around a clip may go beyond it."""
+def test_outermost_direction_hook_is_applied_last():
+    """Clipping around decay bounds the step; decay around clipping may exceed the bound."""
 
     def shortened(direction: Any, x: Any, step: Any) -> Any:
         return tree.scale(1e-3 / tree.norm(direction), direction)
@@ -128,15 +128,18 @@ def test_the_outermost_direction_hook_has_the_last_word():
         for name, method in {
             "clipped": with_direction(shortened, with_direction(decayed)),
             "decayed": with_direction(decayed, with_direction(shortened)),
-            "both in one": around(lambda data: data.with_direction(decayed).with_direction(shortened)),
+            "both in one": wrapper_of(lambda data: data.with_direction(decayed).with_direction(shortened)),
         }.items()
     }
     assert far["clipped"] < 2.1e-4 and far["both in one"] < 2.1e-4 and far["decayed"] > 0.1, far
 
 
-def test_noise_upon_noise_is_rejected():
+def test_nested_private_wrappers_are_rejected():
     with pytest.raises(FedraxError, match="SampleDP is nested in SampleDP"):
-        run(fedrax.privacy.SampleDP(inner=around(lambda data: data, fedrax.privacy.SampleDP(inner=AVERAGE))), rounds=1)
+        run(
+            fedrax.privacy.SampleDP(inner=wrapper_of(lambda data: data, fedrax.privacy.SampleDP(inner=AVERAGE))),
+            rounds=1,
+        )
 
 
 @pytest.mark.parametrize(
@@ -148,12 +151,12 @@ def test_noise_upon_noise_is_rejected():
     ],
     ids=["a batch", "batches", "steps"],
 )
-def test_noise_is_for_methods_that_see_samples_as_it_is_counted(change: Callable, what: str):
+def test_sample_level_privacy_rejects_uncounted_access_to_samples(change: Callable, what: str):
     with pytest.raises(FedraxError, match=f"SampleDP supports methods .* asks for {what}"):
-        run(fedrax.privacy.SampleDP(inner=around(change)), rounds=1, weights="uniform")
+        run(fedrax.privacy.SampleDP(inner=wrapper_of(change)), rounds=1, weights="uniform")
 
 
-def test_gradients_by_a_hook_are_rejected_where_they_would_leave_statistics_behind():
+def test_gradient_hooks_are_rejected_with_running_statistics():
     class Network(nn.Module):
         @nn.compact
         def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
@@ -162,15 +165,15 @@ def test_gradients_by_a_hook_are_rejected_where_they_would_leave_statistics_behi
     task = fedrax.classification(from_linen(Network(), FEDERATION.train[0][:1]))
     for local in (LOCAL, fedrax.LocalSGD(lr=0.1, steps=2, batch_size=4)):
         with pytest.raises(FedraxError, match="cannot update running statistics"):
-            run(with_gradient(summed, fedrax.FedAvg(local=local)), task=task, rounds=1)
+            run(with_gradient(plain_gradient, fedrax.FedAvg(local=local)), task=task, rounds=1)
 
 
 HOOKS = {
-    "gives losses of shape () for a batch of": around(
+    "gives losses of shape () for a batch of": wrapper_of(
         lambda data: data.with_loss(lambda losses: lambda *inputs: losses(*inputs).mean())
     ),
-    "with_gradient must return the pair": with_gradient(lambda *inputs: summed(*inputs)[1]),
-    "summed loss, summed gradient: a scalar, and a tree": with_gradient(lambda *inputs: summed(*inputs)[::-1]),
+    "with_gradient must return the pair": with_gradient(lambda *inputs: plain_gradient(*inputs)[1]),
+    "summed loss, summed gradient: a scalar, and a tree": with_gradient(lambda *inputs: plain_gradient(*inputs)[::-1]),
     "with_direction must return a direction with the tree structure": with_direction(
         lambda d, x, step: jax.tree.map(jnp.mean, d)
     ),
@@ -179,15 +182,15 @@ HOOKS = {
 
 
 @pytest.mark.parametrize("sentence", HOOKS)
-def test_what_a_hook_gives_is_looked_at(sentence: str):
+def test_outputs_of_hooks_are_checked(sentence: str):
     for use in (lambda method: run(method, rounds=1, devices=1), check_algorithm):
         with pytest.raises(FedraxError) as caught:
             use(HOOKS[sentence])
         assert sentence in str(caught.value)
 
 
-def returning(name: str, made: Callable) -> Callable[[], type]:
-    """A wrapper's class with one method, for the forms of its arguments."""
+def wrapper_class(name: str, made: Callable) -> Callable[[], type]:
+    """A class of wrappers with one method, for invalid returns and signatures."""
     return lambda: hyperparameters(type("Mine", (Wrapper,), {name: made, "__annotations__": {"inner": Algorithm}}))
 
 
@@ -233,13 +236,13 @@ MISTAKES: dict[str, tuple[str, Callable]] = {
 
 
 @pytest.mark.parametrize("sentence", MISTAKES)
-def test_a_mistake_in_a_wrapper_raises_a_clear_error(sentence: str):
+def test_invalid_wrappers_raise_a_clear_error(sentence: str):
     for use in (lambda method: run(method, rounds=1, devices=1), check_algorithm):
         with pytest.raises(FedraxError) as caught:
-            use(returning(*MISTAKES[sentence])()(inner=AVERAGE))
+            use(wrapper_class(*MISTAKES[sentence])()(inner=AVERAGE))
         assert sentence in str(caught.value), str(caught.value)
 
 
-def test_a_list_as_a_default_raises_a_clear_error():
+def test_mutable_default_raises_a_clear_error():
     with pytest.raises(FedraxError, match=r"Mine: mutable default .* give a tuple"):
         hyperparameters(type("Mine", (Wrapper,), {"layers": [], "__annotations__": {"layers": list}}))

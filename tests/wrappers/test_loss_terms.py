@@ -32,8 +32,8 @@ FIRST = tuple(name for name in fedrax.tree.leaf_names(TASK.init(jax.random.key(0
 @pytest.mark.parametrize(
     "method", [FedMLB(LOCAL), MOON(LOCAL), FedAvg(LOCAL), fedrax.algorithms.PFedMe(LOCAL)], ids=repr
 )
-def test_flipped_labels_are_those_of_every_term(method: Algorithm):
-    """As if the malicious clients' data had other labels."""
+def test_flipped_labels_affect_all_loss_terms(method: Algorithm):
+    """As if the samples of malicious clients had other labels."""
     bad = (1, 4)
     x, y = FEDERATION.train
     owner = np.repeat(np.arange(FEDERATION.num_clients), FEDERATION.sizes)
@@ -50,8 +50,8 @@ def test_flipped_labels_are_those_of_every_term(method: Algorithm):
     )
 
 
-def contrast(mu: float, own: Any, start: Any, previous: Any, batch: Batch) -> Any:
-    """MOON's loss, written once more."""
+def moon_loss(mu: float, own: Any, start: Any, previous: Any, batch: Batch) -> Any:
+    """MOON's loss."""
     unit = lambda z: z / jnp.linalg.norm(z, axis=-1, keepdims=True)  # noqa: E731
     z, positive, negative = (unit(TASK.features(p, batch.x)) for p in (own, start, previous))  # type: ignore[misc]
     logits = jnp.stack([(z * positive).sum(-1), (z * negative).sum(-1)], -1) / 0.5
@@ -59,8 +59,8 @@ def contrast(mu: float, own: Any, start: Any, previous: Any, batch: Batch) -> An
     return (TASK.loss(own, batch, jax.random.key(0)) + mu * term).mean()
 
 
-def test_what_is_held_is_held_in_every_term():
-    """Personalized with alternate around MOON: the contrast knows the first layer as it stays."""
+def test_frozen_parameters_are_frozen_in_every_loss_term():
+    """Personalized with alternate around MOON: the contrastive term uses the frozen first layer."""
     client, rounds, mu = 3, 2, 2.0
     start = TASK.init(jax.random.key(7))
     low, high = FEDERATION.offsets[client : client + 2]
@@ -78,7 +78,7 @@ def test_what_is_held_is_held_in_every_term():
         for _ in range(rounds):
             x = began = step(x, plain(x), lambda name: name == "dense1")
             for _ in range(2):
-                gradient = jax.grad(lambda p, began=began, before=previous: contrast(mu, p, began, before, batch))(x)
+                gradient = jax.grad(lambda p, began=began, before=previous: moon_loss(mu, p, began, before, batch))(x)
                 x = step(x, gradient, lambda name: name != "dense1")
             previous = x
     ours = found.params | {"dense1": found.client_state(client).own}
@@ -88,7 +88,7 @@ def test_what_is_held_is_held_in_every_term():
         np.testing.assert_allclose(leaf, x["dense1"][name.split("/")[-1]], rtol=1e-10)
 
 
-OTHERS = {
+UNSUPPORTED = {
     "the broadcast of MimeLite has another structure": Personalized(
         fedrax.algorithms.MimeLite(LOCAL), personal_params=FIRST
     ),
@@ -107,13 +107,13 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("sentence", OTHERS)
-def test_what_would_be_wrong_in_silence_is_rejected(sentence: str):
+@pytest.mark.parametrize("sentence", UNSUPPORTED)
+def test_unsupported_combinations_are_rejected(sentence: str):
     with pytest.raises(FedraxError, match=sentence):
-        run(OTHERS[sentence], task=TASK, rounds=1, weights="uniform")
+        run(UNSUPPORTED[sentence], task=TASK, rounds=1, weights="uniform")
 
 
-def test_ditto_takes_steps_of_its_own_beside_drawn_ones():
+def test_ditto_has_its_own_number_of_personal_steps():
     method = fedrax.personalization.Ditto(fedrax.algorithms.Scaffnew(LocalSGD(lr=0.1)), own_steps=LOCAL)
     assert run(method, task=TASK, rounds=1, weights="uniform").events
 
@@ -124,8 +124,8 @@ def test_ditto_takes_steps_of_its_own_beside_drawn_ones():
     [fedrax.algorithms.FedCM(LOCAL), fedrax.algorithms.FedNova(LOCAL), fedrax.algorithms.QFedAvg(LOCAL)],
     ids=repr,
 )
-def test_single_numbers_of_an_upload_are_not_drawn_from(method: Algorithm):
-    """Numbers of steps and scales reach the server as they are; of the rest half is drawn."""
+def test_scalars_of_an_upload_are_not_sparsified(method: Algorithm):
+    """Numbers of steps and scales are uploaded unchanged; half of the other entries is drawn."""
     options: dict[str, Any] = {"task": TASK, "rounds": 6}
     whole, drawn = run(method, **options), run(RandomK(method, fraction=0.5), **options)
     assert [e.get("tau_eff") for e in drawn.events] == [e.get("tau_eff") for e in whole.events]
@@ -135,7 +135,7 @@ def test_single_numbers_of_an_upload_are_not_drawn_from(method: Algorithm):
     assert min(moved) > 0.3 * max(moved) > 0
 
 
-def test_labels_that_a_task_is_not_meant_for_are_rejected():
+def test_labels_outside_of_the_classes_are_rejected():
     task = fedrax.contract.binary_classification(MLP(hidden=(5,)).build((4,), 1))
     with pytest.raises(FedraxError, match="takes labels from 0 to 1, and these are from 0 to 2"):
         run(task=task, rounds=1)

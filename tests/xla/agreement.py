@@ -1,4 +1,4 @@
-"""Assertions that rewritten functions and their gradients equal JAX's to rounding."""
+"""Assertions that rewritten functions and their gradients equal JAX's up to rounding."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fedrax.xla.pipeline import optimize
 
 TOLERANCE = {np.dtype(t): 1e-5 for t in (np.float32, np.complex64)}
 TOLERANCE |= {np.dtype(t): 1e-13 for t in (np.float64, np.complex128)}
-"""Largest difference, as a share of the largest value: sums of up to a thousand numbers in another order."""
-EACH_TYPE = pytest.mark.parametrize("dtype", [np.float32, np.float64])
+"""Largest difference relative to the largest value, for sums of up to a thousand terms in another order."""
+every_dtype = pytest.mark.parametrize("dtype", [np.float32, np.float64])
 
 
 @pytest.fixture(autouse=True)
 def double_precision() -> Iterator[None]:
-    """At hand."""
+    """Enable float64."""
     with jax.enable_x64(True):
         yield
 
@@ -31,7 +31,7 @@ def draw(rng: np.random.Generator, shape: Any, dtype: Any = np.float32) -> np.nd
 
 
 def assert_same(function: Callable, *args: Any) -> None:
-    """``function`` and its rewritten form have the same outputs to rounding, of the same types."""
+    """Assert that ``function`` and its rewritten form have equal outputs up to rounding, of equal dtypes."""
     expected, rewritten = jax.jit(function)(*args), jax.jit(optimize(function))(*args)
     for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(rewritten), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
@@ -39,7 +39,7 @@ def assert_same(function: Callable, *args: Any) -> None:
 
 
 def gradients(function: Callable, seed: int) -> Callable:
-    """(arguments) -> value, and the arguments' gradients of its product with random numbers."""
+    """(arguments) -> value, and gradients of its inner product with random numbers."""
 
     def both(*args: Array) -> tuple:
         y, pull = jax.vjp(function, *args)

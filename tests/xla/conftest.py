@@ -1,4 +1,4 @@
-"""Tests of compiler passes: compiled as users compile, with limits that small programs reach."""
+"""Tests of compiler passes: full compilation, and limits that small programs reach."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -10,13 +10,13 @@ from fedrax.xla import Limits, Options, use_options
 
 
 @pytest.fixture(scope="module", autouse=True)
-def users_compilation(full_compilation: None) -> None:
-    """XLA's own optimizations: some wrong results of XLA show with them alone."""
+def full_compilation_in_this_folder(full_compilation: None) -> None:
+    """Some wrong results of XLA occur only with its default optimizations."""
 
 
 @pytest.fixture
 def limits() -> Iterator[Callable[..., None]]:
-    """``limits(name=value)`` changes some of `fedrax.xla.Limits` until the end of the test."""
+    """``limits(name=value)`` changes fields of `fedrax.xla.Limits` until the end of the test."""
     changed = Limits()
     with ExitStack() as stack:
 

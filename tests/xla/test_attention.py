@@ -1,4 +1,4 @@
-"""Blockwise attention: the same numbers, and no large intermediate array."""
+"""Blockwise attention: equal results without a large intermediate array."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ B, T, H, D = 3, 12, 2, 4
 
 @pytest.fixture(autouse=True)
 def small(limits: Callable[..., None]) -> None:
-    """What is large, and what fits the caches, in a test."""
+    """Limits for the small arrays of a test."""
     limits(
         attention_bytes=1000,
         attention_block_bytes=300,
@@ -36,12 +36,12 @@ def normal(seed: int, *shape: int, dtype: Any = np.float32) -> Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(dtype))
 
 
-def is_cut(function: Any, *args: Any) -> bool:
+def is_blockwise(function: Any, *args: Any) -> bool:
     return has_blockwise_attention(jax.make_jaxpr(optimize_forward(function))(*args))
 
 
-def agrees(function: Any, *args: Any, rtol: float = 2e-5, twice: bool = False) -> None:
-    """Values, gradients and, where asked for, gradients of gradients are those of the function as it is written."""
+def assert_agrees(function: Any, *args: Any, rtol: float = 2e-5, twice: bool = False) -> None:
+    """Assert equal values, gradients and optionally second derivatives."""
     real = tuple(i for i, a in enumerate(args) if jnp.issubdtype(a.dtype, jnp.floating))
     loss = lambda f: lambda *args: jnp.sum(jnp.tanh(f(*args)))  # noqa: E731
     second = lambda f: jax.grad(lambda *args: sum(jnp.sum(g**2) for g in jax.grad(loss(f), real)(*args)), real)  # noqa: E731
@@ -67,12 +67,12 @@ def scores(q: Array, k: Array) -> Array:
 
 
 def with_maps(q: Array, k: Array, v: Array) -> Array:
-    """Attention that someone looks at."""
+    """Attention that returns its weights."""
     weights = jax.nn.softmax(scores(q, k))
     return jnp.append(jnp.einsum("bhqk,bkhd->bqhd", weights, v), weights[0, 0, 0])
 
 
-def by_hand(a: Array) -> Array:
+def manual_softmax(a: Array) -> Array:
     e = jnp.exp(a - lax.stop_gradient(a.max(-1, keepdims=True)))
     return e / e.sum(-1, keepdims=True)
 
@@ -90,7 +90,7 @@ def _(primals: tuple, tangents: tuple) -> tuple:
 KEEP = np.random.default_rng(1).random((B, H, T, T)) < 0.8
 WAYS: dict[str, tuple] = {
     "plain": (attention(),),
-    "by hand": (attention(softmax=by_hand),),
+    "by hand": (attention(softmax=manual_softmax),),
     "sigmoid": (attention(softmax=jax.nn.sigmoid),),
     "causal": (attention(lambda a: jnp.where(jnp.tril(jnp.ones((T, T), bool)), a, -1e9)),),
     "mask of samples": (attention(lambda a, m: jnp.where(m, a, -1e9)), jnp.asarray(KEEP[:, :1, :1])),
@@ -118,21 +118,21 @@ WAYS: dict[str, tuple] = {
 
 @pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("way", WAYS)
-def test_ways_to_write_attention(way: str):
+def test_implementations_of_attention_are_recognized(way: str):
     function, *others = WAYS[way]
     args = (*(normal(i, B, T, H, D) for i in range(3)), *others)
-    assert is_cut(function, *args)
-    agrees(function, *args, rtol=2e-3 if way == "half" else 2e-5, twice=way == "plain")
+    assert is_blockwise(function, *args)
+    assert_agrees(function, *args, rtol=2e-3 if way == "half" else 2e-5, twice=way == "plain")
 
 
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("shape", [(1, 17, 1, 4), (1, 16, 3, 4), (2, 7, 5, 3), (5, 31, 1, 2), (4, 19, 4, 9)])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_any_number_of_samples_places_and_heads(shape: tuple, dtype: Any):
+def test_any_number_of_samples_positions_and_heads(shape: tuple, dtype: Any):
     with jax.enable_x64(dtype is np.float64):
         args = [normal(i, *shape, dtype=dtype) for i in range(3)]
-        assert is_cut(attention(), *args)
-        agrees(attention(), *args, rtol=2e-5 if dtype is np.float32 else 1e-12)
+        assert is_blockwise(attention(), *args)
+        assert_agrees(attention(), *args, rtol=2e-5 if dtype is np.float32 else 1e-12)
 
 
 @pytest.mark.slow(keep=1)
@@ -144,8 +144,8 @@ def test_any_order_of_axes(spec: str):
     q, k, v = [*first.split("->")[0].split(","), second.split("->")[0].split(",")[1]]
     function = lambda a, b, c: jnp.einsum(second, jax.nn.softmax(jnp.einsum(first, a, b)), c)  # noqa: E731
     args = of(0, q), of(1, k), of(2, v)
-    agrees(function, *args)
-    assert is_cut(function, *args) == (first != "dq,dk->kq")  # of which softmax is over the rows
+    assert_agrees(function, *args)
+    assert is_blockwise(function, *args) == (first != "dq,dk->kq")  # scores whose softmax is over the rows
 
 
 @pytest.mark.slow(keep=2)
@@ -159,10 +159,10 @@ def test_any_order_of_axes(spec: str):
         pytest.param(lambda q, k, v: lax.scan(lambda c, _: (attention()(c, k, v), None), q, length=3)[0], id="loop"),
     ],
 )
-def test_where_attention_stands(function: Any):
+def test_attention_inside_other_functions(function: Any):
     args = [normal(i, B, T, H, D) for i in range(3)]
-    assert is_cut(function, *args)
-    agrees(function, *args)
+    assert is_blockwise(function, *args)
+    assert_agrees(function, *args)
 
 
 @jax.custom_vjp
@@ -187,20 +187,20 @@ reversing.defvjp(lambda a: (a, None), lambda _, g: (-g,))
         pytest.param(attention(lambda a: a - a.mean(2, keepdims=True)), True, id="rows meet, samples do not"),
     ],
 )
-def test_what_is_not_each_by_itself(function: Any, cut: bool):
+def test_functions_that_mix_positions(function: Any, cut: bool):
     args = [normal(i, B, T, H, D) for i in range(3)]
-    assert is_cut(function, *args) == cut
-    agrees(function, *args)
+    assert is_blockwise(function, *args) == cut
+    assert_agrees(function, *args)
 
 
 def temporary_bytes(function: Any, *args: Array) -> int:
-    """Of a gradient's program."""
+    """Temporary memory of the program of a gradient."""
     return jax.jit(jax.grad(function, (0, 1, 2))).lower(*args).compile().memory_analysis().temp_size_in_bytes  # type: ignore[union-attr]
 
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("causal", [True, False])
-def test_memory_does_not_grow_as_the_square_of_the_places(causal: bool, limits: Callable[..., None]):
+def test_memory_is_not_quadratic_in_the_positions(causal: bool, limits: Callable[..., None]):
     limits(attention_block_bytes=1 << 18)
     args = [normal(i, 2, 1024, 2, 8) for i in range(3)]
     change = lambda a: jnp.where(jnp.tril(jnp.ones(a.shape[2:], bool)), a, -1e9) if causal else a  # noqa: E731
@@ -236,7 +236,7 @@ def networks() -> dict[str, Any]:
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["equinox", "linen"])
-def test_networks_of_others(name: str):
+def test_networks_of_other_libraries(name: str):
     x, y = np.asarray(normal(0, 24, 30, 4)), np.arange(24) % 3
     federation = Federation.from_arrays(x, y, offsets=np.arange(0, 25, 8), test=(x, y))
     run = lambda **options: simulate(  # noqa: E731
@@ -260,7 +260,7 @@ MASK = jnp.tril(jnp.ones((8, 8)))
 
 
 @pytest.mark.parametrize("change", [optimize, lambda f: optimize(jax.grad(f))], ids=["value", "gradient"])
-def test_arrays_of_functions_inside_what_is_computed_twice(change: Any):
+def test_constants_of_functions_inside_checkpoints(change: Any):
     attend = jax.jit(lambda w, x: jax.nn.softmax((x @ w) * MASK))
     f = lambda w, x: (jax.checkpoint(attend)(w, x) ** 2).sum()  # noqa: E731
     w, x = (jax.random.normal(jax.random.key(k), (8, 8)) for k in range(2))
@@ -270,7 +270,7 @@ def test_arrays_of_functions_inside_what_is_computed_twice(change: Any):
     np.testing.assert_allclose(core.jaxpr_as_fun(block_attention(closed))(w, x)[0], f(w, x), rtol=1e-5)
 
 
-def test_attention_in_blocks_beside_arrays_of_functions_in_a_checkpoint():
+def test_blockwise_attention_beside_constants_in_a_checkpoint():
     mask = jnp.tril(jnp.ones((48, 48)))
     attend = jax.jit(lambda q, k: (jax.nn.softmax((q @ k.T) * mask) @ k).sum())
     f = lambda q, k: jax.checkpoint(attend)(q, k)  # noqa: E731

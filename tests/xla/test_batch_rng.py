@@ -1,4 +1,4 @@
-"""Random arrays drawn in one loop equal those of the function, and programs get smaller."""
+"""Random arrays drawn in one loop equal those of the function, and programs become smaller."""
 
 import equinox as eqx
 import flax.linen as nn
@@ -15,13 +15,13 @@ from fedrax.xla.tracing import equations_in
 KEY = jax.random.key(3)
 
 
-def draws_in(function, *args) -> int:
-    """How many equations of a function draw bits."""
+def number_of_draws(function, *args) -> int:
+    """Number of equations that draw random bits."""
     compiled = jax.make_jaxpr(function)(*args)
     return sum(equation.primitive.name == "random_bits" for equation in equations_in(compiled))
 
 
-def loops_in(function, *args) -> int:
+def number_of_loops(function, *args) -> int:
     return sum(equation.primitive.name == "scan" for equation in equations_in(jax.make_jaxpr(function)(*args)))
 
 
@@ -36,7 +36,7 @@ def assert_same(found, wanted) -> None:
 
 
 class Deep(nn.Module):
-    """Kernels of many shapes, each drawn as someone may want it."""
+    """Kernels of many shapes with different initializers."""
 
     @nn.compact
     def __call__(self, x):
@@ -69,7 +69,7 @@ def of_nnx(key):
 
 
 def plain(key):
-    """Numbers of several distributions, bounds of their own, and one used twice."""
+    """Numbers of several distributions, with their own bounds, one of which is used twice."""
     keys = jax.random.split(key, 9)
     low = [jax.random.uniform(k, (n, 3), minval=-n, maxval=n) for n, k in zip((1, 4, 9000), keys[:3], strict=True)]
     normal = [0.1 * n * jax.random.normal(k, (n,)) + n for n, k in zip((1, 8192, 8193), keys[3:6], strict=True)]
@@ -79,43 +79,46 @@ def plain(key):
 
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("draw", [linen, of_equinox, of_nnx, plain], ids=lambda draw: draw.__name__)
-def test_what_is_drawn_is_the_same(draw) -> None:
+def test_draws_are_unchanged(draw) -> None:
     together = batch_random_draws(draw)
-    assert loops_in(together, KEY) > loops_in(draw, KEY)
-    assert draws_in(together, KEY) <= draws_in(draw, KEY) - 3
+    assert number_of_loops(together, KEY) > number_of_loops(draw, KEY)
+    assert number_of_draws(together, KEY) <= number_of_draws(draw, KEY) - 3
     for key in (KEY, jax.random.key(2**33 + 5)):
         assert_same(jax.jit(together)(key), jax.jit(draw)(key))
 
 
-def test_arrays_of_a_kind_share_a_loop() -> None:
+def test_arrays_with_the_same_distribution_share_a_loop() -> None:
     def normal(key):
         return [jax.random.normal(jax.random.fold_in(key, n), (n, 2)) for n in range(1, 12)]
 
-    assert (loops_in(batch_random_draws(normal), KEY), draws_in(batch_random_draws(normal), KEY)) == (1, 0)
+    assert (number_of_loops(batch_random_draws(normal), KEY), number_of_draws(batch_random_draws(normal), KEY)) == (
+        1,
+        0,
+    )
     assert_same(jax.jit(batch_random_draws(normal))(KEY), normal(KEY))
 
 
-def test_keys_that_are_drawn_from_and_scalars_that_are_drawn() -> None:
+def test_drawn_keys_and_scalars() -> None:
     def scaled(key):
         keys = jax.random.split(key, 4)
-        scale = jax.random.uniform(keys[3])  # no scalar that is known before
+        scale = jax.random.uniform(keys[3])  # a scalar that is not a constant
         return [scale * jax.random.normal(k, (n,)) for n, k in zip((5, 6, 7), keys[:3], strict=True)]
 
-    assert loops_in(batch_random_draws(scaled), KEY) == 1
+    assert number_of_loops(batch_random_draws(scaled), KEY) == 1
     assert_same(jax.jit(batch_random_draws(scaled))(KEY), scaled(KEY))
 
 
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
-def test_keys_of_other_kinds_are_left_alone(impl: str) -> None:
+def test_other_key_types_are_unchanged(impl: str) -> None:
     def draw(key):
         return [jax.random.normal(k, (n,)) for n, k in zip((3, 4, 5), jax.random.split(key, 3), strict=True)]
 
     key = jax.random.key(0, impl=impl)
-    assert loops_in(batch_random_draws(draw), key) == loops_in(draw, key)
+    assert number_of_loops(batch_random_draws(draw), key) == number_of_loops(draw, key)
     assert_same(batch_random_draws(draw)(key), draw(key))
 
 
-def test_what_prints_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_functions_with_effects_are_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
     def draw(key):
         jax.debug.print("drawing")
         return [jax.random.normal(k, (n,)) for n, k in zip((3, 4, 5), jax.random.split(key, 3), strict=True)]
@@ -125,17 +128,17 @@ def test_what_prints_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("drawing") == 2
 
 
-def test_other_widths_and_few_arrays_are_left_alone() -> None:
+def test_other_bit_widths_and_few_arrays_are_unchanged() -> None:
     short = lambda key: [jax.random.normal(key, (n,), jnp.bfloat16) for n in (3, 4, 5)]  # noqa: E731
     few = lambda key: [jax.random.normal(key, (n,)) for n in (3, 4)]  # noqa: E731
     for draw in (short, few):
-        assert loops_in(batch_random_draws(draw), KEY) == 0
+        assert number_of_loops(batch_random_draws(draw), KEY) == 0
         assert_same(jax.jit(batch_random_draws(draw))(KEY), jax.jit(draw)(KEY))
 
 
 @pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("name", ["signs", "sparse", "finite", "clamped", "bounds", "geometric", "callbacks"])
-def test_numbers_that_are_chosen_from(name: str) -> None:
+def test_draws_selected_by_a_condition(name: str) -> None:
     of = jax.random
     half = lambda _: np.float32(0.5)  # noqa: E731
     ask = lambda k: jax.pure_callback(half, jax.ShapeDtypeStruct((), jnp.float32), of.key_data(k))  # noqa: E731

@@ -1,4 +1,4 @@
-"""Large constants are inputs of compiled programs, wherever a program holds them."""
+"""Large constants are inputs of compiled programs, wherever a program contains them."""
 
 import gc
 from collections.abc import Callable
@@ -54,7 +54,7 @@ CASES: dict[str, Callable[[Array], Array]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_programs_read_large_constants_from_inputs(name: str):
+def test_large_constants_are_inputs(name: str):
     compiled = xla.jit(CASES[name])
     np.testing.assert_allclose(compiled(X), jax.jit(CASES[name])(X), rtol=1e-6, atol=1e-6)
     text = compiled.lower(X).as_text()
@@ -62,7 +62,7 @@ def test_programs_read_large_constants_from_inputs(name: str):
     assert len(compiled.lower(X).args_info[0][0]) >= 1
 
 
-def test_a_program_without_large_constants_is_that_of_jax():
+def test_program_without_large_constants_is_unchanged():
     compiled = xla.jit(lambda x: x + SMALL)
     assert compiled.lower(X).as_text() == jax.jit(lambda x: x + SMALL).lower(X).as_text()
 
@@ -90,7 +90,7 @@ def test_programs_share_constants_until_their_owner_is_deleted():
     assert len(constants._on_devices) <= before
 
 
-def test_other_shapes_and_devices_are_other_programs():
+def test_shapes_and_devices_have_separate_programs():
     compiled = xla.jit(product)
     for x in (X, jnp.stack([X, X]), jnp.stack([X, X, X])):
         np.testing.assert_allclose(compiled(x), np.asarray(x) @ LARGE + SMALL, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Rewritten convolutions against JAX's: values and gradients on random shapes."""
+"""Rewritten convolutions against JAX: values and gradients for random shapes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from jax import Array, lax
 
 from fedrax.xla.pipeline import optimize
 from fedrax.xla.tracing import equations_in
-from tests.xla.agreement import EACH_TYPE, assert_same, double_precision, draw, gradients
+from tests.xla.agreement import assert_same, double_precision, draw, every_dtype, gradients
 
 __all__ = ["double_precision"]
 
 
 def random_convolution(rng: random.Random) -> tuple[Callable, dict, dict, tuple[str, str, str]]:
-    """(function of images and kernel, their sizes by axis, order of axes): every option of `lax`'s at random."""
+    """(function of images and kernel, their shapes, order of axes) with random values for every option of ``lax``."""
     space = "HWT"[: rng.choice([1, 2, 2, 2, 3])]
     groups = rng.choice([1, 1, 1, 2, 3, 6])
     into, out = groups * rng.choice([1, 1, 2, 3]), groups * rng.choice([1, 2, 3])
@@ -50,7 +50,7 @@ def random_convolution(rng: random.Random) -> tuple[Callable, dict, dict, tuple[
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("seed", range(5))
 def test_random_convolutions_and_their_gradients(seed: int):
-    """Twenty of them in one program each time, in turn of either type."""
+    """Twenty in each program, alternating between dtypes."""
     choose, rng = random.Random(seed), np.random.default_rng(seed)
     functions, inputs = [], []
     while len(functions) < 20:
@@ -63,16 +63,16 @@ def test_random_convolutions_and_their_gradients(seed: int):
 
 
 def conv(x: Array, w: Array, **options: Any) -> Array:
-    """Images [N, H, W, C]."""
+    """Images are [N, H, W, C]."""
     options = {"window_strides": (1, 1), "padding": "SAME"} | options
     return lax.conv_general_dilated(x, w, dimension_numbers=("NHWC", "HWIO", "NHWC"), **options)
 
 
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(("size", "step"), [(1, 2), (2, 2), (3, 2), (4, 2), (5, 2), (5, 3), (3, 4), (7, 2)])
-@EACH_TYPE
+@every_dtype
 def test_strides(size: int, step: int, dtype: Any):
-    """With channels enough that places between pixels are convolutions of their own, and a transposed one."""
+    """With enough channels that dilated inputs become convolutions of their own, and with a transposed convolution."""
     rng = np.random.default_rng(0)
     x, w = draw(rng, (2, 10, 9, 16), dtype), draw(rng, (size, size, 16, 18), dtype)
     strided = partial(conv, window_strides=(step, step))
@@ -80,7 +80,7 @@ def test_strides(size: int, step: int, dtype: Any):
     both = lambda x, w: [gradients(f, 1)(x, w) for f in (strided, between)]  # noqa: E731
     assert_same(both, x, w)
     found = [e for e in equations_in(jax.make_jaxpr(optimize(both))(x, w)) if "conv_general" in e.primitive.name]
-    assert all(set(e.params["lhs_dilation"]) <= {1} for e in found)  # which XLA would make zeros of
+    assert all(set(e.params["lhs_dilation"]) <= {1} for e in found)  # which XLA would constant-fold
 
 
 @pytest.mark.slow(keep=4)
@@ -109,17 +109,17 @@ def test_strides(size: int, step: int, dtype: Any):
         "groups",
         "no channels",
         "patches",
-        "patches apart",
+        "patches with gaps",
         "pairs",
         "whole height",
-        "apart along the height",
-        "two results a channel",
+        "dilated along the height",
+        "two outputs per channel",
         "whole height of each channel",
-        "whole height of each channel, three results",
+        "whole height of each channel, three outputs",
         "whole height in groups",
     ],
 )
-@EACH_TYPE
+@every_dtype
 def test_special_convolutions(kernel: tuple, options: dict, dtype: Any):
     rng = np.random.default_rng(0)
     assert_same(gradients(partial(conv, **options), 1), draw(rng, (3, 8, 8, 6), dtype), draw(rng, kernel, dtype))
@@ -151,11 +151,11 @@ def test_special_convolutions(kernel: tuple, options: dict, dtype: Any):
     ],
 )
 @pytest.mark.parametrize("samples", [1, 4, 7])
-@EACH_TYPE
+@every_dtype
 def test_gradients_of_kernels(
     channels: tuple, kernel: tuple, options: dict, samples: int, dtype: Any, limits: Callable[..., None]
 ):
-    """In every form, of which some are summed over a few samples at a time."""
+    """All forms, some of which are summed over a few samples at a time."""
     limits(kernel_gradient_bytes=20_000)
     rng = np.random.default_rng(0)
     into = channels[0] // options.get("feature_group_count", 1)
@@ -163,9 +163,9 @@ def test_gradients_of_kernels(
     assert_same(gradients(partial(conv, **options), 1), x, w)
 
 
-@EACH_TYPE
-def test_many_groups_share_products(dtype: Any, limits: Callable[..., None]):
-    """Of channels, and of samples with kernels of their own; XLA would take them number by number."""
+@every_dtype
+def test_many_groups_are_batched_products(dtype: Any, limits: Callable[..., None]):
+    """Groups of channels, and of samples with different kernels, which XLA would compute entry by entry."""
     limits(conv_groups=3)
     rng = np.random.default_rng(0)
     x, w = draw(rng, (6, 7, 6, 12), dtype), draw(rng, (3, 2, 2, 18), dtype)
@@ -181,7 +181,7 @@ def test_many_groups_share_products(dtype: Any, limits: Callable[..., None]):
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("options", [{}, {"feature_group_count": 3, "window_strides": (2, 1)}])
 @pytest.mark.parametrize("dtype", [np.complex64, np.complex128])
-def test_complex_numbers(options: dict, dtype: Any):
+def test_complex_convolutions(options: dict, dtype: Any):
     rng = np.random.default_rng(0)
     x, w = (
         draw(rng, of) + 1j * draw(rng, of)
@@ -194,8 +194,8 @@ def test_complex_numbers(options: dict, dtype: Any):
 @pytest.mark.parametrize(
     ("groups", "into", "out", "products"), [(8, 4, 4, 2), (8, 2, 3, 1), (6, 3, 8, 2), (4, 6, 5, 2), (3, 17, 18, 3)]
 )
-def test_groups_of_few_channels_share_products(groups: int, into: int, out: int, products: int):
-    """So that each has more than four channels in and out; as ResNeXt's thirty-two groups of four."""
+def test_groups_with_few_channels_are_merged_into_products(groups: int, into: int, out: int, products: int):
+    """Each product has more than four input and output channels; for example the 32 groups of four in ResNeXt."""
     rng = np.random.default_rng(0)
     x, w = draw(rng, (2, 6, 6, groups * into)), draw(rng, (3, 3, into, groups * out))
     grouped = partial(conv, feature_group_count=groups)
@@ -204,8 +204,8 @@ def test_groups_of_few_channels_share_products(groups: int, into: int, out: int,
     assert sum(e.primitive.name == "conv_general_dilated" for e in equations) == products
 
 
-def test_no_dense_convolution_is_left_in_another_form():
-    """Of a gradient in a loop; images and kernels that lie otherwise are what is slow."""
+def test_dense_convolutions_have_the_fast_layout():
+    """In the gradient of a loop; other layouts of images and kernels are slow."""
     rng = np.random.default_rng(0)
     x, w = draw(rng, (2, 3, 8, 8)), draw(rng, (4, 3, 3, 3))
     loss = lambda w: (lax.conv_general_dilated(x, w, (2, 2), "SAME") ** 2).sum()  # noqa: E731
@@ -216,8 +216,8 @@ def test_no_dense_convolution_is_left_in_another_form():
 
 
 @pytest.mark.parametrize("size", [3, 4, 5])
-def test_no_convolution_gives_more_pixels_than_it_reads(size: int):
-    """As the gradient of one without padding would: XLA's faster convolutions do not."""
+def test_convolutions_do_not_enlarge_images(size: int):
+    """The gradient of a convolution without padding would, for which XLA has no fast implementation."""
     x, w = (draw(np.random.default_rng(0), shape) for shape in ((4, 9, 8, 32), (size, size, 32, 24)))
     gradient = jax.grad(lambda x, w: (conv(x, w, padding="VALID") ** 2).sum(), (0, 1))
     assert_same(gradient, x, w)
@@ -235,8 +235,8 @@ def test_no_convolution_gives_more_pixels_than_it_reads(size: int):
 @pytest.mark.parametrize(
     "options", [dict(), dict(window_strides=(3, 2), padding=((4, 2), (1, 1)), rhs_dilation=(2, 1))]
 )
-@EACH_TYPE
-def test_images_of_one_row(groups: int, out: int, options: dict, dtype: Any):
+@every_dtype
+def test_images_with_one_row(groups: int, out: int, options: dict, dtype: Any):
     rng = np.random.default_rng(0)
     one = gradients(partial(conv, feature_group_count=groups, **options), 1)
     assert_same(one, draw(rng, (3, 1, 7, 6), dtype), draw(rng, (3, 4, 6 // groups, out), dtype))
@@ -255,7 +255,7 @@ def test_images_of_one_row(groups: int, out: int, options: dict, dtype: Any):
     ],
 )
 @pytest.mark.parametrize("channels", [(128, 130), (130, 128)])
-def test_small_images_of_many_channels_meet_no_padding(channels: tuple, size: tuple, kernel: tuple, options: dict):
+def test_small_images_with_many_channels_are_not_padded(channels: tuple, size: tuple, kernel: tuple, options: dict):
     rng = np.random.default_rng(0)
     x, w = draw(rng, (3, *size, channels[0])), draw(rng, (*kernel, *channels))
     forward = partial(conv, **options)
@@ -266,8 +266,8 @@ def test_small_images_of_many_channels_meet_no_padding(channels: tuple, size: tu
         assert all("conv_general" not in e.primitive.name for e in found)
 
 
-def test_padding_of_the_users_own_is_no_kernels():
-    """As networks from PyTorch have it: XLA would make it the convolution's, whose images were too small then."""
+def test_explicit_padding_is_not_merged_into_the_convolution():
+    """As in networks from PyTorch: XLA would merge it, and the images would then be too small."""
     x, w = (draw(np.random.default_rng(0), shape) for shape in ((4, 2, 2, 20), (3, 3, 20, 9)))
     padded = lambda x, w: conv(jnp.pad(x, [(0, 0), (1, 1), (1, 1), (0, 0)]), w, padding="VALID")  # noqa: E731
     assert_same(gradients(padded, 1), x, w)
@@ -280,7 +280,7 @@ def test_padding_of_the_users_own_is_no_kernels():
 @pytest.mark.parametrize(
     ("size", "kernel", "options"),
     [
-        ((12, 11), (3, 2), dict(padding="VALID")),  # the gradient of the kernel, of fewer channels out
+        ((12, 11), (3, 2), dict(padding="VALID")),  # the gradient of the kernel, with fewer output channels
         ((4, 4), (5, 5), dict()),
         ((2, 3), (3, 3), dict()),
         ((4, 5), (5, 5), dict(window_strides=(2, 2))),
@@ -288,14 +288,14 @@ def test_padding_of_the_users_own_is_no_kernels():
         ((3, 2), (4, 4), dict(lhs_dilation=(2, 2), padding=((3, 2), (2, 2)))),
     ],
 )
-def test_no_kernel_has_more_entries_than_its_images_pixels(size: tuple, kernel: tuple, options: dict):
-    """XLA would exchange the two, and take what comes of it number by number."""
+def test_kernels_are_not_larger_than_images(size: tuple, kernel: tuple, options: dict):
+    """XLA would exchange the two, and compute the result entry by entry."""
     rng = np.random.default_rng(0)
     x, w = draw(rng, (4, *size, 20)), draw(rng, (*kernel, 20, 9))
     both = gradients(partial(conv, **options), 1)
     assert_same(both, x, w)
     found = [e for e in equations_in(jax.make_jaxpr(optimize(both))(x, w)) if "conv_general" in e.primitive.name]
-    assert len(found) >= (1 if options.get("padding") == "VALID" else 2)  # its images' gradient is spread
+    assert len(found) >= (1 if options.get("padding") == "VALID" else 2)  # the gradient of its images is dilated
     for equation in found:
         images, entries = (variable.aval.shape for variable in equation.invars)  # type: ignore[attr-defined]
         assert np.prod(entries[:-2]) <= np.prod(images[1:-1])
@@ -303,8 +303,8 @@ def test_no_kernel_has_more_entries_than_its_images_pixels(size: tuple, kernel: 
 
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(("size", "step", "pads"), [(1, 3, (3, 3)), (2, 5, (5, 6)), (2, 4, (0, 6)), (3, 4, (7, 1))])
-def test_images_smaller_than_a_step(size: int, step: int, pads: tuple):
-    """Some phases of a kernel's gradient, of fewer channels out than in, meet no pixel."""
+def test_images_smaller_than_the_stride(size: int, step: int, pads: tuple):
+    """Some phases of a kernel's gradient, with fewer output than input channels, read no pixel."""
     rng = np.random.default_rng(0)
     x, w = draw(rng, (2, size, 8, 30)), draw(rng, (3, 3, 30, 5))
     assert_same(gradients(partial(conv, window_strides=(step, 1), padding=(pads, (1, 1))), 1), x, w)
@@ -312,20 +312,20 @@ def test_images_smaller_than_a_step(size: int, step: int, pads: tuple):
 
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("pads", [((9, 0), (0, 7)), ((0, 9), (2, 2)), ((3, 4), (6, 0)), ((1, 0), (0, 0))])
-def test_padding_of_any_size_on_either_side(pads: Any):
+def test_padding_of_any_size(pads: Any):
     x, w = (draw(np.random.default_rng(1), shape) for shape in ((2, 6, 5, 20), (3, 3, 20, 20)))
     assert_same(partial(conv, padding=pads), x, w)
     assert_same(jax.grad(lambda x, w: (conv(x, w, padding=pads) ** 2).sum(), (0, 1)), x, w)
 
 
-def test_other_types_stay_as_they_are():
+def test_other_dtypes_are_unchanged():
     x, w = jnp.ones((1, 4, 4, 2), jnp.int32), jnp.ones((3, 3, 2, 2), jnp.int32)
     assert str(jax.make_jaxpr(optimize(conv))(x, w)) == str(jax.make_jaxpr(conv)(x, w))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_numbers_of_16_bits_are_computed_in_float32_and_rounded(dtype: Any):
-    """As XLA does; in loops it would do so element by element."""
+def test_16_bit_convolutions_are_computed_in_float32(dtype: Any):
+    """As XLA does, which in loops would do so entry by entry."""
     rng, options = np.random.default_rng(0), dict(window_strides=(2, 1), rhs_dilation=(1, 2))
     layer = lambda x, w: nn.max_pool(conv(x, w, **options), (3, 2), (2, 2), "SAME")  # noqa: E731
     into_float32 = partial(conv, preferred_element_type=jnp.float32)
@@ -352,8 +352,8 @@ def small_loss(w: Array, x: Array) -> Array:
 
 
 @pytest.mark.slow(keep=1)
-@EACH_TYPE
-def test_inside_and_outside_of_transformations(dtype: Any):
+@every_dtype
+def test_rewriting_inside_and_outside_of_transformations(dtype: Any):
     rng = np.random.default_rng(0)
     w, x = draw(rng, (3, 3, 2, 4), dtype), draw(rng, (3, 9, 8, 2), dtype)
     by_sample = lambda w, x: jax.vmap(jax.grad(small_loss), (None, 0))(w, x[:, None])  # noqa: E731
@@ -374,7 +374,7 @@ def test_rewritten_functions_can_be_transformed():
 
     @jax.jit
     def differences(w: Array, x: Array) -> list[Array]:
-        """As shares of the largest value."""
+        """Differences relative to the largest value."""
         pairs = [(jax.grad(optimize(small_loss))(w, x), slow(w, x))]
         for transform in (
             lambda g: jax.grad(lambda w: (g(w, x) ** 2).sum())(w),
@@ -388,8 +388,8 @@ def test_rewritten_functions_can_be_transformed():
         np.testing.assert_allclose(difference, 0, atol=1e-11)
 
 
-def test_rules_of_derivatives_stay_in_force():
-    """A layer whose gradient is stated otherwise than it would be derived, rewritten before and after."""
+def test_custom_derivatives_are_kept():
+    """A layer with a custom gradient, rewritten before and after differentiation."""
 
     @jax.custom_vjp
     def layer(x: Array, w: Array) -> Array:

@@ -20,7 +20,7 @@ from fedrax.xla.tracing import equations_in
 
 
 class Network(nn.Module):
-    """Convolutions and activations with a derivative of their own; its last layer reads the features."""
+    """Convolutions and activations with custom derivatives; its last layer reads the features."""
 
     rate: float = 0.0
 
@@ -42,7 +42,7 @@ X = jax.random.normal(jax.random.key(0), (5, 6, 6, 2))
 
 
 def two_headed(network: Network, *keys: Array) -> tuple[Callable, Any]:
-    """A loss that asks for outputs and for features, each with a key; starting parameters."""
+    """A loss of outputs and of features, each with a key, and initial parameters."""
     params = network.init({"params": jax.random.key(1), "dropout": jax.random.key(2)}, X)
 
     def loss(params: Any) -> Array:
@@ -54,8 +54,8 @@ def two_headed(network: Network, *keys: Array) -> tuple[Callable, Any]:
     return loss, params
 
 
-class Attending(Network):
-    """With attention over enough places to be cut into blocks."""
+class AttentionNetwork(Network):
+    """Attention over enough positions to be computed blockwise."""
 
     def setup(self) -> None:
         self.attend, self.last = nn.MultiHeadDotProductAttention(2), nn.Dense(3)
@@ -65,36 +65,41 @@ class Attending(Network):
         return self.attend(places, places).mean(1)
 
 
-def number_of(name: str, function: Callable, *args: Any) -> int:
+def count_equations(name: str, function: Callable, *args: Any) -> int:
     return sum(e.primitive.name == name for e in equations_in(jax.make_jaxpr(function)(*args)))
 
 
-def close(a: Any, b: Any) -> None:
+def assert_close(a: Any, b: Any) -> None:
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-5), a, b)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.4])
-def test_one_forward_and_one_backward_pass(rate: float) -> None:
+def test_equal_passes_are_merged(rate: float) -> None:
     key = jax.random.key(3)
     loss, params = two_headed(Network(rate), key, key)
-    assert number_of("conv_general_dilated", jax.grad(loss), params) == 2 * 5  # the first has no gradient of images
-    assert number_of("conv_general_dilated", jax.grad(optimize_forward(loss)), params) == 5
-    close(jax.grad(optimize_forward(loss))(params), jax.grad(loss)(params))
+    assert (
+        count_equations("conv_general_dilated", jax.grad(loss), params) == 2 * 5
+    )  # the first layer has no gradient of images
+    assert count_equations("conv_general_dilated", jax.grad(optimize_forward(loss)), params) == 5
+    assert_close(jax.grad(optimize_forward(loss))(params), jax.grad(loss)(params))
 
 
-def test_blocks_of_attention_are_made_once() -> None:
+def test_blockwise_attention_is_merged() -> None:
     key = jax.random.key(3)
-    (loss, params), single = two_headed(Attending(), key, key), lambda p: jnp.sum(Attending().apply(p, X) ** 2)  # type: ignore[operator]
-    loops = [number_of("scan", optimize_forward(f), params) for f in (single, loss)]
+    (loss, params), single = (
+        two_headed(AttentionNetwork(), key, key),
+        lambda p: jnp.sum(AttentionNetwork().apply(p, X) ** 2),
+    )  # type: ignore[operator]
+    loops = [count_equations("scan", optimize_forward(f), params) for f in (single, loss)]
     assert loops[0] == loops[1] > 0
-    close(jax.grad(optimize_forward(loss))(params), jax.grad(loss)(params))
+    assert_close(jax.grad(optimize_forward(loss))(params), jax.grad(loss)(params))
 
 
-def test_other_draws_are_other_passes() -> None:
+def test_passes_with_different_keys_are_not_merged() -> None:
     loss, params = two_headed(Network(0.4), jax.random.key(3), jax.random.key(4))
-    # what comes before the draws is the same
-    assert number_of("random_bits", jax.grad(optimize_forward(loss)), params) == 2
-    close(jax.grad(optimize_forward(loss))(params), jax.grad(loss)(params))
+    # layers before the first dropout are the same
+    assert count_equations("random_bits", jax.grad(optimize_forward(loss)), params) == 2
+    assert_close(jax.grad(optimize_forward(loss))(params), jax.grad(loss)(params))
 
 
 def test_second_derivatives() -> None:
@@ -105,7 +110,7 @@ def test_second_derivatives() -> None:
     def twice(loss: Callable) -> Any:
         return jax.grad(lambda p: sum(jax.tree.leaves(jax.tree.map(jnp.vdot, jax.grad(loss)(p), along))))(params)
 
-    close(twice(optimize_forward(loss)), twice(loss))
+    assert_close(twice(optimize_forward(loss)), twice(loss))
 
 
 def straight_through(slope: float) -> Callable:
@@ -114,28 +119,28 @@ def straight_through(slope: float) -> Callable:
     return sign
 
 
-def test_functions_with_other_derivatives_are_not_merged() -> None:
+def test_functions_with_different_derivatives_are_not_merged() -> None:
     one, other = straight_through(1.0), straight_through(3.0)
     w = jnp.array([[0.3, -0.2], [0.1, 0.7]])
     loss = lambda w: jnp.sum(one(w @ w) + other(w @ w))  # noqa: E731
     same = lambda w: jnp.sum(one(w @ w) + straight_through(1.0)(w @ w))  # noqa: E731
-    close(jax.grad(optimize_forward(loss))(w), jax.grad(loss)(w))
+    assert_close(jax.grad(optimize_forward(loss))(w), jax.grad(loss)(w))
     made = [eliminate_common_subexpressions(inline_calls(jax.make_jaxpr(f)(w))) for f in (loss, same)]
     assert [sum(e.primitive.name == "custom_jvp_call" for e in closed.jaxpr.eqns) for closed in made] == [2, 1]
     assert all(sum(e.primitive.name == "dot_general" for e in closed.jaxpr.eqns) == 1 for closed in made)
 
 
-def test_functions_that_hold_other_arrays_are_not_merged() -> None:
+def test_functions_with_different_constants_are_not_merged() -> None:
     def scanned(rows: np.ndarray) -> Callable:
         return lambda x: jax.lax.scan(lambda c, _: (c @ rows, None), x, None, length=2)[0]
 
     first, second = (scanned(np.eye(2, dtype=np.float32) * s) for s in (2, 3))
     x = jnp.ones((2, 2))
     loss = lambda x: jnp.sum(first(x) * second(x) * first(x))  # noqa: E731
-    close(jax.grad(optimize_forward(loss))(x), jax.grad(loss)(x))
+    assert_close(jax.grad(optimize_forward(loss))(x), jax.grad(loss)(x))
 
 
-def test_outputs_that_only_one_of_two_reads() -> None:
+def test_equations_with_different_used_outputs_are_merged() -> None:
     def loss(w: Array) -> Array:
         a = w @ w
         first, _ = jax.lax.sort((a, a * 2), num_keys=1)
@@ -148,10 +153,10 @@ def test_outputs_that_only_one_of_two_reads() -> None:
     w = jax.random.normal(jax.random.key(0), (3, 3))
     made = jax.make_jaxpr(optimize_forward(loss))(w)
     assert [sum(e.primitive.name == name for e in made.jaxpr.eqns) for name in ("sort", "scan")] == [1, 1]
-    close(jax.grad(optimize_forward(loss))(w), jax.grad(loss)(w))
+    assert_close(jax.grad(optimize_forward(loss))(w), jax.grad(loss)(w))
 
 
-def test_what_prints_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
+def test_functions_with_effects_are_not_merged(capfd: pytest.CaptureFixture[str]) -> None:
     def loss(w: Array) -> Array:
         total = jnp.zeros(())
         for _ in range(2):
@@ -160,12 +165,12 @@ def test_what_prints_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
         return total
 
     w = jnp.eye(2)
-    close(jax.grad(optimize_forward(loss))(w), jax.grad(loss)(w))
+    assert_close(jax.grad(optimize_forward(loss))(w), jax.grad(loss)(w))
     jax.effects_barrier()
     assert capfd.readouterr().out.count("7") == 4
 
 
-def test_looking_goes_into_calls() -> None:
+def test_common_subexpressions_are_found_in_calls() -> None:
     dense = jax.jit(lambda w, x: jnp.tanh(x @ w))
     w, v = jnp.ones((2, 2)), jnp.ones((2, 2))
     twice: Callable = lambda w, v: dense(w, v) + jnp.tanh(v @ w)  # noqa: E731
@@ -177,7 +182,7 @@ def test_looking_goes_into_calls() -> None:
 @pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("seed", range(30))
 def test_random_programs_keep_their_values(seed: int) -> None:
-    """Operations on what was made before, drawn so that many repeat each other."""
+    """Operations on earlier results, drawn such that many are equal."""
     rng = np.random.default_rng(seed)
     kinds: list[Callable] = [
         lambda a, b: a @ b,
@@ -198,11 +203,11 @@ def test_random_programs_keep_their_values(seed: int) -> None:
     args = [jnp.asarray(rng.normal(size=(3, 3)), jnp.float32) for _ in range(2)]
     flat = inline_calls(jax.make_jaxpr(program)(*args))
     once = core.jaxpr_as_fun(eliminate_common_subexpressions(flat))
-    close(once(*args)[0], program(*args))
-    close(jax.grad(lambda *a: once(*a)[0], (0, 1))(*args), jax.grad(program, (0, 1))(*args))
+    assert_close(once(*args)[0], program(*args))
+    assert_close(jax.grad(lambda *a: once(*a)[0], (0, 1))(*args), jax.grad(program, (0, 1))(*args))
 
 
-def test_callbacks_are_like_no_other():
+def test_different_callbacks_are_not_merged():
     def made(factor: float) -> Any:
         call = lambda v: np.float32(factor * v)  # noqa: E731
         return jax.checkpoint(lambda x: jax.pure_callback(call, jax.ShapeDtypeStruct((), jnp.float32), x))

@@ -1,4 +1,4 @@
-"""Sums over several axes as one product, equal to rounding."""
+"""Sums over several axes as one product, equal up to rounding."""
 
 import math
 from typing import Any
@@ -17,13 +17,13 @@ def normal(seed: int, *shape: int, dtype=np.float32) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
-def products(function, *args) -> list:
-    """The dimensions of what is multiplied, also inside functions that are called."""
+def products_in(function, *args) -> list:
+    """Dimensions of the factors of all products, including those in called functions."""
     found = equations_in(jax.make_jaxpr(function)(*args))
     return [e.params["dimension_numbers"] for e in found if e.primitive.name == "dot_general"]
 
 
-ONE = (((0,), (0,)), ((), ()))
+ONE_PRODUCT = (((0,), (0,)), ((), ()))
 
 
 @pytest.mark.slow(keep=3)
@@ -47,38 +47,38 @@ def test_sums_over_leading_axes(left: tuple, right: tuple, axes: int, dtype):
         numbers = ((tuple(range(axes)), tuple(range(axes))), ((), ()))
         function = lambda a, b: lax.dot_general(a, b, numbers, precision="highest")  # noqa: E731
         found = jax.jit(optimize(function))(a, b)
-        assert products(optimize(function), a, b) == [ONE]
+        assert products_in(optimize(function), a, b) == [ONE_PRODUCT]
         wanted = np.tensordot(np.float64(a), np.float64(b), (range(axes), range(axes)))
         assert (found.shape, found.dtype) == (wanted.shape, dtype)
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5 if dtype is np.float32 else 1e-12)
 
 
 @pytest.mark.parametrize("spec", ["bti,btij->btj", "bti,tbj->ij", "bi,bj->ij", "bit,bjt->ij"])
-def test_other_products_are_left_alone(spec: str):
+def test_other_contractions_are_unchanged(spec: str):
     sizes = {"b": 3, "t": 4, "i": 5, "j": 6}
     args = [jnp.asarray(normal(k, *(sizes[c] for c in part))) for k, part in enumerate(spec.split("->")[0].split(","))]
     function = lambda *args: jnp.einsum(spec, *args)  # noqa: E731
-    assert products(optimize(function), *args) == products(function, *args) != []
+    assert products_in(optimize(function), *args) == products_in(function, *args) != []
     np.testing.assert_array_equal(jax.jit(optimize(function))(*args), jax.jit(function)(*args))
 
 
 @pytest.mark.parametrize("shape", [(6,), (2, 3)])
-def test_the_gradient_of_a_dense_layer_over_places(shape: tuple[int, ...]):
+def test_gradient_of_a_dense_layer_over_positions(shape: tuple[int, ...]):
     x, w = jnp.asarray(normal(0, 4, 7, 5)), jnp.asarray(normal(1, 5, *shape))
 
     def loss(w: Array) -> Array:
         return jnp.square(jnp.tanh(jnp.tensordot(x, w, 1))).sum()
 
     np.testing.assert_allclose(optimize(jax.grad(loss))(w), jax.grad(loss)(w), rtol=2e-5, atol=1e-5)
-    assert ONE in products(optimize(jax.grad(loss)), w)
-    assert ONE not in products(jax.grad(loss), w)
+    assert ONE_PRODUCT in products_in(optimize(jax.grad(loss)), w)
+    assert ONE_PRODUCT not in products_in(jax.grad(loss), w)
     twice = jax.grad(lambda w: jnp.square(jax.grad(loss)(w)).sum())
     np.testing.assert_allclose(optimize(twice)(w), twice(w), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_products_of_a_matrix_and_each_vector_have_rows_first(dtype):
-    """As in Equinox, whose layers are matrix @ vector under ``vmap``: nothing is turned round in a gradient either."""
+    """In Equinox, layers are matrix @ vector under ``vmap``; gradients are not transposed either."""
     weights = normal(1, 7, 5, dtype=dtype), normal(2, 5, 7, dtype=dtype), normal(3, 7, dtype=dtype)
     x = normal(4, 3, 6, 5, dtype=dtype)
 
@@ -99,14 +99,14 @@ def test_products_of_a_matrix_and_each_vector_have_rows_first(dtype):
     multiplied = [[v.aval for v in (*e.invars, *e.outvars)] for e in made if e.primitive.name == "dot_general"]
     rows: Any = [left for left, _, out in multiplied if out.ndim == 3]  # type: ignore[attr-defined]
     assert len(rows) >= 4
-    assert all(left.ndim == 3 for left in rows)  # the vectors, and never the matrix, come first
+    assert all(left.ndim == 3 for left in rows)  # vectors are the first factor, never the matrix
 
 
-def test_other_products_stay_as_they_are():
-    """Of a batch by a matrix, and of a matrix by columns."""
+def test_products_with_rows_first_are_unchanged():
+    """Of a batch and a matrix, and of a matrix and columns."""
     for dims, right in ((((1,), (1,)), (3, 5)), (((1,), (0,)), (5, 3, 2))):
         product = lambda a, b, dims=dims: lax.dot_general(a, b, (dims, ((), ())))  # noqa: E731
-        assert products(optimize_forward(product), normal(0, 7, 5), normal(1, *right)) == [(dims, ((), ()))]
+        assert products_in(optimize_forward(product), normal(0, 7, 5), normal(1, *right)) == [(dims, ((), ()))]
 
 
 @pytest.mark.slow(keep=3)
@@ -128,7 +128,7 @@ def test_other_products_stay_as_they_are():
         ("kn,kmj->nmj", False),
     ],
 )
-def test_the_narrower_factor_of_a_sum_of_rows_is_first(spec: str, exchanged: bool, dtype: Any):
+def test_narrower_factor_of_a_sum_over_rows_is_first(spec: str, exchanged: bool, dtype: Any):
     sizes = {"k": 20, "l": 2, "m": 7, "n": 3, "b": 2, "h": 2, "j": 2}
     with jax.enable_x64(dtype is np.float64):
         operands, output = spec.split("->")
@@ -144,13 +144,13 @@ def test_the_narrower_factor_of_a_sum_of_rows_is_first(spec: str, exchanged: boo
         assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
         made = list(equations_in(jax.make_jaxpr(fast)(left, right)))
         (product,) = [e for e in made if e.primitive.name == "dot_general"]
-        assert any(e.primitive.name == "optimization_barrier" for e in made)  # else XLA exchanges them again
+        assert any(e.primitive.name == "optimization_barrier" for e in made)  # otherwise XLA exchanges them again
         narrow = sizes["n"] == math.prod(
             n
             for i, n in enumerate(product.invars[0].aval.shape)  # type: ignore[attr-defined]
             if i not in (*product.params["dimension_numbers"][0][0], *product.params["dimension_numbers"][1][0])
         )
-        assert narrow != (spec == "kn,mk->nm")  # of which the second one is summed over its last axis
+        assert narrow != (spec == "kn,mk->nm")  # the second one is summed over its last axis
         assert exchanged == (product.invars[0].aval.shape[-1] != left.shape[-1])  # type: ignore[attr-defined]
 
 
@@ -162,7 +162,7 @@ def _dimensions(left: str, right: str, output: str) -> Any:
 
 
 @pytest.mark.parametrize("spec", ["mk,kn->mn", "mk,nk->mn", "bmk,bkn->bmn"])
-def test_products_of_rows_are_left_alone(spec: str):
+def test_products_over_rows_are_unchanged(spec: str):
     sizes = {"k": 20, "m": 7, "n": 3, "b": 2}
     operands = spec.split("->")[0].split(",")
     args = [jnp.asarray(normal(i, *(sizes[a] for a in axes))) for i, axes in enumerate(operands)]

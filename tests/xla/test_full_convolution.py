@@ -31,8 +31,8 @@ def conv(x: Array, w: Array, **options: Any) -> Array:
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("seed", range(4))
-def test_they_are_those_of_jax(seed: int, limits: Callable[..., None]):
-    """Any padding, places between pixels and dilation, where these are spread that may be; twelve in a program."""
+def test_full_convolutions_agree_with_jax(seed: int, limits: Callable[..., None]):
+    """With any padding and dilation, where inputs may be dilated; twelve in each program."""
     limits(full_conv_useful=math.inf, full_conv_pixels=1, full_conv_taps=2)
     choose, rng = random.Random(seed), np.random.default_rng(seed)
     functions, inputs = [], []
@@ -40,7 +40,9 @@ def test_they_are_those_of_jax(seed: int, limits: Callable[..., None]):
         axes = choose.choice([1, 2, 2, 3])
         of = lambda values, axes=axes: tuple(choose.choice(values) for _ in range(axes))  # noqa: E731
         entries, apart = of([1, 2, 3, 4]), of([1, 1, 2])
-        reach = [(n - 1) * by for n, by in zip(entries, apart, strict=True)]  # padding beyond is wrong in XLA itself
+        reach = [
+            (n - 1) * by for n, by in zip(entries, apart, strict=True)
+        ]  # larger padding has wrong results in XLA itself
         padding = tuple((choose.randint(-1, far), choose.randint(-1, far)) for far in reach)
         options = dict(padding=padding, lhs_dilation=of([1, 1, 2, 3]), rhs_dilation=apart)
         inputs.append((draw(rng, (2, *of([3, 4, 6]), 3)), draw(rng, (*entries, 3, 5))))
@@ -60,8 +62,10 @@ def test_they_are_those_of_jax(seed: int, limits: Callable[..., None]):
         (16, 4, 2, "SAME", False),
     ],
 )
-def test_those_are_that_would_meet_padding_mostly(size: int, entries: int, step: int, pads: str, is_spread: bool):
-    """The gradient of images: of large kernels, or of small images, without padding."""
+def test_convolutions_that_mostly_read_padding_are_rewritten(
+    size: int, entries: int, step: int, pads: str, is_spread: bool
+):
+    """The gradient of images for large kernels, or small images, without padding."""
     rng = np.random.default_rng(0)
     x, w = draw(rng, (4, size, size, 32)), draw(rng, (entries, entries, 32, 32))
     gradient = jax.grad(lambda x, w: (conv(x, w, window_strides=(step, step), padding=pads) ** 2).sum())

@@ -1,4 +1,4 @@
-"""Convolutions of vectorized clients as products: JAX's numbers, without grouped convolutions."""
+"""Convolutions of vectorized clients as products: equal to JAX, without grouped convolutions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["double_precision"]
 
 
 def groups_in(function: Callable, *args: Any) -> list[int]:
-    """Of each convolution that it makes."""
+    """Number of groups of each convolution in a function."""
     found = [
         e.params for e in equations_in(jax.make_jaxpr(function)(*args)) if e.primitive.name == "conv_general_dilated"
     ]
@@ -29,7 +29,7 @@ def groups_in(function: Callable, *args: Any) -> list[int]:
 
 
 def assert_products(function: Callable, *args: Any) -> None:
-    """Its convolutions in groups become products that give the same."""
+    """Assert that grouped convolutions become products with equal results."""
     rewritten = lower_grouped_convs(function)
     assert max(groups_in(function, *args)) > 1 and max(groups_in(rewritten, *args), default=1) == 1
     expected, found = jax.jit(function)(*args), jax.jit(rewritten)(*args)
@@ -40,8 +40,8 @@ def assert_products(function: Callable, *args: Any) -> None:
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("seed", range(6))
-def test_of_clients_with_random_kernels_and_their_gradients(seed: int):
-    """Twelve of them in one program, three clients each, in turn of either type; some have groups of their own."""
+def test_vectorized_clients_with_random_kernels(seed: int):
+    """Twelve in each program, with three clients each, alternating between dtypes; some have groups of their own."""
     choose, rng = random.Random(seed), np.random.default_rng(seed)
     functions, inputs = [], []
     while len(functions) < 12:
@@ -54,13 +54,13 @@ def test_of_clients_with_random_kernels_and_their_gradients(seed: int):
 
 
 def test_patches_of_any_size_are_products():
-    """Of a vision transformer, whose kernels have more entries than are worth laying out."""
+    """In vision transformers, whose kernels are too large for patches."""
     rng = np.random.default_rng(0)
     x, w = draw(rng, (2, 1, 144, 132, 1)), draw(rng, (2, 12, 12, 1, 2))
     assert_products(jax.vmap(gradients(partial(conv, window_strides=(12, 12)), 0)), x, w)
 
 
-def test_groups_in_turns_where_they_are_too_large(limits: Callable[..., None]):
+def test_large_groups_are_computed_sequentially(limits: Callable[..., None]):
     limits(grouped_conv_bytes=3000)
     rng = np.random.default_rng(0)
     x, w = draw(rng, (5, 2, 6, 6, 3)), draw(rng, (5, 3, 3, 3, 8))
@@ -69,8 +69,8 @@ def test_groups_in_turns_where_they_are_too_large(limits: Callable[..., None]):
     assert any(e.primitive.name == "scan" for e in equations_in(jaxpr))
 
 
-def test_inside_loops_and_with_short_operands():
-    """As local steps are, in bfloat16 with sums in float32 as a run's precision asks for."""
+def test_convolutions_in_loops_with_bfloat16_operands():
+    """As in local steps in bfloat16 with sums in float32."""
     rng = np.random.default_rng(1)
     x, w = draw(rng, (3, 4, 2, 6, 6, 3)), draw(rng, (3, 3, 3, 3, 5))
 
@@ -85,8 +85,8 @@ def test_inside_loops_and_with_short_operands():
     )
 
 
-def test_short_numbers_of_few_channels_are_summed_in_32_bits():
-    """A depthwise convolution of a network in bfloat16, in which a sum of 49 numbers would be off by a percent."""
+def test_bfloat16_depthwise_convolutions_are_summed_in_float32():
+    """In bfloat16 a sum of 49 terms would have an error of a percent."""
     rng = np.random.default_rng(3)
     x, w = draw(rng, (3, 2, 9, 9, 4)).astype("bfloat16"), draw(rng, (3, 7, 7, 1, 4)).astype("bfloat16")
     function = jax.vmap(lambda x, w: conv(x, w, feature_group_count=4))
@@ -96,7 +96,7 @@ def test_short_numbers_of_few_channels_are_summed_in_32_bits():
     np.testing.assert_allclose(found.astype("float64"), exact, rtol=2**-8, atol=1e-3)
 
 
-def test_what_no_client_has_alone_stays_a_convolution():
+def test_convolutions_with_a_shared_kernel_are_unchanged():
     rng = np.random.default_rng(2)
     x, w = draw(rng, (3, 2, 6, 6, 3)), draw(rng, (3, 3, 3, 4))
     shared = jax.vmap(conv, in_axes=(0, None))

@@ -1,4 +1,4 @@
-"""Networks with random draws per sample: a batch's draws before it is split, with the same numbers."""
+"""Random draws per sample are hoisted out of microbatches, with equal results."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +33,7 @@ def images(rows: int = ROWS) -> Array:
     return normal(0, rows, 3, 5, 4)
 
 
-def of_each(x: Array) -> Array:
+def sample_sums(x: Array) -> Array:
     return (x.reshape(len(x), -1) ** 2).sum(1)
 
 
@@ -42,33 +42,35 @@ def dropped(x: Array, key: Array, *shape: int) -> Array:
 
 
 def own_keys(w: Array, x: Array, key: Array) -> Array:
-    return of_each(jax.vmap(lambda p, k: dropped(p @ w, k))(x, jax.random.split(key, len(x))))
+    return sample_sums(jax.vmap(lambda p, k: dropped(p @ w, k))(x, jax.random.split(key, len(x))))
 
 
 def two_layers(w: Array, x: Array, key: Array) -> Array:
     for k in jax.random.split(key):
         x = jnp.tanh(dropped(x @ w, k))
-    return of_each(x)
+    return sample_sums(x)
 
 
 def some_for_all(w: Array, x: Array, key: Array) -> Array:
-    return of_each(dropped(dropped(x, key, 3, 5, 4), jax.random.fold_in(key, 1)) @ (w + jax.random.normal(key, (4, 4))))
+    return sample_sums(
+        dropped(dropped(x, key, 3, 5, 4), jax.random.fold_in(key, 1)) @ (w + jax.random.normal(key, (4, 4)))
+    )
 
 
 def truth_as_numbers(w: Array, x: Array, key: Array) -> Array:
-    return of_each(x @ w * jax.random.bernoulli(key, 0.5, x.shape).astype(jnp.float32))
+    return sample_sums(x @ w * jax.random.bernoulli(key, 0.5, x.shape).astype(jnp.float32))
 
 
 def centered(w: Array, x: Array, key: Array) -> Array:
     noise = jax.random.uniform(key, x.shape)
-    return of_each(x @ w + noise - noise.mean(0))
+    return sample_sums(x @ w + noise - noise.mean(0))
 
 
 DRAWING: dict[str, Losses] = {
-    "dropout": lambda w, x, key: of_each(dropped(x @ w, key)),
-    "whole channels": lambda w, x, key: of_each(dropped(x @ w, key, len(x), 1, 1, 4)),
-    "noise": lambda w, x, key: of_each(x @ w + jax.random.normal(key, x.shape)),
-    "samples left out": lambda w, x, key: jnp.where(jax.random.bernoulli(key, 0.5, (len(x),)), of_each(x @ w), 0),
+    "dropout": lambda w, x, key: sample_sums(dropped(x @ w, key)),
+    "whole channels": lambda w, x, key: sample_sums(dropped(x @ w, key, len(x), 1, 1, 4)),
+    "noise": lambda w, x, key: sample_sums(x @ w + jax.random.normal(key, x.shape)),
+    "samples left out": lambda w, x, key: jnp.where(jax.random.bernoulli(key, 0.5, (len(x),)), sample_sums(x @ w), 0),
     "a key for each sample": own_keys,
     "two layers": two_layers,
     "some the same for all": some_for_all,
@@ -76,16 +78,16 @@ DRAWING: dict[str, Losses] = {
     "noise without its mean": centered,
 }
 WHOLE: dict[str, Losses] = {
-    "rows of all samples": lambda w, x, key: of_each(dropped(x.reshape(-1, 4), key).reshape(x.shape)),
-    "in a remembered block": lambda w, x, key: of_each(jax.checkpoint(dropped)(x @ w, key)),
-    "other samples": lambda w, x, key: of_each(x + x[jax.random.permutation(key, len(x))]),
-    "the batch's mean": lambda w, x, key: of_each(dropped(x - x.mean(0), key)),
-    "nothing for a sample": lambda w, x, key: jnp.cumsum(of_each(x)) * jax.random.normal(key),
+    "rows of all samples": lambda w, x, key: sample_sums(dropped(x.reshape(-1, 4), key).reshape(x.shape)),
+    "in a remembered block": lambda w, x, key: sample_sums(jax.checkpoint(dropped)(x @ w, key)),
+    "other samples": lambda w, x, key: sample_sums(x + x[jax.random.permutation(key, len(x))]),
+    "the batch's mean": lambda w, x, key: sample_sums(dropped(x - x.mean(0), key)),
+    "nothing for a sample": lambda w, x, key: jnp.cumsum(sample_sums(x)) * jax.random.normal(key),
 }
 
 
 class Linen(nn.Module):
-    """Dropout of a dense layer and of attention, as Flax's users write them."""
+    """Dropout of a dense layer and of attention in Flax."""
 
     @nn.compact
     def __call__(self, x: Array, train: bool = False) -> Array:
@@ -96,7 +98,7 @@ class Linen(nn.Module):
 
 
 class Equinox(eqx.Module):
-    """Called with one sample, and its key."""
+    """Called with one sample and its key."""
 
     dense: eqx.nn.Linear
     last: eqx.nn.Linear
@@ -128,8 +130,8 @@ MODELS: dict[str, Callable[[], Model]] = {
 }
 
 
-def in_parts(losses: Losses, rows: int, size: int) -> None:
-    """Losses and gradient of a batch of ``rows`` are those of parts of ``size``, with the draws cut as it is."""
+def assert_parts_agree(losses: Losses, rows: int, size: int) -> None:
+    """Assert that losses and gradient of ``rows`` samples equal those of parts of ``size`` with split draws."""
     drawn = hoist_random_draws(losses, SQUARE, images(), KEY)
     assert drawn is not None
     x, (arrays, others) = images(rows), drawn.draws(SQUARE, images(rows), KEY)
@@ -149,25 +151,25 @@ def in_parts(losses: Losses, rows: int, size: int) -> None:
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(("rows", "size"), [(12, 4), (6, 1), (26, 13)])
 @pytest.mark.parametrize("name", DRAWING)
-def test_draws_are_cut_with_the_samples(name: str, rows: int, size: int):
-    in_parts(DRAWING[name], rows, size)
+def test_draws_are_split_with_the_samples(name: str, rows: int, size: int):
+    assert_parts_agree(DRAWING[name], rows, size)
 
 
 @pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("name", DRAWING)
-def test_what_is_left_treats_samples_alone(name: str):
+def test_remaining_function_is_independent_by_sample(name: str):
     assert analyze_per_example(DRAWING[name], SQUARE, images(), KEY) is None
     seen, drawn = microbatch._cached_analysis(DRAWING[name], SQUARE, images(), KEY)
     assert seen is not None and drawn is not None
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_others_stay_whole(name: str):
+def test_other_functions_are_not_split(name: str):
     assert microbatch._cached_analysis(WHOLE[name], SQUARE, images(), KEY)[0] is None
 
 
-def test_masks_are_kept_as_truth_values_before_they_are_repeated():
-    drawn = hoist_random_draws(lambda w, x, key: of_each(dropped(x, key, len(x), 1, 1, 4)), SQUARE, images(), KEY)
+def test_masks_are_stored_as_booleans():
+    drawn = hoist_random_draws(lambda w, x, key: sample_sums(dropped(x, key, len(x), 1, 1, 4)), SQUARE, images(), KEY)
     ((mask,), _) = drawn.draws(SQUARE, images(), KEY)  # type: ignore[union-attr]
     assert (mask.shape, mask.dtype) == ((ROWS, 1, 1, 4), bool)
 
@@ -175,8 +177,8 @@ def test_masks_are_kept_as_truth_values_before_they_are_repeated():
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("batch_size", [8, "full"])
 @pytest.mark.parametrize("library", MODELS)
-def test_a_run_in_pieces_draws_what_the_run_draws(library: str, batch_size: Any, limits: Callable[..., None]):
-    """Clients of unlike sizes, batches that are not full, and steps on all of a client's data."""
+def test_run_with_microbatches_has_the_same_draws(library: str, batch_size: Any, limits: Callable[..., None]):
+    """Clients of different sizes, incomplete batches, and full batches."""
     owner = np.repeat([0, 1, 2], [11, 16, 7])
     x, y = np.asarray(images(34)), np.random.default_rng(0).integers(0, 3, 34)
     federation = Federation.from_arrays(x, y, owner, test=(x, y), num_classes=3)

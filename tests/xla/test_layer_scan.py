@@ -1,4 +1,4 @@
-"""Repeated layers in a scan: which are found, and unchanged values and gradients."""
+"""Repeated layers in a scan: which ones are found, and unchanged values and gradients."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +20,8 @@ Network = Callable[[Any, Array], Array]
 
 
 @pytest.fixture(autouse=True)
-def short_networks_count(limits: Callable[..., None]) -> None:
-    """So that networks of a few layers will do."""
+def small_limits(limits: Callable[..., None]) -> None:
+    """Rewrite networks with few layers."""
     limits(layer_scan_equations=10)
 
 
@@ -53,15 +53,15 @@ def shared(params: Any, x: Array) -> Array:
     return x
 
 
-def other_numbers(params: Any, x: Array) -> Array:
-    """Each turn has a number of its own in the program, such as the depth's rate of dropped paths."""
+def with_constants(params: Any, x: Array) -> Array:
+    """Each layer has a different constant, such as a drop rate that depends on the depth."""
     for i, layer in enumerate(params):
         x = x + (0.5 + i) * jnp.tanh(norm(x) @ layer["w"] + layer["b"])
     return x
 
 
-def all_are_read(params: Any, x: Array) -> Array:
-    """What layers on the way give is read after the last one, too."""
+def with_skip_connections(params: Any, x: Array) -> Array:
+    """Outputs of all layers are read after the last one."""
     every = []
     for layer in params:
         x = block(layer, x)
@@ -69,8 +69,8 @@ def all_are_read(params: Any, x: Array) -> Array:
     return x * sum(every[1:-1])
 
 
-def two_are_handed(params: Any, x: Array) -> Array:
-    """A reversible network: two streams."""
+def reversible(params: Any, x: Array) -> Array:
+    """A reversible network with two streams."""
     y = 2 * x
     for layer in params:
         x = x + jnp.sin(norm(y) @ layer["w"] + layer["b"])
@@ -78,8 +78,8 @@ def two_are_handed(params: Any, x: Array) -> Array:
     return x + y
 
 
-def from_the_outside(params: Any, x: Array) -> Array:
-    """All layers read the same array that is made before them."""
+def with_shared_input(params: Any, x: Array) -> Array:
+    """All layers read one array that is computed before them."""
     seen = jnp.exp(x)
     for layer in params:
         x = x + jnp.tanh((norm(x) * seen) @ layer["w"] + layer["b"])
@@ -105,24 +105,24 @@ def recurrent(params: Any, x: Array) -> Array:
 
 
 @jax.jit
-def mixed(x: Array) -> Array:
-    """As FNet does in place of attention."""
+def fourier_mixing(x: Array) -> Array:
+    """FNet's replacement of attention."""
     return jnp.fft.fft(x).real
 
 
-def transformed(params: Any, x: Array) -> Array:
+def with_fourier_transforms(params: Any, x: Array) -> Array:
     for layer in params:
-        x = block(layer, mixed(x) + jnp.fft.irfft(jnp.fft.rfft(x) * (1 + 0.5j), x.shape[-1]))
+        x = block(layer, fourier_mixing(x) + jnp.fft.irfft(jnp.fft.rfft(x) * (1 + 0.5j), x.shape[-1]))
     return x
 
 
-def drawing(params: Any, x: Array) -> Array:
+def with_dropout(params: Any, x: Array) -> Array:
     for key, layer in zip(jax.random.split(jax.random.key(7), len(params)), params, strict=True):
         x = block(layer, jnp.where(jax.random.bernoulli(key, 0.8, x.shape), x, 0))
     return x
 
 
-def handing_keys_on(params: Any, x: Array) -> Array:
+def with_key_chain(params: Any, x: Array) -> Array:
     key = jax.random.key(7)
     for i, layer in enumerate(params):
         key = jax.random.fold_in(key, i)
@@ -131,36 +131,36 @@ def handing_keys_on(params: Any, x: Array) -> Array:
 
 
 def stacked_by_hand(params: Any, x: Array) -> Array:
-    """Weights of all layers in one array, of which each takes its own."""
+    """Weights of all layers are slices of one array."""
     all_of_them = jax.tree.map(lambda *a: jnp.stack(a), *params)
     for i in range(len(params)):
         x = block(jax.tree.map(lambda a, i=i: a[i], all_of_them), x)
     return x
 
 
-def then_others(params: Any, x: Array) -> Array:
-    """Two loops with something between them."""
+def two_scans(params: Any, x: Array) -> Array:
+    """Two scans with other operations between."""
     x = chain(params[:3], x).reshape(-1, 1)
     for layer in params[3:]:
         x = x * layer["b"].sum() + jnp.sin(norm(x.reshape(-1, 5)) @ layer["w"]).reshape(-1, 1)
     return x
 
 
-ALIKE: list[tuple[Network, list[int]]] = [
+REPEATED: list[tuple[Network, list[int]]] = [
     (chain, [6]),
     (shared, [5]),
-    (other_numbers, [6]),
-    (all_are_read, [6]),
-    (two_are_handed, [6]),
-    (from_the_outside, [6]),
+    (with_constants, [6]),
+    (with_skip_connections, [6]),
+    (reversible, [6]),
+    (with_shared_input, [6]),
     (rectified, [6]),
     (recomputed, [6]),
     (recurrent, [6]),
-    (transformed, [6]),
-    (drawing, [6]),
-    (handing_keys_on, [6]),
+    (with_fourier_transforms, [6]),
+    (with_dropout, [6]),
+    (with_key_chain, [6]),
     (stacked_by_hand, [6]),
-    (then_others, [3, 3]),
+    (two_scans, [3, 3]),
 ]
 
 
@@ -180,17 +180,17 @@ def assert_close(a: Any, b: Any, digits: float) -> None:
 
 
 @pytest.mark.slow(keep=3)
-@pytest.mark.parametrize(("network", "turns"), ALIKE, ids=lambda value: getattr(value, "__name__", ""))
-def test_the_same_values_and_gradients(network: Network, turns: list[int]) -> None:
+@pytest.mark.parametrize(("network", "scan_lengths"), REPEATED, ids=lambda value: getattr(value, "__name__", ""))
+def test_values_and_gradients_are_unchanged(network: Network, scan_lengths: list[int]) -> None:
     args = weights(), normal(100, 4, 5)
     traced = jax.make_jaxpr(gradient(network))(*args)
-    assert scanned_layers(traced) == turns
+    assert scanned_layers(traced) == scan_lengths
     assert_close(jax.jit(gradient(network))(*args), jax.jit(plain(network))(*args), 2e-5)
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("network", [chain, all_are_read, rectified], ids=lambda network: network.__name__)
-def test_float64_batched_in_a_loop_and_differentiated_twice(network: Network) -> None:
+@pytest.mark.parametrize("network", [chain, with_skip_connections, rectified], ids=lambda network: network.__name__)
+def test_float64_vmap_loops_and_second_derivatives(network: Network) -> None:
     with jax.enable_x64(True):
         params, xs = jax.tree.map(lambda a: a.astype(np.float64), (weights(), normal(100, 3, 4, 5)))
         both = [jax.jit(jax.vmap(of(network), (None, 0)))(params, xs) for of in (gradient, plain)]
@@ -235,8 +235,8 @@ def reversed_back(x: Array) -> Array:
 reversed_back.defvjp(lambda x: (x + 0, None), lambda _, g: (-g,))
 
 
-def jax_s_own(share: float) -> Callable:
-    """JAX's function with a derivative of one's own, as straight-through estimators are written."""
+def straight_through_helper(share: float) -> Callable:
+    """A function of JAX with a custom derivative, as in straight-through estimators."""
     function = jax.custom_jvp(jnp.sign)
     function.defjvps(lambda tangent, _, x: share * tangent)
     return function
@@ -244,9 +244,10 @@ def jax_s_own(share: float) -> Callable:
 
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
-    ("one", "other"), [(straight, halved), (clipped, reversed_back), (jax_s_own(1.0), jax_s_own(0.5))]
+    ("one", "other"),
+    [(straight, halved), (clipped, reversed_back), (straight_through_helper(1.0), straight_through_helper(0.5))],
 )
-def test_layers_whose_derivatives_differ_are_not_alike(one: Callable, other: Callable) -> None:
+def test_layers_with_different_derivatives_are_not_merged(one: Callable, other: Callable) -> None:
     def network(kinds: list[Callable]) -> Network:
         def made(params: Any, x: Array) -> Array:
             for kind, layer in zip(kinds, params, strict=True):
@@ -255,10 +256,10 @@ def test_layers_whose_derivatives_differ_are_not_alike(one: Callable, other: Cal
 
         return made
 
-    args, same, mixed = (weights(), normal(100, 4, 5)), network([one] * 6), network([one] * 3 + [other] * 3)
+    args, same, fourier_mixing = (weights(), normal(100, 4, 5)), network([one] * 6), network([one] * 3 + [other] * 3)
     assert scanned_layers(jax.make_jaxpr(gradient(same))(*args)) == [6]
-    assert scanned_layers(jax.make_jaxpr(gradient(mixed))(*args)) == [3, 3]
-    for made in (same, mixed):
+    assert scanned_layers(jax.make_jaxpr(gradient(fourier_mixing))(*args)) == [3, 3]
+    for made in (same, fourier_mixing):
         assert_close(jax.jit(gradient(made))(*args), jax.jit(plain(made))(*args), 2e-5)
 
 
@@ -283,23 +284,23 @@ def holding_arrays(params: Any, x: Array) -> Array:
 
 
 def giving_a_key(params: Any, x: Array) -> Array:
-    """The last layer's key is read after it, and none is handed on."""
+    """The key of the last layer is used after it, and none is passed on."""
     for i, layer in enumerate(params):
         key = jax.random.fold_in(jax.random.key(7), i)
         x = block(layer, x + jax.random.uniform(key, x.shape))
     return x * jax.random.normal(key)
 
 
-UNLIKE = [unlike_shapes, read_two_before, holding_arrays, giving_a_key]
+NOT_REPEATED = [unlike_shapes, read_two_before, holding_arrays, giving_a_key]
 
 
-@pytest.mark.parametrize("network", UNLIKE, ids=lambda network: network.__name__)
-def test_what_is_not_alike_stays_as_it_is(network: Network) -> None:
+@pytest.mark.parametrize("network", NOT_REPEATED, ids=lambda network: network.__name__)
+def test_other_networks_are_unchanged(network: Network) -> None:
     args = weights(), normal(100, 4, 5)
     assert_close(jax.jit(gradient(network))(*args), jax.jit(plain(network))(*args), 2e-5)
 
 
-def test_what_is_printed_stays_in_its_place(capfd: pytest.CaptureFixture[str]) -> None:
+def test_effects_keep_their_order(capfd: pytest.CaptureFixture[str]) -> None:
     def network(params: Any, x: Array) -> Array:
         for i, layer in enumerate(params):
             x = block(layer, x)
@@ -311,7 +312,7 @@ def test_what_is_printed_stays_in_its_place(capfd: pytest.CaptureFixture[str]) -
     assert sorted(capfd.readouterr().out.split()) == sorted(f"layer {i}".split()[j] for i in range(6) for j in (0, 1))
 
 
-def test_large_and_short_networks_are_left_alone(limits: Callable[..., None]) -> None:
+def test_large_and_short_networks_are_unchanged(limits: Callable[..., None]) -> None:
     args = weights(), normal(100, 4, 5)
     found = lambda: scanned_layers(jax.make_jaxpr(gradient(chain))(*args))  # noqa: E731
     limits(layer_scan_bytes=2000)
@@ -333,8 +334,8 @@ class Residual(nn.Module):
         return nn.Dense(3)(x.mean((1, 2)))
 
 
-class Attending(eqx.Module):
-    """Blocks of attention and of dense layers, for one sample."""
+class Transformer(eqx.Module):
+    """Blocks of attention and dense layers for one sample."""
 
     blocks: list
     last: eqx.nn.Linear
@@ -362,14 +363,14 @@ class Attending(eqx.Module):
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["equinox", "linen"])
-def test_a_run_is_the_same_and_says_what_is_in_loops(name: str, limits: Callable[..., None]) -> None:
+def test_run_is_unchanged_and_reports_the_scans(name: str, limits: Callable[..., None]) -> None:
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(24, 12, 12, 1)).astype(np.float32), rng.integers(0, 3, 24)
     federation = Federation.from_arrays(x, y, offsets=[0, 5, 16, 24], test=(x, y), num_classes=3)
     losses, plans = [], []
     for worth in (10, 10**9):
         limits(layer_scan_equations=worth)
-        made = from_linen(Residual(), x[:1]) if name == "linen" else from_equinox(Attending(jax.random.key(0)))
+        made = from_linen(Residual(), x[:1]) if name == "linen" else from_equinox(Transformer(jax.random.key(0)))
         method = FedAvg(local=LocalSGD(lr=0.1, steps=2, batch_size=4))
         result = simulate(method, classification(made), federation, rounds=2, cohort_size=3, seed=1, progress=False)
         losses.append(result.events[-1]["test_loss"])

@@ -36,8 +36,8 @@ FUNCTIONS: dict[str, Callable] = {
 }
 
 
-def of_several(function: Callable, *args: Any) -> list[str]:
-    """The factorizations of several matrices at once that it makes."""
+def batched_factorizations(function: Callable, *args: Any) -> list[str]:
+    """Batched factorizations in a function."""
     found = []
     for equation in equations_in(jax.make_jaxpr(function)(*args)):
         axes = 1 if equation.primitive.name == "tridiagonal_solve" else 2
@@ -49,32 +49,32 @@ def of_several(function: Callable, *args: Any) -> list[str]:
 @pytest.mark.slow(keep=4)
 @pytest.mark.skipif(not SEQUENTIAL_RULES, reason="this jaxlib computes them in turn itself")
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_they_are_jaxs_in_turn(name: str):
-    """Of a batch in two axes, and of clients at once."""
+def test_factorizations_agree_with_jax(name: str):
+    """For two batch axes, and vectorized clients."""
     function, a = FUNCTIONS[name], jax.random.normal(jax.random.key(0), (3, 2, 4, 4))
     expected = function(a)
-    assert of_several(function, a)
+    assert batched_factorizations(function, a)
     for fast in (optimize(function), vmap(optimize(function))):
-        assert not of_several(fast, a)
+        assert not batched_factorizations(fast, a)
         for x, y in zip(jax.tree.leaves(expected), jax.tree.leaves(jax.jit(fast)(a)), strict=True):
             np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.skipif(not SEQUENTIAL_RULES, reason="this jaxlib computes them in turn itself")
-def test_gradients_and_clients_at_once_whose_samples_are_single_matrices():
+def test_gradients_and_vectorized_clients_with_one_matrix_per_sample():
     loss = lambda w, a: jnp.linalg.cholesky(a * w + jnp.eye(4)).sum() + jnp.linalg.slogdet(a + w * jnp.eye(4))[1]  # noqa: E731
     a = jnp.ones((5, 4, 4)) + jnp.arange(1.0, 6)[:, None, None] * jnp.eye(4)
     gradient = optimize(jax.grad(lambda w, a: loss(w, a).sum()))
     side = vmap(gradient, (None, 0))
-    assert of_several(jax.vmap(gradient, (None, 0)), 1.0, a) and not of_several(side, 1.0, a)
+    assert batched_factorizations(jax.vmap(gradient, (None, 0)), 1.0, a) and not batched_factorizations(side, 1.0, a)
     np.testing.assert_allclose(side(1.0, a), jax.vmap(jax.grad(loss), (None, 0))(1.0, a), rtol=1e-4)
 
 
 @pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("of", ["bkr,bkc->brc", "bkr,bkc->bcr", "brk,ckb->brc", "kbjr,bkcj->brc", "rbks,bkc->bcrs"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_small_products_of_a_batch_are_sums(of: str, dtype: str):
-    """Of two or three rows and columns; others are left alone."""
+def test_small_batched_products_are_sums(of: str, dtype: str):
+    """Of two or three rows and columns; others are unchanged."""
     for size, summed in ((1, False), (3, True), (4, False)):
         sizes = {"b": 5, "k": 6, "j": 2, "r": size, "c": 2, "s": 1}
         rng = np.random.default_rng(0)
@@ -88,8 +88,8 @@ def test_small_products_of_a_batch_are_sums(of: str, dtype: str):
             np.testing.assert_allclose(made(a, b), np.einsum(of, left, right), rtol=tolerance, atol=tolerance)
 
 
-def test_clients_side_by_side_with_three_features_and_three_classes():
-    """Of which jaxlib 0.10 ended the process."""
+def test_vectorized_clients_with_three_features_and_three_classes():
+    """This program crashed in jaxlib 0.10."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(24, 3)), np.arange(24) % 3
     federation = fedrax.Federation.from_arrays(x, y, offsets=[0, 6, 12, 18, 24], shuffle=False)
@@ -106,8 +106,8 @@ def test_clients_side_by_side_with_three_features_and_three_classes():
 
 @pytest.mark.skipif(not SEQUENTIAL_RULES, reason="this jaxlib computes them in turn itself")
 @pytest.mark.parametrize("where", ["client", "server"])
-def test_methods_own_factorizations_are_in_turn(where: str):
-    """In the program of a round, of which each device runs a copy: they waited for each other for ever."""
+def test_factorizations_in_methods_are_sequential(where: str):
+    """Devices that run batched factorizations in the same program would deadlock."""
 
     def of_many(params: Any) -> Any:
         matrices = jax.tree.leaves(params)[-1][:1, :1] + jnp.arange(64.0)[:, None, None] * jnp.eye(4)

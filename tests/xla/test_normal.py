@@ -1,4 +1,4 @@
-"""Normal random numbers: bits against published ones, quantiles against SciPy's, and derived draws."""
+"""Normal random numbers: bits against published ones, quantiles against SciPy, and derived draws."""
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +24,13 @@ def drawn(seed: int, *shapes: tuple[int, ...]) -> list[np.ndarray]:
         ((0x243F6A88, 0x85A308D3), (0x13198A2E, 0x03707344), (0xC4923A9C, 0x483DF7A0)),
     ],
 )
-def test_bits_are_the_published_ones(counter: tuple, key: tuple, block: tuple):
-    """The known answers of the Random123 library."""
+def test_bits_agree_with_published_ones(counter: tuple, key: tuple, block: tuple):
+    """Known answers of the Random123 library."""
     first, second = threefry(jnp.array(key, jnp.uint32), *(jnp.uint32(word) for word in counter))
     assert (int(first), int(second)) == block
 
 
-def test_uniform_numbers_have_digits_near_zero():
+def test_uniform_numbers_are_precise_near_zero():
     words = np.array([0, 1, 2, 1 << 8, 1 << 31, 0xFFFFFFFE, 0xFFFFFFFF], np.uint32)
     low = np.array([0, 5, 0x7FFFFFFF, 77, 3, 0x7FFFFFFF, 0x7FFFFFFF], np.uint32)
     q = np.asarray(_uniform(jnp.asarray(words), jnp.asarray(low)), float)
@@ -38,7 +38,7 @@ def test_uniform_numbers_have_digits_near_zero():
     assert q[0] == 2.0**-63 and q.max() <= 1
 
 
-def test_quantiles_are_those_of_the_normal_distribution():
+def test_quantiles_agree_with_scipy():
     q = np.concatenate([np.logspace(-63, 0, 40_001, base=2), 1 - np.logspace(-24, -1, 2001, base=2)]).astype(np.float32)
     expected = -stats.norm.ppf(q.astype(float) / 2)
     np.testing.assert_allclose(np.asarray(jax.jit(_quantile)(q)), expected, rtol=1e-6, atol=1e-8)
@@ -46,7 +46,7 @@ def test_quantiles_are_those_of_the_normal_distribution():
     np.testing.assert_allclose(_log(jnp.asarray(q)), np.log(q.astype(float)), rtol=1e-6, atol=1e-7)
 
 
-def test_what_is_drawn_is_normal():
+def test_draws_are_normal():
     (z,) = drawn(0, (1000, 1000))
     moments = np.array([np.mean(z.astype(float) ** k) for k in (1, 2, 3, 4)])
     spread = np.sqrt(np.array([1, 2, 15, 96]) / z.size)
@@ -58,7 +58,7 @@ def test_what_is_drawn_is_normal():
         assert stats.poisson.cdf(count, mean) > 1e-5 and stats.poisson.sf(count - 1, mean) > 1e-5
 
 
-def test_leaves_keys_and_neighbors_are_not_related():
+def test_draws_of_leaves_keys_and_neighbors_are_independent():
     n = 200_000
     rows = [*drawn(1, (n,), (n // 2, 2)), *drawn(2, (n,)), *drawn(1 << 31, (n,))]
     rows = [row.ravel() for row in rows]
@@ -69,7 +69,7 @@ def test_leaves_keys_and_neighbors_are_not_related():
             assert abs(np.corrcoef(of(a), of(b))[0, 1]) < 4.9 / np.sqrt(len(a))
 
 
-def test_the_same_numbers_however_they_are_computed():
+def test_draws_do_not_depend_on_the_compilation():
     keys = jax.random.split(jax.random.key(3), 3)
     like = {"a": jnp.zeros((4, 5)), "b": jnp.zeros(()), "c": jnp.zeros((0, 2))}
     together = jax.jit(jax.vmap(lambda key: normal_noise(key, like)))(keys)
@@ -81,10 +81,10 @@ def test_the_same_numbers_however_they_are_computed():
     assert jax.tree.map(jnp.shape, other) == jax.tree.map(jnp.shape, like)
 
 
-def test_many_leaves_are_drawn_by_one_loop_and_are_the_same_numbers():
-    """Their ends and the loop's turns fall together nowhere."""
+def test_many_leaves_are_drawn_by_one_loop():
+    """Ends of leaves and of iterations never coincide."""
     small = [(3, 5), (4096,), (4097,), (), (0,), (100, 99), (1,), (2, 3, 4), (8192,)]
-    shapes = [*small[:4], (513, 512), *small[4:]]  # one that is drawn by itself
+    shapes = [*small[:4], (513, 512), *small[4:]]  # one that is drawn separately
     key = jax.random.key(7)
     draw = lambda key, shapes: normal_noise(key, [jnp.zeros(shape) for shape in shapes])  # noqa: E731
     found = jax.jit(draw, static_argnums=1)(key, tuple(shapes))
@@ -93,10 +93,10 @@ def test_many_leaves_are_drawn_by_one_loop_and_are_the_same_numbers():
         assert z.shape == shape
         np.testing.assert_allclose(z, jax.jit(_leaf, static_argnums=(0, 2))(shape, words, i), rtol=1e-6)
     lengths = [count_equations(jax.make_jaxpr(draw, static_argnums=1)(key, tuple(small * times))) for times in (1, 4)]
-    assert lengths[1] - lengths[0] <= 3 * len(small) * 3  # a slice, and a shape
+    assert lengths[1] - lengths[0] <= 3 * len(small) * 3  # a slice and a shape
 
 
-def test_an_array_of_more_numbers_than_counters_is_rejected():
+def test_array_larger_than_the_counter_is_rejected():
     with pytest.raises(FedraxError, match="split the array"):
         jax.eval_shape(
             lambda key: normal_noise(key, jax.ShapeDtypeStruct((1 << 16, 1 << 16), jnp.float32)), jax.random.key(0)

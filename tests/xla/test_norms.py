@@ -21,7 +21,7 @@ def by_numpy(vector: dict) -> float:
     return float(np.sqrt(sum(np.sum(np.asarray(v, float) ** 2) for v in vector.values())))
 
 
-def test_the_length_of_a_difference_is_asked_of_the_two():
+def test_norm_of_a_difference_is_computed_from_both_vectors():
     a, b = vectors()
 
     def function(a, b):
@@ -40,7 +40,7 @@ def test_the_length_of_a_difference_is_asked_of_the_two():
     assert float(of_a) == pytest.approx(by_numpy(a), rel=1e-6)
 
 
-def test_no_other_operation_is_taken_for_a_difference():
+def test_other_operations_are_unchanged():
     a, _ = vectors()
     del a["c"]
     for other in (lambda a: 2.0 - a, lambda a: a + a, lambda a: a):
@@ -49,7 +49,7 @@ def test_no_other_operation_is_taken_for_a_difference():
         assert all(e.params.get("name") != "fedrax_square_of_difference" for e in same.jaxpr.eqns if e.invars)
 
 
-def test_lengths_of_functions_in_blocks():
+def test_norms_of_expressions_in_blocks():
     a, b = vectors()
     expected = {name: 2 * a[name] + b[name] for name in a}
     found = jax.jit(lambda a, b: tree.norm_of(lambda x, y: 2 * x + y, a, b))(a, b)
@@ -58,7 +58,7 @@ def test_lengths_of_functions_in_blocks():
     assert np.allclose(batched, [by_numpy(expected), by_numpy(b)], rtol=1e-6)
 
 
-def test_what_is_not_finite_shows():
+def test_nonfinite_entries_are_detected():
     a, b = vectors()
     a["d"][9000] = np.nan
     assert np.isnan(tree.norm_of(jnp.subtract, a, b))

@@ -25,7 +25,7 @@ NETWORKS = {
 
 
 def gradient_of(network: str) -> tuple[Any, Any, Batch]:
-    """(gradient of one sample, parameters, samples)."""
+    """(gradient of a sample, parameters, samples)."""
     task = classification(NETWORKS[network][0])
     x = np.random.default_rng(0).normal(size=(B, 8, 8)).astype(np.float32)
     one = lambda params, sample: task.loss(params, jax.tree.map(lambda a: a[None], sample), jax.random.key(0))[0]  # noqa: E731
@@ -33,7 +33,7 @@ def gradient_of(network: str) -> tuple[Any, Any, Batch]:
 
 
 def one_by_one(gradient: Any, params: Any, samples: Any) -> tuple[list[np.ndarray], list[float]]:
-    """(the clipped sum's leaves, the gradients' lengths)."""
+    """(leaves of the clipped sum, norms of the gradients)."""
     total, lengths = [np.zeros(leaf.shape) for leaf in jax.tree.leaves(params)], []
     single = jax.jit(gradient)
     for b in np.flatnonzero(COUNTS):
@@ -46,7 +46,7 @@ def one_by_one(gradient: Any, params: Any, samples: Any) -> tuple[list[np.ndarra
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("network", NETWORKS)
-def test_sums_are_those_of_single_gradients(network: str):
+def test_sums_agree_with_single_gradients(network: str):
     gradient, params, samples = gradient_of(network)
     summed = jax.jit(lambda p, s: clipped_gradient_sum(gradient, p, s, bound=BOUND, counts=jnp.asarray(COUNTS)))(
         params, samples
@@ -59,7 +59,7 @@ def test_sums_are_those_of_single_gradients(network: str):
 
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("network", NETWORKS)
-def test_dense_layers_are_never_written_out(network: str):
+def test_per_example_gradients_of_dense_layers_are_not_materialized(network: str):
     gradient, params, samples = gradient_of(network)
     jaxpr = trace_inlined(jax.vmap(gradient, (None, 0)), params, samples)[0].jaxpr
     makers = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
@@ -67,7 +67,7 @@ def test_dense_layers_are_never_written_out(network: str):
     assert {name for name, v in names if _match_outer_product(v, makers)} == NETWORKS[network][1]
 
 
-def test_weights_used_again_and_transposed():
+def test_weights_used_repeatedly_and_transposed():
     def loss(params: dict, x: jax.Array) -> jax.Array:
         h, _ = jax.lax.scan(lambda h, row: (jnp.tanh(params["again"] @ h + row), None), jnp.zeros(4), x)
         return jnp.sum((params["turned"].T @ h[:, None]) ** 2)
@@ -81,8 +81,8 @@ def test_weights_used_again_and_transposed():
         np.testing.assert_allclose(leaf, other, atol=2e-6)
 
 
-def test_no_sample_breaks_the_bound():
-    """Neither with numbers that are not finite, nor with factors of which one vanishes when squared."""
+def test_every_clipped_gradient_is_within_the_bound():
+    """Neither with nonfinite entries, nor with factors whose squares underflow."""
     samples = jnp.array([[1e-25, 2e22], [jnp.inf, 1.0], [jnp.nan, 1.0], [1.0, 1.0], [0.0, 1.0]])
 
     def gradient(params: jax.Array, sample: jax.Array) -> jax.Array:

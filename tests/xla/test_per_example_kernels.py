@@ -14,13 +14,13 @@ from jax import Array, lax
 
 from fedrax.xla.pipeline import optimize
 from fedrax.xla.tracing import equations_in
-from tests.xla.agreement import EACH_TYPE, assert_same, double_precision, draw
+from tests.xla.agreement import assert_same, double_precision, draw, every_dtype
 
 __all__ = ["double_precision"]
 
 
-def of_each(upstream: Any, **options: Any) -> Callable[[Array, Array], Array]:
-    """(images [B, space, C], kernel) -> the gradients [B, ...] of the kernel."""
+def per_example_gradients(upstream: Any, **options: Any) -> Callable[[Array, Array], Array]:
+    """(images [B, space, C], kernel) -> gradients [B, ...] of the kernel."""
 
     def one(kernel: Array, image: Array, given: Array) -> Array:
         through = lambda kernel: lax.conv_general_dilated(image[None], kernel, **options)  # noqa: E731
@@ -47,27 +47,27 @@ def case(rng: random.Random, dtype: Any) -> tuple[Callable, np.ndarray, np.ndarr
     if any(n > size for n, size in zip(dilated, images.shape[1:-1], strict=True)):
         return case(rng, dtype)
     shape = jax.eval_shape(partial(lax.conv_general_dilated, **options), images, kernel).shape
-    return of_each(draw(numbers, shape, dtype), **options), images, kernel
+    return per_example_gradients(draw(numbers, shape, dtype), **options), images, kernel
 
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("seed", range(4))
-@EACH_TYPE
-def test_they_are_those_of_jax(seed: int, dtype: Any):
-    """Twelve of them in a program."""
+@every_dtype
+def test_per_example_gradients_agree_with_jax(seed: int, dtype: Any):
+    """Twelve in each program."""
     rng = random.Random(seed)
     functions, *inputs = zip(*(case(rng, dtype) for _ in range(12)), strict=True)
     assert_same(lambda *inputs: [f(*of) for f, *of in zip(functions, *inputs, strict=True)], *inputs)
 
 
-def test_there_is_no_more_to_compile_for_more_samples():
-    """Nor anything left that has a group of channels for each sample, which XLA takes number by number."""
+def test_program_size_does_not_grow_with_the_samples():
+    """And no convolution has a group for each sample, which XLA computes entry by entry."""
     rng, lengths = np.random.default_rng(0), set()
     kernel = draw(rng, (3, 3, 8, 32))
     for samples in (4, 40):
         images, upstream = draw(rng, (samples, 10, 10, 8)), draw(rng, (samples, 10, 10, 32))
         options = dict(window_strides=(1, 1), padding="SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-        gradients = of_each(upstream, **options)
+        gradients = per_example_gradients(upstream, **options)
         made = list(equations_in(jax.make_jaxpr(optimize(gradients))(images, kernel)))
         left = [e.params for e in made if e.primitive.name == "conv_general_dilated"]
         assert {(p["feature_group_count"], p["batch_group_count"]) for p in left} <= {(1, 1)}
@@ -77,8 +77,8 @@ def test_there_is_no_more_to_compile_for_more_samples():
 
 
 @pytest.mark.parametrize("clients", [2, 3])
-def test_so_are_those_of_clients_at_once(clients: int):
-    """Several samples in each group: gradients of clients with kernels of their own, side by side."""
+def test_per_example_gradients_of_vectorized_clients_agree_with_jax(clients: int):
+    """With several samples in each group, for clients with different kernels."""
     rng = np.random.default_rng(1)
     images, kernels = draw(rng, (clients, 4, 9, 9, 5)), draw(rng, (clients, 3, 3, 5, 6))
     conv = partial(lax.conv, window_strides=(1, 1), padding="SAME")

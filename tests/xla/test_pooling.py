@@ -1,4 +1,4 @@
-"""Rewritten pooling and sums against JAX's: values and gradients on random shapes."""
+"""Rewritten pooling and sums against JAX: values and gradients for random shapes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax import Array, lax
 
 from fedrax.xla.pipeline import optimize
 from fedrax.xla.tracing import equations_in
-from tests.xla.agreement import EACH_TYPE, assert_same, double_precision, draw, gradients
+from tests.xla.agreement import assert_same, double_precision, draw, every_dtype, gradients
 
 __all__ = ["double_precision"]
 
@@ -24,7 +24,7 @@ __all__ = ["double_precision"]
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("seed", range(3))
 def test_random_max_pooling(seed: int):
-    """With equal numbers in a window, whose first one gets the gradient."""
+    """With ties in a window, whose first entry gets the gradient."""
     choose, rng = random.Random(seed), np.random.default_rng(seed)
     functions, inputs = [], []
     for _ in range(8):
@@ -59,13 +59,15 @@ def test_average_pooling_and_sums_over_scattered_axes():
         assert_same(pool, x)
         sums = [e for e in equations_in(jax.make_jaxpr(optimize(pool))(x)) if "window_sum" in e.primitive.name]
         large = [e for e in sums if math.prod(e.params["window_dimensions"]) > 8]
-        assert all(max(e.params["window_strides"]) > 1 for e in large)  # at every place, as gradients are: axis by axis
+        assert all(
+            max(e.params["window_strides"]) > 1 for e in large
+        )  # at all positions, as in gradients: axis by axis
     assert_same(lambda x: [x.reshape(2, 6, 6, 4, 2).sum(axes) for axes in ((1, 2, 4), (0, 4), (1, 3), (3, 4))], x)
 
 
-@EACH_TYPE
-def test_sums_and_maxima_know_no_axes_of_length_one(dtype: Any):
-    """With them XLA takes six times as long for a softmax's gradient, which has its sums in it."""
+@every_dtype
+def test_unit_axes_are_removed_from_reductions(dtype: Any):
+    """With them the gradient of a softmax, which contains sums, takes six times as long in XLA."""
     x = draw(np.random.default_rng(0), (1, 3, 1, 8), dtype)
 
     def everything(x: Array) -> list:
@@ -83,8 +85,8 @@ def test_sums_and_maxima_know_no_axes_of_length_one(dtype: Any):
 
 
 @pytest.mark.parametrize(("places", "kept"), [(1 << 15, True), (1 << 14, False)])
-def test_many_sums_stay_as_they_are(places: int, kept: bool):
-    """A reshape that follows, as before a product, is not one of what they are of, which XLA would write out."""
+def test_sums_before_a_reshape_are_unchanged(places: int, kept: bool):
+    """A reshape after the sum, as before a product, is not merged, because XLA would materialize it."""
     x = jax.random.normal(jax.random.key(0), (places // 16, 4, 16))
     weight = jax.random.normal(jax.random.key(1), (64, 2))
     product = lambda x: (x * jnp.sin(x)).sum(1).reshape(-1, 64) @ weight  # noqa: E731

@@ -19,7 +19,7 @@ from fedrax.xla import use_options as under
 from fedrax.xla.options import PassName
 
 ROWS, WIDTH, SIZE, CHANNELS = 4, 6, 5, 2
-LOW = Limits(
+LOW_LIMITS = Limits(
     attention_bytes=0,
     attention_block_bytes=64,
     attention_block_rows=2,
@@ -38,8 +38,8 @@ LOW = Limits(
     random_bits=1,
     sine_numbers=1,
 )
-"""Everything applies, however small it is."""
-EVERY = frozenset(get_args(PassName))
+"""Limits with which passes apply to arrays of any size."""
+ALL_PASSES = frozenset(get_args(PassName))
 IN_PIPELINE = sorted(one.name for one in PASSES if one.stage in ("forward", "lowering"))
 
 
@@ -105,7 +105,7 @@ STEPS = st.lists(
 
 
 def program(steps: list[tuple[int, int, int]]) -> Callable[..., Array]:
-    """(weights, x [ROWS, ...]) -> losses [ROWS] of the operations in ``steps``: which one, and of which values."""
+    """(weights, x [ROWS, ...]) -> losses [ROWS] of the operations in ``steps``, each with its inputs."""
 
     def losses(weights: tuple[Array, Array], x: Array, key: Array) -> Array:
         dense, kernel = weights
@@ -130,20 +130,20 @@ def arguments() -> tuple[tuple[Array, Array], Array]:
     return (draw(WIDTH, WIDTH), draw(3, 3, CHANNELS, CHANNELS)), draw(ROWS, SIZE, SIZE, CHANNELS)
 
 
-def agree(found: object, wanted: object) -> None:
+def assert_agrees(found: object, wanted: object) -> None:
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4 * float(jnp.abs(b).max(initial=1)))
 
 
-def check(steps: list[tuple[int, int, int]], alone: list[str]) -> None:
+def check(steps: list[tuple[int, int, int]], single_pass: list[str]) -> None:
     losses, (weights, x), key = program(steps), arguments(), jax.random.key(0)
     objective = lambda weights, x: losses(weights, x, key).sum()  # noqa: E731
     wanted = jax.jit(jax.value_and_grad(objective, (0, 1)))(weights, x)
-    for kept in (IN_PIPELINE, *([name] for name in alone)):
-        options = Options(EVERY - set(kept), LOW)
+    for kept in (IN_PIPELINE, *([name] for name in single_pass)):
+        options = Options(ALL_PASSES - set(kept), LOW_LIMITS)
         gradient = jax.value_and_grad(optimize_forward(objective, options), (0, 1))
-        agree(jax.jit(optimize(gradient, options=options))(weights, x), wanted)
+        assert_agrees(jax.jit(optimize(gradient, options=options))(weights, x), wanted)
 
 
 SETTINGS = settings(
@@ -157,8 +157,8 @@ SETTINGS = settings(
 
 @settings(SETTINGS, max_examples=6)
 @given(STEPS, st.sampled_from(IN_PIPELINE))
-def test_passes_composed_and_one_alone_agree_with_jax(steps: list[tuple[int, int, int]], alone: str) -> None:
-    check(steps, [alone])
+def test_passes_composed_and_one_alone_agree_with_jax(steps: list[tuple[int, int, int]], single_pass: str) -> None:
+    check(steps, [single_pass])
 
 
 @pytest.mark.slow
@@ -173,20 +173,20 @@ def test_passes_composed_and_each_alone_agree_with_jax(steps: list[tuple[int, in
 def test_microbatches_of_any_program_add_up_to_the_batch(steps: list[tuple[int, int, int]]) -> None:
     losses, (weights, x), key = program(steps), arguments(), jax.random.key(0)
     gradient = lambda weights, x, counts: jax.value_and_grad(lambda w: losses(w, x, key).sum())(weights)  # noqa: E731
-    with under(Options(limits=LOW)):
+    with under(Options(limits=LOW_LIMITS)):
         plan = plan_microbatches(losses, weights, x, key)
         if plan is not None and plan.drawn is None:
             summed = jax.jit(lambda w, x: accumulate_gradients(gradient, plan, w, x, None))
-            agree(summed(weights, x), jax.jit(lambda w, x: gradient(w, x, None))(weights, x))
+            assert_agrees(summed(weights, x), jax.jit(lambda w, x: gradient(w, x, None))(weights, x))
 
 
-def test_every_pass_is_in_the_table_and_may_be_switched_off() -> None:
-    assert sorted(one.name for one in PASSES) == sorted(EVERY)
+def test_all_passes_are_registered_and_can_be_switched_off() -> None:
+    assert sorted(one.name for one in PASSES) == sorted(ALL_PASSES)
     with pytest.raises(Exception, match="no compiler pass is called 'sce'"):
         Options(frozenset({"sce"}))  # type: ignore[arg-type]
 
 
-def test_the_documentation_lists_every_pass() -> None:
+def test_documentation_lists_every_pass() -> None:
     page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text("utf-8")
     for one in PASSES:
         assert f"| `{one.name}` | {one.matches} | {one.becomes} | {', '.join(one.backends).upper()} |" in page

@@ -1,4 +1,4 @@
-"""Scans with random bodies, and their gradients, against JAX's."""
+"""Scans with random bodies, and their gradients, against JAX."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ WIDTH = 16
 
 
 @pytest.fixture(autouse=True)
-def everything_is_taken_out(limits: Callable[..., None]) -> Iterator[None]:
-    """However small it is."""
+def low_limits(limits: Callable[..., None]) -> Iterator[None]:
+    """Hoist products of any size."""
     limits(recurrent_weight_ratio=1, recurrent_product_ratio=1, recurrent_steps=1)
     with jax.enable_x64(True):
         yield
 
 
-def drawn_body(rng: np.random.Generator, weights: list[Array]) -> Callable:
-    """(carried arrays, rows [B, WIDTH]) -> (carried arrays, some of what it made), of up to 14 operations."""
+def random_body(rng: np.random.Generator, weights: list[Array]) -> Callable:
+    """(carried arrays, rows [B, WIDTH]) -> (carried arrays, outputs), with up to 14 operations."""
     operations: list[Callable[[Array, Array, Array], list[Array]]] = [
         lambda v, u, w: [v @ w / 4],
         lambda v, u, w: [v @ w.T / 4],
@@ -57,8 +57,8 @@ def drawn_body(rng: np.random.Generator, weights: list[Array]) -> Callable:
     return body
 
 
-def drawn_scan(seed: int) -> tuple[Callable, tuple]:
-    """(a scan of three arguments: weights, carried arrays, rows; these)."""
+def random_scan(seed: int) -> tuple[Callable, tuple]:
+    """(a scan over weights, carried arrays and rows, and these arguments)."""
     rng = np.random.default_rng(seed)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape))  # noqa: E731
     length, batch = int(rng.integers(1, 6)), int(rng.integers(1, 3))
@@ -70,7 +70,7 @@ def drawn_scan(seed: int) -> tuple[Callable, tuple]:
     state = int(rng.integers(1 << 30))
 
     def function(weights: list[Array], carried: list[Array], rows: list[Array]) -> Any:
-        body = drawn_body(np.random.default_rng(state), weights)
+        body = random_body(np.random.default_rng(state), weights)
         return lax.scan(body, tuple(carried), tuple(rows), **how)
 
     return function, (weights, carried, rows)
@@ -78,8 +78,8 @@ def drawn_scan(seed: int) -> tuple[Callable, tuple]:
 
 @pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("seed", range(60))
-def test_drawn_scans_and_their_gradients(seed: int) -> None:
-    function, args = drawn_scan(seed)
+def test_random_scans_and_their_gradients_agree_with_jax(seed: int) -> None:
+    function, args = random_scan(seed)
     loss = lambda *args: sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(function(*args)))  # noqa: E731
     for each in (function, jax.grad(loss, (0, 1, 2))):
         wanted, found = jax.jit(each)(*args), jax.jit(optimize(each))(*args)

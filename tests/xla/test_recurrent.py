@@ -1,4 +1,4 @@
-"""Products hoisted out of a scan: gradients of recurrent networks against JAX's."""
+"""Products hoisted out of scans: gradients of recurrent networks against JAX."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def double_precision() -> Iterator[None]:
         yield
 
 
-def drawn(*shape: int) -> np.ndarray:
+def random_array(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).normal(size=shape)
 
 
 def carried_shapes(function: Callable, *args: Any) -> set[tuple[int, ...]]:
-    """Of what scans hand from turn to turn."""
+    """Shapes of the carried arrays of scans."""
     found: set[tuple[int, ...]] = set()
 
     def walk(jaxpr: Any) -> None:
@@ -43,7 +43,7 @@ def carried_shapes(function: Callable, *args: Any) -> set[tuple[int, ...]]:
 
 
 def products_within(function: Callable, *args: Any) -> list[tuple[int, ...]]:
-    """Shapes of the products that scans make in their turns."""
+    """Shapes of the products in the bodies of scans."""
     found = []
 
     def walk(jaxpr: Any, inside: bool) -> None:
@@ -69,8 +69,8 @@ def assert_same(function: Callable, *args: Any) -> None:
 @pytest.mark.parametrize("cell", [nn.OptimizedLSTMCell, nn.LSTMCell, nn.GRUCell, nn.SimpleCell])
 @pytest.mark.parametrize("how", [{}, {"reverse": True, "keep_order": True}, {"unroll": 3}])
 def test_recurrent_networks_of_flax(cell: Any, how: dict) -> None:
-    """No gradient of a weight is handed from step to step, and every gradient is JAX's."""
-    network, x = nn.RNN(cell(24, param_dtype=float), **how), jnp.asarray(drawn(3, 7, 5))
+    """No weight gradient is carried from step to step, and all gradients equal JAX's."""
+    network, x = nn.RNN(cell(24, param_dtype=float), **how), jnp.asarray(random_array(3, 7, 5))
     weights = network.init(jax.random.key(0), x)
     gradient = jax.grad(lambda w, x: (network.apply(w, x) ** 2).sum(), argnums=(0, 1))
     assert_same(gradient, weights, x)
@@ -78,14 +78,14 @@ def test_recurrent_networks_of_flax(cell: Any, how: dict) -> None:
     assert not {(24, 24), (24, 96)} & carried_shapes(optimize(gradient), weights, x)
 
 
-def summed_products(body: Callable) -> Callable:
-    """(a [T, B, A], b [T, B, C]) -> what a scan of ``body(total, a, b)`` ends with, from a start that is not zero."""
+def final_carry(body: Callable) -> Callable:
+    """(a [T, B, A], b [T, B, C]) -> final carry of a scan of ``body(total, a, b)`` with a nonzero initial value."""
     return lambda a, b: lax.scan(lambda total, ab: body(total, *ab), jnp.ones((a.shape[-1], b.shape[-1])), (a, b))
 
 
 @pytest.mark.slow(keep=4)
 @pytest.mark.parametrize(
-    ("body", "is_taken_out"),
+    ("body", "is_hoisted"),
     [
         (lambda total, a, b: (total + a.T @ b, a.sum()), True),
         (lambda total, a, b: ((b.T @ a).T + total, a), True),
@@ -101,34 +101,34 @@ def summed_products(body: Callable) -> Callable:
         (lambda total, a, b: (a.T @ b, total), False),
     ],
 )
-def test_only_what_is_added_and_nothing_else(body: Callable, is_taken_out: bool) -> None:
-    function, a, b = summed_products(body), drawn(6, 2, 30), drawn(6, 2, 20)
+def test_only_sums_of_products_are_hoisted(body: Callable, is_hoisted: bool) -> None:
+    function, a, b = final_carry(body), random_array(6, 2, 30), random_array(6, 2, 20)
     assert_same(function, a, b)
-    assert ((30, 20) in carried_shapes(optimize(function), a, b)) is not is_taken_out
+    assert ((30, 20) in carried_shapes(optimize(function), a, b)) is not is_hoisted
 
 
-def test_factors_larger_than_their_product_stay() -> None:
+def test_factors_larger_than_their_product_are_not_hoisted() -> None:
     function, a, b = (
-        summed_products(lambda total, a, b: (total + jnp.tanh(a).T @ b, ())),
-        drawn(6, 90, 3),
-        drawn(6, 90, 2),
+        final_carry(lambda total, a, b: (total + jnp.tanh(a).T @ b, ())),
+        random_array(6, 90, 3),
+        random_array(6, 90, 2),
     )
     assert_same(function, a, b)
     assert (3, 2) in carried_shapes(optimize(function), a, b)
 
 
-def test_a_scan_in_a_scan() -> None:
+def test_nested_scans() -> None:
     def gradient(w: Array, x: Array) -> Array:
         inner = lambda h, x: lax.scan(lambda h, x: (jnp.tanh(h @ w + x),) * 2, h, x)  # noqa: E731
         return lax.scan(inner, jnp.zeros(x.shape[2:]), x)[1].sum()
 
-    assert_same(jax.grad(gradient), drawn(30, 30), drawn(3, 4, 2, 30))
-    assert_same(jax.vmap(jax.grad(gradient), (None, 0)), drawn(30, 30), drawn(2, 3, 4, 2, 30))
+    assert_same(jax.grad(gradient), random_array(30, 30), random_array(3, 4, 2, 30))
+    assert_same(jax.vmap(jax.grad(gradient), (None, 0)), random_array(30, 30), random_array(2, 3, 4, 2, 30))
 
 
-def test_inputs_are_multiplied_before_and_their_gradients_after() -> None:
-    """Of the four products of every step and the two of its gradient's sums two are left, by the state's weights."""
-    network, x = nn.RNN(nn.OptimizedLSTMCell(64, param_dtype=float)), jnp.asarray(drawn(3, 7, 64))
+def test_products_with_inputs_are_hoisted() -> None:
+    """Of four products per step and two of the sums for gradients, two remain: those with the weights of the state."""
+    network, x = nn.RNN(nn.OptimizedLSTMCell(64, param_dtype=float)), jnp.asarray(random_array(3, 7, 64))
     weights = network.init(jax.random.key(0), x)
     gradient = jax.grad(lambda w, x: (network.apply(w, x) ** 2).sum(), argnums=(0, 1))
     for function in (gradient, jax.jit(gradient)):
@@ -140,9 +140,9 @@ def test_inputs_are_multiplied_before_and_their_gradients_after() -> None:
     assert_same(lambda w, x: jax.jvp(gradient, (w, x), (w, x))[1], weights, x)
 
 
-def test_what_is_kept_of_every_step_is_kept_once_and_not_computed_otherwise() -> None:
-    """An LSTM keeps its four gates, its two states and a tanh, but for 1 - s and s (1 - s) of these."""
-    network, x = nn.RNN(nn.OptimizedLSTMCell(64, param_dtype=float)), jnp.asarray(drawn(3, 7, 5))
+def test_residuals_are_stored_once() -> None:
+    """Of each step of an LSTM, four gates, two states and a tanh, but not 1 - s and s (1 - s)."""
+    network, x = nn.RNN(nn.OptimizedLSTMCell(64, param_dtype=float)), jnp.asarray(random_array(3, 7, 5))
     weights = network.init(jax.random.key(0), x)
     gradient = jax.grad(lambda w: (network.apply(w, x) ** 2).sum())
 
@@ -156,8 +156,8 @@ def test_what_is_kept_of_every_step_is_kept_once_and_not_computed_otherwise() ->
     assert_same(gradient, weights)
 
 
-def of_rows(body: Callable, **how: Any) -> Callable:
-    """(w [64, 48], rows [T, B, 64]) -> a scan of ``body(w, carried, row)`` that starts from zeros [B, 64]."""
+def scan_over_rows(body: Callable, **how: Any) -> Callable:
+    """(w [64, 48], rows [T, B, 64]) -> a scan of ``body(w, carried, row)`` from zeros [B, 64]."""
     return lambda w, rows: lax.scan(lambda h, row: body(w, h, row), jnp.zeros_like(rows[0]), rows, **how)
 
 
@@ -168,25 +168,25 @@ def wide(h: Array) -> Array:
 @pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("how", [{}, {"reverse": True}, {"unroll": 2}], ids=str)
 @pytest.mark.parametrize(
-    ("body", "left"),
+    ("body", "remaining"),
     [
-        (lambda w, h, row: (wide(row @ w) + h, h), 0),  # before
+        (lambda w, h, row: (wide(row @ w) + h, h), 0),  # before the scan
         (lambda w, h, row: (wide(jnp.sin(row) @ w) * h.sum(), ()), 0),
-        (lambda w, h, row: (wide(h @ w) + row, h), 1),  # of what is carried
-        (lambda w, h, row: (h + row, (2 * h) @ w), 1),  # what it is made of is larger than what it gives
-        (lambda w, h, row: (h + row, ((2 * h)[:, :48] @ w.T, 2 * h)), 0),  # a slice of what is kept
-        (lambda w, h, row: (h + row, ((2 * h) @ w, 2 * h)), 0),  # after: 2 h is kept all the same
-        (lambda w, h, row: (h + row, (h[:, :48] @ w.T)), 0),  # smaller than what it gives
+        (lambda w, h, row: (wide(h @ w) + row, h), 1),  # carried
+        (lambda w, h, row: (h + row, (2 * h) @ w), 1),  # inputs are larger than outputs
+        (lambda w, h, row: (h + row, ((2 * h)[:, :48] @ w.T, 2 * h)), 0),  # a slice of a residual
+        (lambda w, h, row: (h + row, ((2 * h) @ w, 2 * h)), 0),  # after the scan: 2 h is stored anyway
+        (lambda w, h, row: (h + row, (h[:, :48] @ w.T)), 0),  # smaller than its output
         (lambda w, h, row: (h + row, (h[:, :48] @ w.T + h[:, 16:] @ w.T)), 2),  # two of them are not
-        (lambda w, h, row: (wide(p := (2 * h) @ w) + row, (p, 2 * h)), 1),  # used otherwise, too
+        (lambda w, h, row: (wide(p := (2 * h) @ w) + row, (p, 2 * h)), 1),  # also used otherwise
         (lambda w, h, row: (h + row, ((2 * h) @ w + (row @ w), 2 * h)), 0),
         (lambda w, h, row: (h + row, ((2 * h) @ w, (2 * h) @ w, 2 * h, row, 3.0, row)), 0),
-        (lambda w, h, row: (row @ (w @ w.T), h), 0),  # weights that every turn would make anew
+        (lambda w, h, row: (row @ (w @ w.T), h), 0),  # weights that every iteration would compute
     ],
 )
-def test_which_products_are_taken_out(body: Callable, left: int, how: dict) -> None:
-    function, w, rows = of_rows(body, **how), drawn(64, 48) / 8, drawn(7, 2, 64)
-    assert len(products_within(optimize(function), w, rows)) == left
+def test_which_products_are_hoisted(body: Callable, remaining: int, how: dict) -> None:
+    function, w, rows = scan_over_rows(body, **how), random_array(64, 48) / 8, random_array(7, 2, 64)
+    assert len(products_within(optimize(function), w, rows)) == remaining
     assert_same(function, w, rows)
     assert_same(jax.grad(lambda w, rows: sum(a.sum() for a in jax.tree.leaves(function(w, rows))), (0, 1)), w, rows)
 
@@ -204,10 +204,10 @@ def test_which_products_are_taken_out(body: Callable, left: int, how: dict) -> N
         (lambda c, w: c @ w + c @ w.T, [0, 0]),
     ],
 )
-def test_weights_of_products_that_stay_are_laid_out(body: Callable, axes: list[int]) -> None:
-    """In every turn, forwards and backwards, they are summed over along their first axis, and are not made anew."""
+def test_weights_of_remaining_products_have_the_fast_layout(body: Callable, axes: list[int]) -> None:
+    """In every iteration, forwards and backwards, they are contracted along their first axis without a copy."""
     function = lambda w, c: lax.scan(lambda c, _: (jnp.tanh(body(c, w)), None), c, None, 20)[0].sum()  # noqa: E731
-    w, c = jnp.asarray(drawn(12, 12)) / 4, jnp.asarray(drawn(3, 12))
+    w, c = jnp.asarray(random_array(12, 12)) / 4, jnp.asarray(random_array(3, 12))
     for each, times in ((function, 1), (jax.grad(function, 1), 2)):
         assert_same(each, w, c)
         assert summed_axes_of((12, 12), optimize(each), w, c) == axes * times
@@ -215,7 +215,7 @@ def test_weights_of_products_that_stay_are_laid_out(body: Callable, axes: list[i
 
 
 def summed_axes_of(shape: tuple[int, ...], function: Callable, *args: Any) -> list[int]:
-    """Of factors of this shape, which scans are given, in the products of their turns; others of the shape fail."""
+    """Contracted axes of factors with this shape that scans receive; fails for other factors of the shape."""
     found = []
 
     def walk(jaxpr: Any) -> None:
@@ -234,55 +234,59 @@ def summed_axes_of(shape: tuple[int, ...], function: Callable, *args: Any) -> li
     return found
 
 
-def test_small_weights_are_read_where_they_are() -> None:
-    function, w, rows = of_rows(lambda w, h, row: (jnp.tanh(row @ w) + h, ())), drawn(9, 9), drawn(7, 20, 9)
+def test_small_weights_keep_their_layout() -> None:
+    function, w, rows = (
+        scan_over_rows(lambda w, h, row: (jnp.tanh(row @ w) + h, ())),
+        random_array(9, 9),
+        random_array(7, 20, 9),
+    )
     assert len(products_within(optimize(function), w, rows)) == 1
     assert_same(function, w, rows)
 
 
-def test_what_is_printed_in_every_turn_stays() -> None:
+def test_effects_stay_in_the_scan() -> None:
     def body(w: Array, h: Array, row: Array) -> tuple[Array, tuple]:
         jax.debug.callback(lambda x: seen.append(float(x)), row[0, 0], ordered=True)
         return wide(row @ w) + h, ()
 
     seen: list[float] = []
-    rows = drawn(7, 2, 64)
-    jax.block_until_ready(jax.jit(optimize(of_rows(body)))(drawn(64, 48), rows))
+    rows = random_array(7, 2, 64)
+    jax.block_until_ready(jax.jit(optimize(scan_over_rows(body)))(random_array(64, 48), rows))
     jax.effects_barrier()
     assert seen == rows[:, 0, 0].tolist()
 
 
-def test_arrays_that_take_many_operations_are_kept() -> None:
-    """Of thirty iterates, of which the gradient reads all, the few are computed that a few multiplications give."""
+def test_expensive_residuals_are_stored() -> None:
+    """The gradient reads all of thirty iterates; only those that cost few multiplications are recomputed."""
 
     def gradient(x: Array) -> Array:
-        def turn(h: Array, row: Array) -> tuple[Array, Array]:
+        def step(h: Array, row: Array) -> tuple[Array, Array]:
             y = jnp.tanh(h + row)
             for _ in range(30):
                 y = y * (1.5 - 0.5 * y * y)
             return y, y
 
-        return lax.scan(turn, x[0], x)[1].sum()
+        return lax.scan(step, x[0], x)[1].sum()
 
     def read(function: Callable) -> int:
-        scans = [e for e in jax.make_jaxpr(function)(drawn(5, 2, 3)).jaxpr.eqns if e.primitive.name == "scan"]
+        scans = [e for e in jax.make_jaxpr(function)(random_array(5, 2, 3)).jaxpr.eqns if e.primitive.name == "scan"]
         return len({v for v in scans[-1].invars if v.aval.shape == (5, 2, 3)})  # type: ignore[attr-defined]
 
     assert 10 < read(optimize(jax.grad(gradient))) < read(jax.grad(gradient)) / 2
-    assert_same(jax.grad(gradient), drawn(5, 2, 3))
+    assert_same(jax.grad(gradient), random_array(5, 2, 3))
 
 
-def test_what_is_kept_may_have_several_shapes() -> None:
-    """A decoder that attends to what an encoder gave: of each step the weights of all places, and a state's gates."""
+def test_residuals_may_have_several_shapes() -> None:
+    """A decoder with attention to an encoder: in each step weights of all positions, and the gates of a state."""
 
     def loss(w: Array, x: Array, seen: Array) -> Array:
-        def turn(h: Array, row: Array) -> tuple[Array, Array]:
+        def step(h: Array, row: Array) -> tuple[Array, Array]:
             places = jax.nn.sigmoid(jnp.einsum("btd,bd->bt", seen, h))
             gate = jax.nn.sigmoid(row + jnp.einsum("bt,btd->bd", places, seen) @ w)
             h = gate * h + (1 - gate) * jnp.tanh(row + h @ w)
             return h, h
 
-        return (lax.scan(turn, jnp.zeros(x.shape[1:]), x)[1] ** 2).sum()
+        return (lax.scan(step, jnp.zeros(x.shape[1:]), x)[1] ** 2).sum()
 
-    with jax.enable_checks(True):  # a body that names another shape than it is given is not always noticed
-        assert_same(jax.grad(loss, argnums=(0, 1, 2)), drawn(4, 4), drawn(5, 2, 4), drawn(2, 7, 4))
+    with jax.enable_checks(True):  # JAX does not always detect a body with wrong shapes
+        assert_same(jax.grad(loss, argnums=(0, 1, 2)), random_array(4, 4), random_array(5, 2, 4), random_array(2, 7, 4))

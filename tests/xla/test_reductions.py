@@ -32,13 +32,13 @@ def pooled(x: Any) -> Any:
     return nn.avg_pool(x, (12, 12), (1, 1), "SAME")
 
 
-def in_turn(x: Any) -> Any:
+def sequential(x: Any) -> Any:
     return jax.lax.scan(lambda total, part: (total, bias(part)), 0, x.reshape(2, 16, 12, 12, 8))[1]
 
 
 @pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("function", [bias, table, counted, pooled, in_turn, jax.vmap(bias)])
+@pytest.mark.parametrize("function", [bias, table, counted, pooled, sequential, jax.vmap(bias)])
 def test_sums_are_rounded_once(function: Any, dtype: Any):
     short = jnp.asarray(X, dtype)
     wanted, found = function(short.astype(jnp.float32)), jax.jit(optimize(function))(short)
@@ -46,6 +46,6 @@ def test_sums_are_rounded_once(function: Any, dtype: Any):
     np.testing.assert_allclose(found.astype(jnp.float32), wanted, rtol=2 * float(jnp.finfo(dtype).eps), atol=1e-3)
 
 
-def test_the_largest_of_nothing():
+def test_maximum_of_an_empty_array():
     f = lambda x: jnp.max(x, axis=1, initial=0.0)  # noqa: E731
     np.testing.assert_array_equal(jax.jit(optimize(f))(jnp.zeros((1, 0))), [0])

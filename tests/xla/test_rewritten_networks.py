@@ -23,13 +23,13 @@ from tests.xla.agreement import assert_same, draw
 
 @pytest.fixture(autouse=True)
 def double_precision() -> Iterator[None]:
-    """At hand."""
+    """Enable float64."""
     with jax.enable_x64(True):
         yield
 
 
 class Linen(nn.Module):
-    """Strided, dilated, depthwise, grouped and transposed convolutions, both poolings, group norm."""
+    """Strided, dilated, depthwise, grouped and transposed convolutions, both kinds of pooling, group norm."""
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -76,7 +76,7 @@ class Equinox(equinox.Module):
 
 
 def networks() -> dict[str, Model]:
-    """One of each library, for images [12, 12, 3] -> [3]."""
+    """One network of each library for images [12, 12, 3] -> [3]."""
     return {
         "linen": from_linen(Linen(), jnp.zeros((1, 12, 12, 3))),
         "nnx": from_nnx(lambda rngs: Nnx(rngs)),
@@ -86,7 +86,7 @@ def networks() -> dict[str, Model]:
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["linen", "nnx", "equinox"])
-def test_networks_agree_with_their_unrewritten_form(name: str):
+def test_networks_agree_with_their_original_form(name: str):
     with jax.enable_x64(False):
         model = networks()[name]
         rng = np.random.default_rng(0)
@@ -101,7 +101,7 @@ def test_networks_agree_with_their_unrewritten_form(name: str):
 
 
 class Plain(nn.Module):
-    """Dense convolutions alone."""
+    """Dense convolutions."""
 
     def setup(self):
         self.first, self.norm, self.last = nn.Conv(8, (3, 3), 2), nn.GroupNorm(2), nn.Dense(3)
@@ -125,7 +125,7 @@ LOCALS = {
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("name", LOCALS)
 def test_every_gradient_of_a_run_is_rewritten(name: str):
-    """A network that a user brings is rewritten wherever a method asks for a gradient: none keeps the slow form."""
+    """In user-defined networks, wherever a method computes a gradient."""
     with jax.enable_x64(False):
         rng = np.random.default_rng(0)
         x, y = draw(rng, (12, 12, 12, 3)), rng.integers(0, 3, 12)

@@ -17,8 +17,8 @@ from tests.simulation.problems import LOCAL, TASK, run
 
 
 @dataclasses.dataclass(frozen=True)
-class Seen:
-    """How often Python ran the function that a task computes with."""
+class TraceCounter:
+    """Counts how often the function of a task is traced."""
 
     shapes: list
 
@@ -33,16 +33,16 @@ class Seen:
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("plan", ["scan", "vmap"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_one_trace_a_run(plan: str, dtype: str):
-    seen = Seen([])
+def test_each_run_traces_once(plan: str, dtype: str):
+    seen = TraceCounter([])
     task = dataclasses.replace(TASK, loss=seen(TASK.loss), name=f"traced {plan} {dtype}")
     for seed in (0, 1):
         run(fedrax.FedAvg(local=LOCAL), task=task, plan=plan, dtype=dtype, rounds=2, seed=seed)
     checked, *traced = seen.shapes
-    assert len(traced) == 1 and checked.x[0] != traced[0].x[0]  # and once before, whether it fits the samples
+    assert len(traced) == 1 and checked.x[0] != traced[0].x[0]  # and once before, to check it against the samples
 
 
-def test_a_function_laid_out_where_it_is_traced_hands_its_inputs_on_as_themselves():
+def test_inlined_functions_return_inputs_as_themselves():
     inner = jax.jit(lambda x, y: (x, 2 * y), inline=INLINE)
     handed_on = []
 
@@ -55,7 +55,7 @@ def test_a_function_laid_out_where_it_is_traced_hands_its_inputs_on_as_themselve
     assert handed_on == [True] and [equation.primitive.name for equation in made.eqns] == ["mul"]
 
 
-def test_what_calls_hand_on_is_known_by_its_source():
+def test_inputs_returned_by_calls_are_identified():
     swapped = jax.jit(lambda a, b: (b, a, a + b))
     made = jax.make_jaxpr(lambda x, y: (*swapped(y, jax.jit(lambda y: y)(x)), x, *swapped(x, x)[2:]))(1.0, 2.0)
     x, y = made.jaxpr.invars
@@ -64,7 +64,7 @@ def test_what_calls_hand_on_is_known_by_its_source():
     assert third not in (x, y, last) and last not in (x, y)
 
 
-def test_found_again_in_a_mesh_and_under_vmap():
+def test_traces_are_reused_in_meshes_and_under_vmap():
     calls = []
 
     @trace_once(fixed=1)
@@ -83,18 +83,18 @@ def test_found_again_in_a_mesh_and_under_vmap():
     assert np.array_equal(jax.vmap(lambda a: scaled(2.0, {"x": a, "n": 3})["y"])(x), 2 * x)
     assert np.allclose(jax.grad(lambda a: scaled(2.0, {"x": a, "n": 3})["y"].sum())(x[0]), 2.0)
     assert calls == [2.0]
-    scaled(3.0, {"x": x[0], "n": 3})  # another constant
-    scaled(2.0, {"x": x, "n": 3})  # another shape
+    scaled(3.0, {"x": x[0], "n": 3})  # a different constant
+    scaled(2.0, {"x": x, "n": 3})  # a different shape
     with jax.enable_x64(True):
         assert scaled(2.0, {"x": np.ones(3), "n": 3})["y"].dtype == np.float64
     assert len(calls) == 4
     made = [jnp.asarray(scaled(2.0, {"x": x, "n": n})["n"]) for n in (3, 1, True, 1.0)]
     assert [a.dtype.name for a in made] == ["int32", "int32", "bool", "float32"]
-    assert len(calls) == 7  # Python's numbers are constants
+    assert len(calls) == 7  # Python numbers are constants
 
 
-def test_equal_functions_made_again_are_compiled_once(caplog: pytest.LogCaptureFixture):
-    """The same values and types as from ``jax.jit``, which compiles every function of a new name."""
+def test_equal_new_functions_are_compiled_once(caplog: pytest.LogCaptureFixture):
+    """With values and dtypes as from ``jax.jit``, which would compile every new function."""
     x, table = {"w": np.arange(3.0), "n": jnp.arange(2)}, np.arange(6.0, dtype=np.float32)
     makers: dict[str, Any] = {
         "arguments": lambda by: lambda x: {"state": (), "params": x["w"], "again": x["w"]},
@@ -119,8 +119,8 @@ def test_equal_functions_made_again_are_compiled_once(caplog: pytest.LogCaptureF
     np.testing.assert_array_equal(run_cached(makers["new"](3.0), x)["some"], 3 * x["w"])
 
 
-def test_what_a_program_s_text_does_not_show_is_not_shared():
-    """Arrays that a function inside holds, and what Python is called for."""
+def test_functions_with_different_hidden_state_are_not_shared():
+    """Constants of inner functions, and Python callbacks."""
     x = jnp.ones(3)
 
     def makers(number: float) -> list[Any]:
@@ -142,7 +142,7 @@ def test_what_a_program_s_text_does_not_show_is_not_shared():
         assert (a != b).any()
 
 
-def test_the_debugger_runs_it_every_time():
+def test_functions_are_not_cached_under_disable_jit():
     calls = []
 
     @trace_once(fixed=0)

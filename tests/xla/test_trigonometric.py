@@ -25,7 +25,7 @@ def compiled(function: Callable, *args: object) -> str:
 @pytest.mark.slow(keep=4)
 @BOTH
 @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 30.0, 1e3, 9999.0, 1e6, 1e30])
-def test_numbers_of_any_size_are_right_to_two_units_of_the_last_place(name: str, scale: float) -> None:
+def test_error_is_at_most_two_units_in_the_last_place(name: str, scale: float) -> None:
     x = (np.random.default_rng(0).uniform(-1, 1, (64, 4096)) * scale).astype(np.float32)
     found = jax.jit(optimize(getattr(jnp, name)))(x)
     assert found.dtype == jnp.float32
@@ -34,7 +34,7 @@ def test_numbers_of_any_size_are_right_to_two_units_of_the_last_place(name: str,
 
 @BOTH
 def test_multiples_of_a_quarter_turn(name: str) -> None:
-    """Where one of the two is nearly zero, and what is left of the number decides."""
+    """One of both is almost zero, and depends on the rounding of the argument."""
     x = (np.arange(-4096, 4096) * np.pi / 2).astype(np.float32)
     found, expected = jax.jit(optimize(getattr(jnp, name)))(x), getattr(np, name)(x.astype(np.float64))
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=2e-10)
@@ -43,7 +43,7 @@ def test_multiples_of_a_quarter_turn(name: str) -> None:
 @pytest.mark.slow(keep=4)
 @BOTH
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf, 3e38])
-def test_what_is_no_number_stays_so_and_touches_no_other(name: str, odd: float) -> None:
+def test_nonfinite_entries_become_nan_and_do_not_affect_others(name: str, odd: float) -> None:
     x = draw(np.random.default_rng(1), (4096,))
     x[17] = odd
     found, expected = jax.jit(optimize(getattr(jnp, name)))(x), jax.jit(getattr(jnp, name))(x)
@@ -63,8 +63,8 @@ def test_values_and_gradients_of_every_type(name: str, dtype: type) -> None:
         np.testing.assert_allclose(np.float64(b), np.float64(a), atol=digits * np.abs(np.float64(a)).max())
 
 
-def test_of_a_network_of_sines_in_loops_and_for_clients_at_once() -> None:
-    """Its weights are so small that layers pass rounding on; with larger ones each makes ten times as much of it."""
+def test_network_of_sines_in_loops_and_for_vectorized_clients() -> None:
+    """With small weights, so that layers do not amplify rounding errors tenfold."""
     rng = np.random.default_rng(4)
     weights, x = draw(rng, (3, 32, 32)) / np.float32(32**0.5), 5 * draw(rng, (2, 128, 32))
 
@@ -78,14 +78,14 @@ def test_of_a_network_of_sines_in_loops_and_for_clients_at_once() -> None:
 
 
 @BOTH
-def test_few_numbers_are_left_as_they_are(name: str) -> None:
+def test_small_arrays_are_unchanged(name: str) -> None:
     one = getattr(jnp, name)
     left = {4095: True, 4096: False}
     for size, as_it_is in left.items():
         assert ("stablehlo.case" not in compiled(one, np.zeros(size, np.float32))) == as_it_is
 
 
-def test_arrays_of_functions_do_not_keep_a_checkpoint_from_being_rewritten():
+def test_checkpoints_with_constants_are_rewritten():
     mask = jnp.tril(jnp.ones((8, 8), jnp.float32))
     attend = jax.jit(lambda w, x: jnp.sin(jnp.tile(x @ w, (64, 1)) * jnp.tile(mask, (64, 1))))
     f = lambda w, x: (jax.checkpoint(attend)(w, x) ** 2).sum()  # noqa: E731

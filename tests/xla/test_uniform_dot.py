@@ -22,7 +22,7 @@ def largest(x: Any) -> Any:
     return (x * x).max(1)
 
 
-def in_turns(x: Any, s: Any) -> Any:
+def in_loop(x: Any, s: Any) -> Any:
     filled = jnp.full((16, 2), s)
     return lax.scan(lambda total, x: (total + largest(x) @ filled, None), jnp.zeros((256, 2)), x.reshape(4, 256, 4, 16))
 
@@ -40,7 +40,7 @@ FUNCTIONS: dict[str, Callable] = {
     "called": lambda x, s: jax.jit(lambda x, w: largest(x) @ w)(x, jnp.full((16, 2), s)),
     "computed twice": lambda x, s: jax.checkpoint(lambda x, w: largest(x) @ w)(x, jnp.full((16, 2), s)),
     "a branch": lambda x, s: lax.cond(s > 1, lambda x, w: largest(x) @ w, lambda x, w: x.max(1) @ w, x, s * ONES),
-    "a loop": in_turns,
+    "a loop": in_loop,
     "of a call": lambda x, s: largest(x) @ jax.jit(lambda s: jnp.full((16, 2), s))(s),
 }
 
@@ -48,9 +48,9 @@ FUNCTIONS: dict[str, Callable] = {
 @pytest.mark.slow(keep=8)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64, jnp.bfloat16])
-def test_they_are_what_they_are_without_a_compiler(name: str, dtype: Any):
+def test_results_agree_with_uncompiled_ones(name: str, dtype: Any):
     function = FUNCTIONS[name]
-    with jax.enable_x64():  # of constants that are float32 and of numbers made here, which are float64
+    with jax.enable_x64():  # float32 constants, and float64 numbers computed here
         x, s = jnp.asarray(X, dtype), jnp.asarray(1.25, dtype)
         with jax.disable_jit():
             wanted = jax.tree.map(np.asarray, function(x.astype(jnp.float64), s.astype(jnp.float64)))
@@ -68,7 +68,7 @@ def test_no_product_is_left(name: str):
 
 
 def test_gradients_of_means():
-    """What goes back from the mean of a layer's outputs is one number everywhere."""
+    """The cotangent of a mean of outputs is a constant."""
     w = np.random.default_rng(1).normal(size=(16, 2))
     gradient = jax.grad(lambda w, x: (largest(x) @ w).mean())
     found = jax.jit(optimize(gradient))(jnp.float32(w), jnp.float32(X))
@@ -76,8 +76,8 @@ def test_gradients_of_means():
 
 
 @pytest.mark.parametrize("held", [jax.jit(jnp.matmul), jax.checkpoint(jnp.matmul)])
-def test_a_function_is_called_with_such_a_factor_and_with_others(held: Callable):
-    """JAX keeps one program of it for both calls."""
+def test_function_called_with_constant_and_other_factors(held: Callable):
+    """JAX has one program of the function for both calls."""
 
     def both(x: Any, w: Any) -> Any:
         return held(largest(x), ONES) + 2 * held(largest(x), w)
@@ -101,7 +101,7 @@ def test_a_function_is_called_with_such_a_factor_and_with_others(held: Callable)
     ],
     ids=["other numbers", "chosen", "around", "changed in turns", "of one number"],
 )
-def test_others_are_left_alone(other: Callable):
+def test_other_products_are_unchanged(other: Callable):
     fast = optimize(other)
     made = jax.make_jaxpr(fast)(jnp.float32(X), jnp.float32(2))
     assert [e for e in equations_in(made) if e.primitive.name == "dot_general"]

@@ -1,4 +1,4 @@
-"""Programs in other users' style: rewritten correctly or left unchanged."""
+"""Programs in the style of other users: rewritten correctly or left unchanged."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ CLOSE = {"rtol": 2e-5, "atol": 1e-6}
     ],
     ids=["sines of numbers", "sums of numbers", "windows larger than images", "kernels of NumPy"],
 )
-def test_values(function: Any):
+def test_values_are_unchanged(function: Any):
     x = jax.random.normal(jax.random.key(0), (2, 4, 4, 3))
     np.testing.assert_allclose(jax.jit(optimize(function))(x), function(x), **CLOSE)
 
 
-def test_random_numbers_of_a_setting_inside():
+def test_random_numbers_with_a_local_jax_setting():
     def masked(key: Any) -> Any:
         with jax.threefry_partitionable(False):
             return jax.random.bernoulli(key, 0.5, (64, 128))
@@ -49,7 +49,7 @@ def test_random_numbers_of_a_setting_inside():
     np.testing.assert_array_equal(jax.jit(optimize(masked))(key), masked(key))
 
 
-def test_large_convolutions_of_64_bits_are_not_laid_out():
+def test_large_float64_convolutions_do_not_use_patches():
     with jax.enable_x64(True):
         x, kernel = (jax.ShapeDtypeStruct(shape, jnp.float64) for shape in ((16, 112, 112, 64), (7, 7, 64, 64)))
         small = jax.ShapeDtypeStruct((2, 8, 8, 4), jnp.float64), jax.ShapeDtypeStruct((3, 3, 4, 4), jnp.float64)
@@ -62,7 +62,7 @@ def test_large_convolutions_of_64_bits_are_not_laid_out():
         assert "conv_general_dilated" not in names
 
 
-def test_backward_passes_that_call_python_are_like_no_other():
+def test_backward_passes_with_different_callbacks_are_not_merged():
     def layer(strength: float) -> Any:
         made = jax.custom_vjp(lambda x: x + 0)
 
@@ -88,14 +88,14 @@ def test_backward_passes_that_call_python_are_like_no_other():
 
 
 def long_kernel(w: Any, x: Any) -> Any:
-    """A convolution of one axis with 200 taps, of one sample [L]."""
+    """A one-dimensional convolution with 200 taps of one sample [L]."""
     h = jnp.exp(w["a"] * x)[None, :, None]
     y = lax.conv_general_dilated(h, w["k"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
     return (y**2).sum()
 
 
-def test_a_sample_that_overflows_stays_by_itself():
-    """Its gradient is not finite; the others' are, by which privacy's bound holds for each."""
+def test_overflow_of_a_sample_does_not_affect_others():
+    """Bounds of per-sample privacy depend on it."""
     w = {"a": jnp.float32(1), "k": 0.01 * jax.random.normal(jax.random.key(0), (200, 1, 2))}
     x = jax.random.normal(jax.random.key(1), (8, 400)).at[3, 7].set(1e4)
     found = jax.jit(optimize(jax.vmap(jax.grad(long_kernel), (None, 0)), per_example=True))(w, x)
@@ -109,18 +109,18 @@ def test_references_in_loops():
     def total(x: Any) -> Any:
         seen = jax.new_ref(jnp.zeros(()))
 
-        def turn(i: Any, h: Any) -> Any:
+        def step(i: Any, h: Any) -> Any:
             seen[...] += jnp.sin(h).sum()
             return jnp.cos(h)
 
-        last = lax.fori_loop(0, 3, turn, x)
+        last = lax.fori_loop(0, 3, step, x)
         return last.sum() + seen[...]
 
     x = jnp.linspace(0, 1, 5000)
     np.testing.assert_allclose(jax.jit(optimize(total))(x), jax.jit(total)(x), rtol=1e-5)
 
 
-def test_sums_of_short_integers_in_loops():
+def test_sums_of_int8_in_loops():
     masks = jnp.ones((12, 4, 3), jnp.int8)
     count = lambda masks: lax.scan(  # noqa: E731
         lambda n, m: (n + m.sum(1, dtype=m.dtype), None), jnp.zeros(4, jnp.int8), masks
@@ -128,7 +128,7 @@ def test_sums_of_short_integers_in_loops():
     np.testing.assert_array_equal(jax.jit(optimize(count))(masks), count(masks))
 
 
-# -- derivatives that someone wrote ---------------------------------------------------------------------------------
+# -- custom derivatives ---------------------------------------------------------------------------------------------
 
 
 def straight_through() -> Any:
@@ -137,9 +137,9 @@ def straight_through() -> Any:
     return made
 
 
-@pytest.mark.parametrize("function", [straight_through(), jax.nn.relu], ids=["somebody's", "JAX's"])
-def test_whose_derivative_it_is(function: Any):
-    """The rule of somebody for a function of JAX's looks at all samples; it lies within a function of JAX's."""
+@pytest.mark.parametrize("function", [straight_through(), jax.nn.relu], ids=["custom", "JAX's"])
+def test_custom_derivatives_of_jax_functions(function: Any):
+    """A custom rule that reads all samples, inside a function of JAX."""
     closed = jax.make_jaxpr(lambda x: function(x) + 0)(jnp.ones((4, 3)))
     (own,) = [e for e in equations_in(closed) if e.primitive.name == "custom_jvp_call"]
     assert is_jax_derivative(own) == (function is jax.nn.relu)
@@ -155,9 +155,9 @@ def test_whose_derivative_it_is(function: Any):
 
 
 def recurrent(w: Any, x: Any, between: Any, each: Any) -> Any:
-    """x [T, B, F]; between(x of a turn, what is its own)."""
-    turn = lambda h, xs: (jnp.tanh(between(*xs) @ w["x"] + h @ w["h"]), None)  # noqa: E731
-    return (lax.scan(turn, jnp.zeros((x.shape[1], w["h"].shape[0])), (x, each))[0] ** 2).sum()
+    """A scan over x [T, B, F]; ``between(x of a step, its own array)``."""
+    step = lambda h, xs: (jnp.tanh(between(*xs) @ w["x"] + h @ w["h"]), None)  # noqa: E731
+    return (lax.scan(step, jnp.zeros((x.shape[1], w["h"].shape[0])), (x, each))[0] ** 2).sum()
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def weights() -> Any:
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("kind", ["threefry2x32", "rbg", "unsafe_rbg"])
 def test_dropout_before_a_product_in_a_loop(weights: Any, kind: str):
-    """Most generators take one key for all under vmap, so that all turns would be given one mask."""
+    """Most random generators use one key for all lanes under vmap, so that all steps would have one mask."""
 
     def dropped(x: Any, key: Any) -> Any:
         return jnp.where(jax.random.bernoulli(key, 0.7, x.shape), x / 0.7, 0)
@@ -180,8 +180,8 @@ def test_dropout_before_a_product_in_a_loop(weights: Any, kind: str):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
 
 
-def test_calls_of_python_before_a_product_in_a_loop(weights: Any):
-    """They have no rule for all turns at once."""
+def test_callbacks_before_a_product_in_a_loop(weights: Any):
+    """They cannot be vectorized over the steps."""
 
     def called(x: Any, _: Any) -> Any:
         return jax.pure_callback(lambda a: 2 * np.asarray(a), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
@@ -192,8 +192,8 @@ def test_calls_of_python_before_a_product_in_a_loop(weights: Any):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
 
 
-def test_networks_before_a_product_in_a_loop_stay_there():
-    """All frames at once would take the memory of all, and the gradient would do the work twice."""
+def test_networks_before_a_product_stay_in_the_loop():
+    """Vectorizing all frames would need memory for all, and the gradient would repeat the work."""
     kernel, w = jnp.ones((3, 3, 3, 8)) / 30, {"x": jnp.ones((2048, 512)) / 1e3, "h": jnp.ones((512, 512)) / 1e3}
 
     def seen(frame: Any, _: Any) -> Any:
@@ -210,8 +210,8 @@ def test_networks_before_a_product_in_a_loop_stay_there():
 # -- attention ------------------------------------------------------------------------------------------------------
 
 
-def test_a_first_product_that_grows_before_attention():
-    """It and the scores are large products, of which one lies within what the other begins."""
+def test_enlarging_product_before_attention():
+    """Both it and the scores are large products, and one is within the region that begins with the other."""
 
     class Network(nn.Module):
         @nn.compact
@@ -228,8 +228,8 @@ def test_a_first_product_that_grows_before_attention():
 # -- constants ------------------------------------------------------------------------------------------------------
 
 
-def test_arrays_that_stand_in_a_program():
-    """JAX can write them into the program, where its text does not show them."""
+def test_constants_of_a_program():
+    """JAX can embed them in a program whose text does not show them."""
     tables = [jnp.arange(3.0), 10 * jnp.arange(3.0)]
     with jax.enable_checks(False):
         name = "jax_use_simplified_jaxpr_constants"
@@ -246,7 +246,7 @@ def test_arrays_that_stand_in_a_program():
 
 @jax.custom_vjp
 def at_first(x: Any, factors: Any) -> Any:
-    """Its derivative indexes an array by a number that is only traced, as an integrator's does its times."""
+    """Its derivative indexes an array by a traced number, as integrators index their times."""
     return x * factors[0]
 
 
@@ -255,8 +255,8 @@ at_first.defvjp(lambda x, factors: (at_first(x, factors), factors), lambda f, g:
 
 @pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("around", [optimize, optimize_forward, replay_trace], ids=["fast", "in loops", "as traced"])
-@pytest.mark.parametrize("sine", [False, True], ids=["alone", "beside what is rewritten"])
-def test_arrays_of_a_program_that_derivatives_index(around: Any, sine: bool):
+@pytest.mark.parametrize("sine", [False, True], ids=["alone", "beside a rewritten operation"])
+def test_constants_indexed_by_derivatives(around: Any, sine: bool):
     def function(x: Any) -> Any:
         y = at_first(x, jnp.array([2.0, 3.0]))
         return jnp.broadcast_to((jnp.sin(y) if sine else y).sum(), (1,))
@@ -266,7 +266,7 @@ def test_arrays_of_a_program_that_derivatives_index(around: Any, sine: bool):
     np.testing.assert_allclose(gradient(around(function)), gradient(function), **CLOSE)
 
 
-def test_types_that_products_ask_for():
-    """As they are said, not those of shorter operands."""
+def test_preferred_dtypes_of_products():
+    """As requested, not those of the operands."""
     product = lambda x, w: jnp.einsum("bi,ij->bj", x, w, preferred_element_type=jnp.bfloat16)  # noqa: E731
     assert with_operand_format(product, "bfloat16")(jnp.ones((2, 3)), jnp.ones((3, 4))).dtype == jnp.bfloat16
