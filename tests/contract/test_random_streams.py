@@ -31,7 +31,7 @@ class RecordingKeys(Algorithm):
     @property
     def phases(self) -> tuple[Phase, ...]:
         """The same phase twice."""
-        return tuple(Phase(self.broadcast, self.client, lambda s, c, p=p: self.noted(s, c, p)) for p in (0, 1))
+        return tuple(Phase(self.broadcast, self.client, lambda s, c, p=p: self.record(s, c, p)) for p in (0, 1))
 
     def init(self, params: Tree, num_clients: int) -> Server:
         """No keys recorded."""
