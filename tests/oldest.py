@@ -14,11 +14,11 @@ def requirements(path: Path) -> list[str]:
     settings = tomllib.loads(path.read_text("utf-8"))
     extras = settings["project"]["optional-dependencies"]
     found = [*settings["project"]["dependencies"], *settings["dependency-groups"][GROUP]]
-    wanted = [EXTRA]
-    for extra in wanted:
+    expected = [EXTRA]
+    for extra in expected:
         for requirement in extras[extra]:
             if own := re.fullmatch(r"fedrax\[(.*)\]", requirement):
-                wanted += own.group(1).split(",")
+                expected += own.group(1).split(",")
             else:
                 found.append(requirement)
     return found

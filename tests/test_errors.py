@@ -22,8 +22,8 @@ def test_all_names_are_listed_if_none_is_similar():
 
 
 def test_long_lists_of_columns_are_truncated_and_unnamed_columns_shown():
-    said = str(unknown("column of t.csv", "?", ["", *(f"{i:04}" for i in range(999))]))
-    assert "known are: '', 0000, 0001" in said and said.endswith("0058 and 940 others.")
+    printed = str(unknown("column of t.csv", "?", ["", *(f"{i:04}" for i in range(999))]))
+    assert "known are: '', 0000, 0001" in printed and printed.endswith("0058 and 940 others.")
 
 
 def test_warnings_name_the_method_once():
@@ -31,7 +31,7 @@ def test_warnings_name_the_method_once():
     blocks = LocalSGD(steps=1, blocks=2, batch_size=32)
     ignored = "local.batch_size = 32 is ignored: a step uses one of local.blocks = 2, up to 6 samples"
     options: Any = {"rounds": 1, "cohort_size": 2, "progress": False}
-    with warnings.catch_warnings(record=True) as said, each_warning_once():
+    with warnings.catch_warnings(record=True) as printed, each_warning_once():
         warnings.simplefilter("always")
         for seed in range(2):
             simulate(LoSAC(local=blocks), TASK, FEDERATION, seed=seed, **options)
@@ -39,7 +39,7 @@ def test_warnings_name_the_method_once():
             with warnings_about(label):
                 simulate(LoSAC(local=blocks), TASK, FEDERATION, **options)
         check(FedSGD(local=LocalSGD(steps=5)))
-    assert [str(one.message) for one in said] == [
+    assert [str(one.message) for one in printed] == [
         f"LoSAC: {ignored}",
         f"a: {ignored}",
         f"b: {ignored}",
@@ -49,17 +49,17 @@ def test_warnings_name_the_method_once():
 
 def test_sweep_warns_once_at_the_line_of_the_caller():
     blocks = LocalSGD(steps=1, blocks=2, batch_size=32)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as printed:
         warnings.simplefilter("always")
         sweep([LoSAC(local=blocks)], TASK, FEDERATION, (0, 1), rounds=1, cohort_size=2, mode="sequential")
-    assert [str(one.message).partition(" = ")[0] for one in said] == ["LoSAC: local.batch_size"]
-    assert said[0].filename == __file__
+    assert [str(one.message).partition(" = ")[0] for one in printed] == ["LoSAC: local.batch_size"]
+    assert printed[0].filename == __file__
 
 
 def test_warnings_have_the_line_of_the_caller():
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as printed:
         warnings.simplefilter("always")
         simulate(FedSGD(local=LocalSGD(lr=0.7)), TASK, FEDERATION, rounds=1, cohort_size=2, progress=False)
-    assert [one.category for one in said] == [FedraxWarning]
-    with open(said[0].filename) as source:
-        assert "simulate(FedSGD(local=LocalSGD(lr=0.7))" in source.readlines()[said[0].lineno - 1]
+    assert [one.category for one in printed] == [FedraxWarning]
+    with open(printed[0].filename) as source:
+        assert "simulate(FedSGD(local=LocalSGD(lr=0.7))" in source.readlines()[printed[0].lineno - 1]

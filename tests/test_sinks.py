@@ -228,8 +228,8 @@ def test_tensorboard_on_a_full_disk_raises_a_clear_error(tmp_path: Path) -> None
         f"run_sink(sinks.TensorBoardSink({str(tmp_path)!r}))"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
-    assert f"FedraxError: cannot write TensorBoard's log {tmp_path}: File too large." in said.stderr
+    printed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert f"FedraxError: cannot write TensorBoard's log {tmp_path}: File too large." in printed.stderr
 
 
 def test_wandb_offline_run(tmp_path: Path) -> None:
@@ -246,8 +246,8 @@ def test_wandb_offline_run(tmp_path: Path) -> None:
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, done.stderr
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
+    assert completed.returncode == 0, completed.stderr
     kept = next((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert b"test_accuracy" in kept.read_bytes()
 

@@ -228,7 +228,7 @@ def test_models_without_features_or_blocks_are_rejected(kind: Any, lacks: str):
 
 
 @pytest.mark.parametrize(
-    ("kind", "task", "sentence"),
+    ("kind", "task", "message"),
     [
         (
             MOON,
@@ -241,8 +241,8 @@ def test_models_without_features_or_blocks_are_rejected(kind: Any, lacks: str):
     ],
     ids=["features", "block", "loss", "one output"],
 )
-def test_malformed_features_and_blocks_raise_a_clear_error(kind: Any, task: Any, sentence: str):
+def test_malformed_features_and_blocks_raise_a_clear_error(kind: Any, task: Any, message: str):
     x, _ = samples()
     federation = Federation.from_arrays(x, (x[:, 0] > 0).astype(int), offsets=np.array(OFFSETS))
-    with pytest.raises(FedraxError, match=sentence):
+    with pytest.raises(FedraxError, match=message):
         simulate(kind(LOCAL), task, federation, rounds=1)

@@ -116,7 +116,7 @@ def untyped(**options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "sentence"),
+    ("algorithm", "message"),
     [
         (fedrax.FedAvg(fedrax.LocalSGD(lr=-1.0)), "FedAvg.local.lr must be greater than 0, got -1.0"),
         (fedrax.FedAvg(fedrax.LocalSGD(lr=float("nan"))), "FedAvg.local.lr must be a finite number, got nan"),
@@ -171,8 +171,8 @@ def untyped(**options: Any) -> dict[str, Any]:
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )  # fmt: skip
-def test_invalid_values_are_rejected_by_name(algorithm: Any, sentence: str):
-    with pytest.raises(FedraxError, match=re.escape(sentence)):
+def test_invalid_values_are_rejected_by_name(algorithm: Any, message: str):
+    with pytest.raises(FedraxError, match=re.escape(message)):
         check(algorithm)
 
 
@@ -188,11 +188,11 @@ class UnmarkedPart(fedrax.LocalSGD):
 
 @pytest.mark.parametrize("algorithm", [Unmarked(), fedrax.FedAvg(UnmarkedPart())], ids=["method", "part"])
 def test_class_without_decorator_is_rejected(algorithm: Any):
-    sentence = "(Unmarked|UnmarkedPart) lacks the decorator @hyperparameters"
-    with pytest.raises(FedraxError, match=sentence):
+    message = "(Unmarked|UnmarkedPart) lacks the decorator @hyperparameters"
+    with pytest.raises(FedraxError, match=message):
         check(algorithm)
     problem = make_problem()
-    with pytest.raises(FedraxError, match=sentence):
+    with pytest.raises(FedraxError, match=message):
         fedrax.simulate(algorithm, problem.task, problem.federation, rounds=1, cohort_size=2)
 
 
@@ -218,7 +218,7 @@ def test_marks_determine_inputs_and_static_fields():
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "message"),
     [
         ({"anything": np.ones(2)}, "Marked.anything must be hashable, because it is static"),
         ({"weights": jnp.tanh}, "Marked.weights must be numbers or arrays, because it is an input"),
@@ -228,8 +228,8 @@ def test_marks_determine_inputs_and_static_fields():
     ],
     ids=["unhashable", "function", "bound", "items", "no list"],
 )
-def test_values_that_contradict_a_mark_are_rejected(changes: dict[str, Any], sentence: str):
-    with pytest.raises(FedraxError, match=re.escape(sentence)):
+def test_values_that_contradict_a_mark_are_rejected(changes: dict[str, Any], message: str):
+    with pytest.raises(FedraxError, match=re.escape(message)):
         check(Marked(**changes))
 
 
@@ -243,7 +243,7 @@ def test_optax_server_optimizer_is_static():
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "settings", "sentence"),
+    ("algorithm", "settings", "message"),
     [
         (fedrax.Scaffold(LOCAL), {"weights": "samples"}, "Scaffold is defined for uniform aggregation weights only"),
         (MIFA(LOCAL), {"weights": "samples"}, "MIFA is defined for uniform"),
@@ -267,9 +267,9 @@ def test_optax_server_optimizer_is_static():
     ],
     ids=["Scaffold", "MIFA", "Upcycled", "LoSAC", "GradMAS", "Upcycled GradMA", "GradMA"],
 )
-def test_settings_that_a_method_does_not_support_are_rejected(algorithm: Any, settings: dict[str, Any], sentence: str):
+def test_settings_that_a_method_does_not_support_are_rejected(algorithm: Any, settings: dict[str, Any], message: str):
     problem, defaults = make_problem(), untyped(rounds=2, cohort_size=3)
-    with pytest.raises(FedraxError, match=sentence):
+    with pytest.raises(FedraxError, match=message):
         fedrax.simulate(algorithm, problem.task, problem.federation, **(defaults | settings))
 
 

@@ -171,8 +171,8 @@ def test_fednova_with_equal_numbers_of_steps_is_averaging(name: str, weights: st
     local, options, same = NOVA[name]
     local = {"lr": 0.1, "steps": 5, "batch_size": 3} | local
     plain = {name: value for name, value in options.items() if (name, same) != ("mu", "FedAvg")}
-    ours, theirs = (run(m, {"local": local} | o, weights=weights) for m, o in (("FedNova", options), (same, plain)))
-    np.testing.assert_allclose(ours, theirs, rtol=1e-8 if plain != options else 1e-11, atol=1e-13)
+    actual, desired = (run(m, {"local": local} | o, weights=weights) for m, o in (("FedNova", options), (same, plain)))
+    np.testing.assert_allclose(actual, desired, rtol=1e-8 if plain != options else 1e-11, atol=1e-13)
 
 
 def test_fednova_differs_from_averaging_if_numbers_of_steps_differ():

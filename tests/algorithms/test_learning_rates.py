@@ -20,7 +20,7 @@ FINISHED, OURS = Optax(optax.sgd(0.01)), Optax.of(optax.sgd)
 
 
 @pytest.mark.parametrize(
-    ("make", "sentence"),
+    ("make", "message"),
     [
         (lambda: QFedAvg(local=LocalSGD(optimizer=FINISHED)), "QFedAvg takes 1 / local.lr for the Lipschitz constant"),
         (lambda: Episode(local=LocalSGD(optimizer=FINISHED), gamma=0.1), "unset local.optimizer or gamma"),
@@ -29,8 +29,8 @@ FINISHED, OURS = Optax(optax.sgd(0.01)), Optax.of(optax.sgd)
     ],
     ids=["q-FedAvg", "EPISODE", "EPISODE, lr", "prox"],
 )
-def test_learning_rate_in_an_optimizer_is_rejected_if_the_method_needs_lr(make: Any, sentence: str):
-    with pytest.raises(FedraxError, match=sentence):
+def test_learning_rate_in_an_optimizer_is_rejected_if_the_method_needs_lr(make: Any, message: str):
+    with pytest.raises(FedraxError, match=message):
         check(make())
 
 
@@ -59,9 +59,9 @@ def test_episode_clips_gradients_including_weight_decay():
     other = NaiveParallelClip(local=LocalSGD(**local, clip=0.1))
     params = {"output": {"weight": np.full((3, 4), 0.3), "bias": np.full(3, -0.2)}}
     options = {"rounds": 6, "cohort_size": 4, "dtype": "float64", "params": params, "trajectory": True}
-    for mine, theirs in zip(run(one, **options).trajectory, run(other, **options).trajectory, strict=True):
+    for actual, desired in zip(run(one, **options).trajectory, run(other, **options).trajectory, strict=True):
         for part in ("weight", "bias"):
-            np.testing.assert_allclose(mine["output"][part], theirs["output"][part], rtol=1e-12)
+            np.testing.assert_allclose(actual["output"][part], desired["output"][part], rtol=1e-12)
 
 
 def test_events_contain_the_share_of_clipped_steps():

@@ -169,7 +169,7 @@ def test_signsgd_abstentions_are_the_same_on_every_plan(plan: str):
 
 
 @pytest.mark.parametrize(
-    ("method", "sentence"),
+    ("method", "message"),
     [
         (Scaffnew(LocalSGD(steps=3)), "Scaffnew draws the number of local steps"),
         (Scaffnew(LocalSGD(clip=0.1)), "unset local.clip"),
@@ -183,8 +183,8 @@ def test_signsgd_abstentions_are_the_same_on_every_plan(plan: str):
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
-def test_invalid_values_raise_a_clear_error(method: Any, sentence: str):
-    with pytest.raises(FedraxError, match=sentence):
+def test_invalid_values_raise_a_clear_error(method: Any, message: str):
+    with pytest.raises(FedraxError, match=message):
         check(method)
 
 

@@ -28,10 +28,10 @@ def test_running_statistics_equal_those_of_one_fedavg_step(method: Any):
     """At a tiny learning rate, over several rounds."""
     no_motion = LocalSGD(lr=1e-9, steps=1, batch_size=6)
     options = {"task": NORM_TASK, "federation": make_federation((6,) * 8)}
-    ours, theirs = (run(m(local=no_motion), rounds=2, **options).statistics for m in (method, FedAvg))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ours, theirs)
+    actual, desired = (run(m(local=no_motion), rounds=2, **options).statistics for m in (method, FedAvg))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), actual, desired)
     before = run(method(local=no_motion), rounds=1, **options).statistics
-    assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (before, ours)), strict=True))
+    assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (before, actual)), strict=True))
 
 
 def test_full_gradients_do_not_update_running_statistics():
@@ -42,7 +42,7 @@ def test_full_gradients_do_not_update_running_statistics():
 
 
 @pytest.mark.parametrize(
-    ("method", "sentence"),
+    ("method", "message"),
     [
         (FedSGD(local=LocalSGD(momentum=0.9)), "FedSGD takes one step a round, the server's: set server_optimizer.mom"),
         (FedSGD(local=LocalSGD(clip=0.1)), "unset local.clip"),
@@ -53,13 +53,13 @@ def test_full_gradients_do_not_update_running_statistics():
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
-def test_options_of_local_steps_are_rejected(method: Algorithm, sentence: str):
-    with pytest.raises(FedraxError, match=sentence):
+def test_options_of_local_steps_are_rejected(method: Algorithm, message: str):
+    with pytest.raises(FedraxError, match=message):
         check(method)
 
 
 @pytest.mark.parametrize(
-    ("method", "sentence"),
+    ("method", "message"),
     [
         (FedSGD(local=LocalSGD(steps=5)), r"FedSGD takes one step a round, and local.steps = 5 is ignored"),
         (SignSGD(local=LocalSGD(epochs=2)), r"SignSGD .* local.epochs = 2 is ignored"),
@@ -88,7 +88,7 @@ def test_options_of_local_steps_are_rejected(method: Algorithm, sentence: str):
         "Ditto",
     ],
 )
-def test_ignored_options_are_warned_of(method: Algorithm, sentence: str):
+def test_ignored_options_are_warned_of(method: Algorithm, message: str):
     """A file for several methods may contain options for the others."""
-    with pytest.warns(UserWarning, match=sentence):
+    with pytest.warns(UserWarning, match=message):
         check(method)

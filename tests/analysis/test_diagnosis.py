@@ -46,16 +46,16 @@ RUN: dict[str, Any] = {"rounds": 16, "cohort_size": 2, "eval_every": 16}
 def test_constants_of_two_parabolas():
     """f_i = (x -+ c)^2 / 2: the larger of both |grad f_i| is |grad f| + c, for any x."""
     task, federation = problem(squares, [[3.0], [-3.0]], [8.0])
-    found = diagnose(task, federation, Settings(**RUN), LocalSGD(lr=0.1, steps=2, batch_size="full"))
-    assert found.kappa == pytest.approx(3, rel=1e-3) and found.rho == pytest.approx(1, rel=1e-3)
-    assert (found.l0, found.l1) == pytest.approx((1, 0), abs=1e-3)
-    assert found.noise == 0
+    diagnosis = diagnose(task, federation, Settings(**RUN), LocalSGD(lr=0.1, steps=2, batch_size="full"))
+    assert diagnosis.kappa == pytest.approx(3, rel=1e-3) and diagnosis.rho == pytest.approx(1, rel=1e-3)
+    assert (diagnosis.l0, diagnosis.l1) == pytest.approx((1, 0), abs=1e-3)
+    assert diagnosis.noise == 0
     x = 8 * (1 - 0.1) ** (2 * 16)  # with full participation the run is gradient descent on f
-    assert found.points[-1].gradient == pytest.approx(x, rel=1e-3)
-    assert found.points[-1].gradient_spread == pytest.approx(3, rel=1e-3)
-    assert found.dissimilarity == pytest.approx(np.sqrt(1 + 9 / x**2), rel=1e-3)
-    assert found.points[0].drift == pytest.approx(3 * (1 - 0.9**2), rel=1e-3)
-    assert found.points[0].update == pytest.approx(8 * (1 - 0.9**2), rel=1e-3)
+    assert diagnosis.points[-1].gradient == pytest.approx(x, rel=1e-3)
+    assert diagnosis.points[-1].gradient_spread == pytest.approx(3, rel=1e-3)
+    assert diagnosis.dissimilarity == pytest.approx(np.sqrt(1 + 9 / x**2), rel=1e-3)
+    assert diagnosis.points[0].drift == pytest.approx(3 * (1 - 0.9**2), rel=1e-3)
+    assert diagnosis.points[0].update == pytest.approx(8 * (1 - 0.9**2), rel=1e-3)
 
 
 @pytest.mark.parametrize(("weights", "reduction"), [("samples", "mean"), ("uniform", "sum"), ("samples", "sum")])
@@ -67,12 +67,12 @@ def test_constants_are_those_of_the_weighted_objective(weights: Any, reduction: 
     rows = [np.c_[np.full(n, h), rng.normal(h, 1.0, (n, 2))] for n, h in zip(sizes, (1.0, 2.0, 0.5), strict=True)]
     task, federation = problem(lambda x, r: 0.5 * r[0] * jnp.sum((x - r[1:]) ** 2), rows, [4.0, -1.0])
     local = LocalSGD(lr=1e-3, steps=2, batch_size="full", reduction=reduction)
-    found = diagnose(task, federation, Settings(**RUN, weights=weights), local)
+    diagnosis = diagnose(task, federation, Settings(**RUN, weights=weights), local)
     p = sizes / sizes.sum() if weights == "samples" else np.full(3, 1 / 3)
     scale = sizes if reduction == "sum" else np.ones(3)
     bent, centers = scale * [1.0, 2.0, 0.5], np.array([own[:, 1:].mean(0) for own in rows])
     gradients = bent[:, None] * ([4.0, -1.0] - centers)
-    mean, start = p @ gradients, found.points[0]
+    mean, start = p @ gradients, diagnosis.points[0]
     spread = (scale * [1.0, 2.0, 0.5]) ** 2 * [own[:, 1:].var(0).sum() for own in rows]
     updates = (1 - (1 - 1e-3 * bent[:, None]) ** 2) / bent[:, None] * gradients
     assert start.gradient == pytest.approx(np.linalg.norm(mean), rel=1e-4)
@@ -108,17 +108,17 @@ def test_probe_and_run_use_disjoint_random_keys():
 def test_constants_of_clients_with_different_curvatures():
     """f_i = s_i x^2 / 2: |grad f_i| = (s_i / mean s) |grad f|."""
     task, federation = problem(lambda x, s: 0.5 * s[0] * jnp.sum(x**2), [[1.0], [2.0], [6.0]], [5.0])
-    found = diagnose(task, federation, Settings(**RUN), LocalSGD(lr=0.02, steps=1, batch_size="full"))
-    assert found.kappa == pytest.approx(0, abs=1e-3) and found.rho == pytest.approx(2, rel=1e-3)
-    assert found.dissimilarity == pytest.approx(np.sqrt((1 + 4 + 36) / 3) / 3, rel=1e-3)
+    diagnosis = diagnose(task, federation, Settings(**RUN), LocalSGD(lr=0.02, steps=1, batch_size="full"))
+    assert diagnosis.kappa == pytest.approx(0, abs=1e-3) and diagnosis.rho == pytest.approx(2, rel=1e-3)
+    assert diagnosis.dissimilarity == pytest.approx(np.sqrt((1 + 4 + 36) / 3) / 3, rel=1e-3)
 
 
 def test_l0_and_l1_of_an_exponential():
     """f = exp(a x): f'' = a f'."""
     task, federation = problem(lambda x, a: jnp.exp(a[0] * jnp.sum(x)), [[1.5], [1.5]], [1.5])
-    found = diagnose(task, federation, Settings(**RUN), LocalSGD(lr=0.05, steps=1, batch_size="full"))
-    assert found.l1 == pytest.approx(1.5, rel=0.01) and found.l0 == pytest.approx(0, abs=0.05)
-    assert found.growth > 0.9
+    diagnosis = diagnose(task, federation, Settings(**RUN), LocalSGD(lr=0.05, steps=1, batch_size="full"))
+    assert diagnosis.l1 == pytest.approx(1.5, rel=0.01) and diagnosis.l0 == pytest.approx(0, abs=0.05)
+    assert diagnosis.growth > 0.9
 
 
 def test_noise_of_single_samples_is_their_standard_deviation():
@@ -156,9 +156,11 @@ def test_noise_of_batches_agrees_with_numpy(local: LocalSGD):
     rng = np.random.default_rng(2)
     numbers = [rng.normal(1.0, scale, size=(n, 2)) for n, scale in ((10, 1.0), (12, 2.0), (25, 0.5))]
     task, federation = problem(squares, numbers, np.full(2, 3.0))
-    found = diagnose(task, federation, Settings(**RUN | {"rounds": 1}), dataclasses.replace(local, lr=1e-6)).points[0]
+    diagnosis = diagnose(task, federation, Settings(**RUN | {"rounds": 1}), dataclasses.replace(local, lr=1e-6)).points[
+        0
+    ]
     expected = np.mean([mean_squared_error(local, own - 3.0, rng) for own in numbers])
-    assert found.batch_noise == pytest.approx(np.sqrt(expected), rel=0.03, abs=1e-6)
+    assert diagnosis.batch_noise == pytest.approx(np.sqrt(expected), rel=0.03, abs=1e-6)
 
 
 def mean_squared_error(local: LocalSGD, gradients: np.ndarray, rng: np.random.Generator) -> float:
@@ -185,29 +187,29 @@ def test_spread_of_equal_large_gradients_is_zero():
     """In float32."""
     numbers = [[[1000.0, 0.0]] * 70, [[1000.0, 0.02]] * 70]
     task, federation = problem(squares, numbers, np.zeros(2))
-    found = diagnose(task, federation, Settings(**RUN | {"rounds": 1}), LocalSGD(lr=1e-3, steps=1)).points[0]
-    assert found.gradient_spread == pytest.approx(0.01, rel=0.02) and found.noise < 1e-3
-    assert found.drift == pytest.approx(1e-5, rel=0.05)
+    diagnosis = diagnose(task, federation, Settings(**RUN | {"rounds": 1}), LocalSGD(lr=1e-3, steps=1)).points[0]
+    assert diagnosis.gradient_spread == pytest.approx(0.01, rel=0.02) and diagnosis.noise < 1e-3
+    assert diagnosis.drift == pytest.approx(1e-5, rel=0.05)
 
 
 def test_many_named_clients():
     x, owner = np.random.default_rng(0).normal(size=(600, 3)).astype(np.float32), np.repeat(np.arange(300), 2)
     federation = Federation.from_arrays(x, (x[:, 0] > 0).astype(int), [f"site {i}" for i in owner])
     task = fedrax.classification(Linear().build((3,), 2))
-    found = diagnose(task, federation, Settings(rounds=1, cohort_size=4), LocalSGD(lr=0.1, steps=1))
-    assert (found.clients, found.measured) == (300, 256)
-    few = dataclasses.replace(found, clients=100_000)
+    diagnosis = diagnose(task, federation, Settings(rounds=1, cohort_size=4), LocalSGD(lr=0.1, steps=1))
+    assert (diagnosis.clients, diagnosis.measured) == (300, 256)
+    few = dataclasses.replace(diagnosis, clients=100_000)
     assert (
         "of 256 of 100000 clients differs by about" in "".join(rendering.lines(few))
-        and few.sampling_error > found.sampling_error
+        and few.sampling_error > diagnosis.sampling_error
     )
 
 
 def test_large_gradients_are_measured_and_overflow_raises_a_clear_error():
     task, federation = problem(lambda x, b: 0.5e15 * jnp.sum((x - b) ** 2), [[3.0], [-3.0]], [8.0])
     steps = LocalSGD(lr=1e-17, steps=1, batch_size="full")
-    found = diagnose(task, federation, Settings(**RUN), steps)
-    assert found.kappa == pytest.approx(3e15, rel=1e-3) and found.rho == pytest.approx(1, rel=1e-3)
+    diagnosis = diagnose(task, federation, Settings(**RUN), steps)
+    assert diagnosis.kappa == pytest.approx(3e15, rel=1e-3) and diagnosis.rho == pytest.approx(1, rel=1e-3)
     task, federation = problem(lambda x, b: 0.5 * jnp.sum((x - b) ** 2), [[3.0], [-3.0]], [8.0])
     with pytest.raises(FedraxError, match="after 0 rounds: the local steps diverge, try a smaller"):
         diagnose(task, federation, Settings(**RUN | {"rounds": 1}), LocalSGD(lr=1e36, steps=1, batch_size="full"))
@@ -248,12 +250,12 @@ def test_diagnose_command_prints_the_constants(tmp_path, monkeypatch, capsys):
     flags += ["--run.cohort-size", "3"]
     steps = ["--algorithm.local.steps", "2", "--algorithm.local.lr", "0.1"]
     assert cli.main(["diagnose", *flags, *steps, "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert [point["round"] for point in said["points"]] == [0, 1, 2]
+    printed = json.loads(capsys.readouterr().out)
+    assert [point["round"] for point in printed["points"]] == [0, 1, 2]
     assert all((tmp_path / f"diagnosis.{ending}").exists() for ending in ("png", "svg"))
     assert cli.main(["diagnose", *flags, *steps, "--picture", "None"]) == 0
     shown = capsys.readouterr().out
-    assert f"B = {said['dissimilarity']:.3g} at most" in shown and "picture" not in shown
+    assert f"B = {printed['dissimilarity']:.3g} at most" in shown and "picture" not in shown
 
 
 DIGITS = load("digits")
@@ -271,18 +273,18 @@ def identical_clients(x: Any, y: Any, clients: int) -> Federation:
 def test_drift_at_a_learning_rate_that_decays_to_zero():
     """At the last point the local steps of the last round are repeated; the next learning rate would be zero."""
     local = LocalSGD(lr=0.1, steps=2, batch_size=10, schedule=optax.cosine_decay_schedule(1.0, 4))
-    found = diagnose(TASK, FEDERATION, Settings(**SHORT), local)
-    assert [point.round for point in found.points] == [0, 1, 2, 4]
-    assert found.points[-1].update > 0 and np.isfinite(found.drift)
+    diagnosis = diagnose(TASK, FEDERATION, Settings(**SHORT), local)
+    assert [point.round for point in diagnosis.points] == [0, 1, 2, 4]
+    assert diagnosis.points[-1].update > 0 and np.isfinite(diagnosis.drift)
 
 
 def test_noise_of_batches_is_not_counted_as_drift():
     """Clients with the same samples move apart by the noise of batches of five only."""
     federation = identical_clients(DIGITS.train.x[:100], DIGITS.train.y[:100], 20)
     local = LocalSGD(lr=0.1, steps=10, batch_size=5)
-    found = diagnose(TASK, federation, Settings(**SHORT), local)
-    assert found.gradient_spread < 1e-5 and found.noise > 1
-    assert found.drift < 0.3
+    diagnosis = diagnose(TASK, federation, Settings(**SHORT), local)
+    assert diagnosis.gradient_spread < 1e-5 and diagnosis.noise > 1
+    assert diagnosis.drift < 0.3
     far = diagnose(TASK, FEDERATION, Settings(**SHORT), local)
     assert far.drift > 0.8
 
@@ -321,10 +323,14 @@ def test_points_with_zero_gradient_are_skipped():
     task = Task(lambda key: {"w": jnp.zeros(2)}, losses)
     x = np.array([[2.0, 0.0], [-2.0, 0.0], [2.0, 1.0], [-2.0, 1.0]], np.float32)
     federation = Federation.from_arrays(x, np.sign(x[:, 0]), np.array([0, 0, 1, 1]))
-    found = diagnose(task, federation, Settings(rounds=8, cohort_size=2), LocalSGD(lr=1.0, steps=1, batch_size="full"))
-    assert [point.round for point in found.points] == [0] and found.skipped_rounds == (1, 2, 4, 8)
-    assert "skipped        the mean gradient is zero up to rounding after rounds 1, 2, 4, 8" in rendering.lines(found)
-    assert np.isfinite(json.loads(json.dumps(found.to_dict()))["drift"])
+    diagnosis = diagnose(
+        task, federation, Settings(rounds=8, cohort_size=2), LocalSGD(lr=1.0, steps=1, batch_size="full")
+    )
+    assert [point.round for point in diagnosis.points] == [0] and diagnosis.skipped_rounds == (1, 2, 4, 8)
+    assert "skipped        the mean gradient is zero up to rounding after rounds 1, 2, 4, 8" in rendering.lines(
+        diagnosis
+    )
+    assert np.isfinite(json.loads(json.dumps(diagnosis.to_dict()))["drift"])
     flat = Task(lambda key: {"w": jnp.ones(2)}, lambda params, batch, key: 0 * batch.x @ params["w"])
     with pytest.raises(FedraxError, match="zero in all measured rounds"):
         diagnose(flat, federation, Settings(rounds=1, cohort_size=2), LocalSGD(lr=1.0, steps=1, batch_size="full"))
@@ -342,8 +348,8 @@ def test_gradients_that_cancel_up_to_rounding_are_zero():
     """At (c_1 + c_2 + c_3) / 3 the mean gradient is a rounding error, which would give a dissimilarity of a million."""
     task, federation = parabolas((0.1, 0.7, -3.3), 5.0)
     local = LocalSGD(lr=0.5, steps=1, batch_size="full")
-    found = diagnose(task, federation, Settings(rounds=64, cohort_size=3), local)
-    assert {32, 64} <= set(found.skipped_rounds) and found.dissimilarity < 1e6
+    diagnosis = diagnose(task, federation, Settings(rounds=64, cohort_size=3), local)
+    assert {32, 64} <= set(diagnosis.skipped_rounds) and diagnosis.dissimilarity < 1e6
 
 
 def test_drift_is_undefined_for_updates_below_the_noise():
@@ -371,9 +377,9 @@ def test_slightly_growing_curvature_is_reported_as_growing():
     loss = lambda params, batch, key: (params["x"] ** 2 / 2 + params["x"] ** 3 / 30)[0] + 0 * batch.y  # noqa: E731
     task = Task(lambda key: {"x": jnp.full(1, 4.0)}, loss)
     local = LocalSGD(lr=0.2, steps=1, batch_size="full")
-    found = diagnose(task, federation, Settings(rounds=16, cohort_size=2), local)
-    assert 0.1 < found.growth < 0.5
-    assert "of the largest curvature grows with the gradient" in "".join(rendering.lines(found))
+    diagnosis = diagnose(task, federation, Settings(rounds=16, cohort_size=2), local)
+    assert 0.1 < diagnosis.growth < 0.5
+    assert "of the largest curvature grows with the gradient" in "".join(rendering.lines(diagnosis))
 
 
 def test_float64_runs_are_measured_in_float64():
@@ -385,8 +391,8 @@ def test_float64_runs_are_measured_in_float64():
     task = Task(lambda key: {"x": jnp.zeros(1)}, losses)
     federation = Federation.from_arrays(np.array([[0.0], [1.0]], np.float32), np.zeros(2, np.float32), np.arange(2))
     settings = Settings(rounds=1, cohort_size=2, dtype="float64")
-    found = diagnose(task, federation, settings, LocalSGD(lr=1e-9, steps=1, batch_size="full"))
-    assert found.points[0].gradient_spread == pytest.approx(0.5, rel=1e-6)
+    diagnosis = diagnose(task, federation, settings, LocalSGD(lr=1e-9, steps=1, batch_size="full"))
+    assert diagnosis.points[0].gradient_spread == pytest.approx(0.5, rel=1e-6)
 
 
 def test_float16_parameters_are_measured_in_the_precision_of_the_run():
@@ -397,8 +403,8 @@ def test_float16_parameters_are_measured_in_the_precision_of_the_run():
     federation = Federation.from_arrays(np.array([[0.0], [30.0]], np.float32), np.zeros(2, np.float32), np.arange(2))
     local = LocalSGD(lr=1e-7, steps=1, batch_size="full")
     for dtype in ("float32", "float64"):
-        found = diagnose(task, federation, Settings(rounds=1, cohort_size=2, dtype=dtype), local)
-        assert found.points[0].gradient_spread == pytest.approx(300 * 15, rel=1e-6)
+        diagnosis = diagnose(task, federation, Settings(rounds=1, cohort_size=2, dtype=dtype), local)
+        assert diagnosis.points[0].gradient_spread == pytest.approx(300 * 15, rel=1e-6)
     assert gradient_dissimilarity(task, federation) == pytest.approx(1 + (15 / 285) ** 2, rel=1e-5)
 
 
@@ -412,5 +418,5 @@ def test_trajectory_contains_parameters_at_the_measured_rounds_only(monkeypatch:
         return result
 
     monkeypatch.setattr(sys.modules["fedrax.analysis.diagnosis"], "simulate", record_trajectory)
-    found = diagnose(TASK, FEDERATION, Settings(rounds=100, cohort_size=1), LocalSGD(lr=0.01, steps=1))
-    assert [point.round for point in found.points] == [0, 1, 2, 4, 8, 16, 32, 64, 100] and kept == [8]
+    diagnosis = diagnose(TASK, FEDERATION, Settings(rounds=100, cohort_size=1), LocalSGD(lr=0.01, steps=1))
+    assert [point.round for point in diagnosis.points] == [0, 1, 2, 4, 8, 16, 32, 64, 100] and kept == [8]

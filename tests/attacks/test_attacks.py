@@ -160,8 +160,8 @@ def test_personal_layers_exclude_gradients_but_not_client_programs() -> None:
     view = as_client_program(TASK, personal, INITIAL_PARAMS, sent, CLIENTS, CLIENTS)
     batch = fedrax.contract.Batch(jnp.asarray(IMAGES[1:2]), jnp.asarray(LABELS[1:2]))
     made = view.predict(view.known, batch, None)
-    for mine, theirs in zip(jax.tree.leaves(made), jax.tree.leaves(view.target), strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=1e-6)
+    for actual, desired in zip(jax.tree.leaves(made), jax.tree.leaves(view.target), strict=True):
+        np.testing.assert_allclose(actual, desired, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -314,8 +314,8 @@ def test_invalid_input_raises_a_clear_error(one_gradient: Any, losac_messages: l
             lambda: as_client_program(TASK, LOSAC, INITIAL_PARAMS, losac_messages, CLIENTS, CLIENTS, matched=(9,)),
         ),
     ]
-    for sentence, call in invalid_calls:
-        with pytest.raises(FedraxError, match=sentence):
+    for message, call in invalid_calls:
+        with pytest.raises(FedraxError, match=message):
             call()
 
 

@@ -61,9 +61,9 @@ def test_fedrax_has_the_shared_initial_parameters(name, shape):
     workload, rng = WORKLOADS[name], np.random.default_rng(0)
     weights = WEIGHTS[name](rng)
     x = rng.standard_normal((4, *shape), np.float32)
-    ours = model_of(workload).apply(parameters_of(workload, weights), x)
-    theirs = MODELS[name](parameters(workload, weights), jax.numpy.asarray(x))
-    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    actual = model_of(workload).apply(parameters_of(workload, weights), x)
+    desired = MODELS[name](parameters(workload, weights), jax.numpy.asarray(x))
+    np.testing.assert_allclose(actual, desired, atol=1e-5)
 
 
 def test_fedrax_runs_the_benchmark_rounds(regression):

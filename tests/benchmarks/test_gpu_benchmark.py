@@ -22,8 +22,8 @@ def test_gpu_benchmark_writes_its_page_and_resumes(tmp_path: Path):
     command += ["--repeats", "1", "--max-wait", "0", "--cache", str(tmp_path / "cache"), "--out", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     for more in ([], ["--resume"]):
-        done = subprocess.run([*command, *more], cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+        completed = subprocess.run([*command, *more], cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert completed.returncode == 0, completed.stdout + completed.stderr
         runs = Session.latest(tmp_path / "gpu.jsonl").runs
         assert [run["setting"] for run in runs] == ["nothing compiled before", "compiled before"]
     assert "| fedrax, compiled before |" in (tmp_path / "gpu.md").read_text()

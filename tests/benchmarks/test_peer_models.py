@@ -54,14 +54,14 @@ def test_outputs_and_gradients_agree_with_pytorch(name):
             outputs = apply(params, x)
             return cross_entropy(outputs, jnp.asarray(y)), outputs
 
-        gradients, ours = jax.jit(jax.grad(loss, has_aux=True))(params)
-        theirs = torch_models.build(workload).to(torch.from_numpy(np.zeros(1, dtype)).dtype)
-        torch_models.load(theirs, weights)
-        outputs = theirs(torch.from_numpy(x if x.ndim < 4 else x.transpose(0, 3, 1, 2).copy()))
+        gradients, found = jax.jit(jax.grad(loss, has_aux=True))(params)
+        expected = torch_models.build(workload).to(torch.from_numpy(np.zeros(1, dtype)).dtype)
+        torch_models.load(expected, weights)
+        outputs = expected(torch.from_numpy(x if x.ndim < 4 else x.transpose(0, 3, 1, 2).copy()))
         torch.nn.functional.cross_entropy(outputs, torch.from_numpy(y)).backward()
-        converted = parameters({key: value.grad.numpy() for key, value in theirs.named_parameters()})
-        assert ours.dtype == dtype
-        np.testing.assert_allclose(ours, outputs.detach().numpy(), atol=tolerance)
+        converted = parameters({key: value.grad.numpy() for key, value in expected.named_parameters()})
+        assert found.dtype == dtype
+        np.testing.assert_allclose(found, outputs.detach().numpy(), atol=tolerance)
 
         def compare(actual, desired):
             np.testing.assert_allclose(actual, desired, atol=tolerance)

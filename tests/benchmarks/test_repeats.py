@@ -19,8 +19,10 @@ ROOT = Path(__file__).parents[2]
 def test_runs_on_a_cpu_are_bitwise_repeatable(tmp_path: Path):
     command = [sys.executable, "-m", "benchmarks.repeats", "--device", "cpu", "--cases", "W1-Scaffold"]
     command += ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     (run,) = Session.latest(tmp_path / "repeats.jsonl").runs
     assert run["again"] == run["resumed"] == 0 and len(set(run["digests"])) == 1 and run["moved"] > 0
     assert "| W1, Scaffold | as installed | equal | equal | equal |" in (tmp_path / "repeats.md").read_text()

@@ -100,7 +100,7 @@ def test_run_of_a_killed_dask_worker_is_repeated_by_another(
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
-    ("address", "says"),
+    ("address", "message"),
     [
         ("localhost:8786", "not the address of a scheduler"),
         ("dask://", "not the address of a scheduler"),
@@ -110,12 +110,12 @@ def test_run_of_a_killed_dask_worker_is_repeated_by_another(
     ],
 )
 def test_invalid_schedulers_are_rejected(
-    fedrax: Callable[..., Printed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str, says: str
+    fedrax: Callable[..., Printed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str, message: str
 ) -> None:
     monkeypatch.setattr(backends, "TIMEOUT", 1)
     (tmp_path / "t.toml").write_text(GRID_COMPARISON)
     printed = fedrax("compare", "t.toml", "--on", address, "--quiet", "--out", "c")
-    assert printed.status == 2 and says in printed.err and len(printed.err.splitlines()) == 1, printed.err
+    assert printed.status == 2 and message in printed.err and len(printed.err.splitlines()) == 1, printed.err
     assert not (tmp_path / "c").exists()
 
 

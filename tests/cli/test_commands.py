@@ -38,9 +38,9 @@ def test_help_imports_few_modules() -> None:
     """No third-party library, few modules of the standard library, and almost none of fedrax."""
     code = "import sys; before = set(sys.modules); from fedrax.cli import main; main(['--help'])\n"
     code += "print(*set(sys.modules) - before, file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0 and "compare" in done.stdout, done.stderr
-    modules = done.stderr.split()
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1800)
+    assert completed.returncode == 0 and "compare" in completed.stdout, completed.stderr
+    modules = completed.stderr.split()
     ours = [name for name in modules if name.split(".")[0] == "fedrax"]
     others = {name.split(".")[0] for name in modules} - {"fedrax"} - sys.stdlib_module_names
     assert not others and 1 < len(ours) < 10 and len(modules) < 150, modules
@@ -187,11 +187,11 @@ def test_compare_resumes_from_another_directory(
     again = ("compare", "../cmp.toml", "--seeds", "0", "--out", "c", "--quiet")
     assert fedrax(*again) == Outcome(0, "", "")
     run = tmp_path / "elsewhere" / "c" / "fedavg" / "seed-0"
-    whole = (run / "events.jsonl").read_text().splitlines()
+    uninterrupted = (run / "events.jsonl").read_text().splitlines()
     assert fedrax("resume", run, "--quiet") == Outcome(0, "", "")
     monkeypatch.chdir(tmp_path)
     assert fedrax("compare", "cmp.toml", "--seeds", "0", "--out", "elsewhere/c", "--quiet") == Outcome(0, "", "")
-    assert (run / "events.jsonl").read_text().splitlines() == whole
+    assert (run / "events.jsonl").read_text().splitlines() == uninterrupted
 
 
 def test_resume_after_ctrl_c_gives_the_events_of_the_uninterrupted_run(

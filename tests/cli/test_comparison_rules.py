@@ -47,8 +47,8 @@ def test_methods_added_by_a_flag_use_the_data_settings_of_the_file(
     fedrax: Callable[..., Outcome], tmp_path: Path
 ) -> None:
     (tmp_path / "x.toml").write_text(f"normalize = false\nvalidation = 0.2\nseeds = [0]\n{TINY}")
-    made = fedrax("compare", "x.toml", "--algorithms", "fedprox", "--out", "c")
-    assert made.status == 0, made.err
+    outcome = fedrax("compare", "x.toml", "--algorithms", "fedprox", "--out", "c")
+    assert outcome.status == 0, outcome.err
     tables = [file.read_text() for file in sorted((tmp_path / "c").rglob("experiment.toml"))]
     assert len(tables) == 2
     assert all("normalize = false" in table and "validation = 0.2" in table for table in tables)
@@ -180,12 +180,12 @@ CHANGES: dict[str, tuple[str, str, dict[str, str], str]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_runs_of_a_changed_method_have_another_directory(name: str, tmp_path: Path) -> None:
-    before, after, moved, says = CHANGES[name]
+    before, after, moved, message = CHANGES[name]
     first, second, out = read(tmp_path, before), read(tmp_path, after), tmp_path / "out"
     write_experiments(first, out)
     found = choose_output(second, out)
     assert {key.as_posix(): value.as_posix() for key, value in found.comparison.directories.items()} == moved
-    assert len(found.notes) == len(moved) and all(says in note for note in found.notes)
+    assert len(found.notes) == len(moved) and all(message in note for note in found.notes)
     write_experiments(found.comparison, out)
     assert choose_output(second, out) == found._replace(notes=())
     assert choose_output(first, out).comparison.directories == {}  # the first runs remain
@@ -213,10 +213,10 @@ def test_only_runs_of_a_changed_method_are_repeated(fedrax: Callable[..., Outcom
         """Output of the command, and the directories of the runs that it created."""
         before = set(tmp_path.rglob("events.jsonl"))
         (tmp_path / "c.toml").write_text(comparison_text(methods).replace("rounds = 4", "rounds = 1"))
-        done = fedrax("compare", "c.toml")
-        assert done.status == 0, done.err
+        outcome = fedrax("compare", "c.toml")
+        assert outcome.status == 0, outcome.err
         made = set(tmp_path.rglob("events.jsonl")) - before
-        return done.out + done.err, sorted(path.parent.relative_to(tmp_path).as_posix() for path in made)
+        return outcome.out + outcome.err, sorted(path.parent.relative_to(tmp_path).as_posix() for path in made)
 
     def shown() -> dict[str, float]:
         """Losses by method in the output of ``show``."""
@@ -230,9 +230,9 @@ def test_only_runs_of_a_changed_method_are_repeated(fedrax: Callable[..., Outcom
     other = "local = { lr = 1.5 }"
     assert compare_and_list_runs("")[1] == ["runs/tiny/fedavg/seed-0", "runs/tiny/fedprox/seed-0"]
     kept = events_by_run(tmp_path)
-    said, made = compare_and_list_runs(other)
+    printed, made = compare_and_list_runs(other)
     assert made == ["runs/tiny/fedprox-2/seed-0"] and events_by_run(tmp_path).items() >= kept.items()
-    assert "(algorithm.local.lr 0.1 there, 1.5 here): the new runs of fedprox are in runs/tiny/fedprox-2" in said
+    assert "(algorithm.local.lr 0.1 there, 1.5 here): the new runs of fedprox are in runs/tiny/fedprox-2" in printed
     assert shown() == losses(fedavg="fedavg", fedprox="fedprox-2") != losses(fedavg="fedavg", fedprox="fedprox")
     assert compare_and_list_runs(other)[1] == []
     assert compare_and_list_runs("")[1] == [] and shown() == losses(fedavg="fedavg", fedprox="fedprox")
@@ -273,10 +273,10 @@ WITHOUT_EFFECT = {
 
 @pytest.mark.parametrize("name", WITHOUT_EFFECT)
 def test_settings_without_effect_are_rejected(name: str, fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
-    comparison_text, flags, says = WITHOUT_EFFECT[name]
+    comparison_text, flags, message = WITHOUT_EFFECT[name]
     (tmp_path / "c.toml").write_text(comparison_text)
     rejected = fedrax("compare", "c.toml", *flags.split(), "--out", "c", "--quiet")
-    assert rejected.status == 2 and says in rejected.err and len(rejected.err.splitlines()) == 1, rejected
+    assert rejected.status == 2 and message in rejected.err and len(rejected.err.splitlines()) == 1, rejected
     assert not (tmp_path / "c").exists()
 
 
@@ -284,8 +284,8 @@ def test_flags_may_affect_a_subset_of_the_methods(fedrax: Callable[..., Outcome]
     """The grid of the other method contains the setting."""
     comparison_text = SHARED + METHODS + "grid = { algorithm.local.lr = [0.1, 0.2] }\n"
     (tmp_path / "c.toml").write_text(comparison_text)
-    done = fedrax("compare", "c.toml", "--algorithm.local.lr", "0.05", "--out", "c", "--quiet")
-    assert done.status == 0, done.err
+    outcome = fedrax("compare", "c.toml", "--algorithm.local.lr", "0.05", "--out", "c", "--quiet")
+    assert outcome.status == 0, outcome.err
 
 
 def test_compare_ignores_the_seed_of_a_single_run(tmp_path: Path) -> None:
@@ -341,9 +341,9 @@ def test_shared_settings_need_not_exist_in_fedavg(tmp_path: Path) -> None:
 
 def test_no_flags_switch_settings_off(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(TINY + "per_client = true\n")
-    for flags, wanted in (((), True), (("--run.no-per-client",), False)):
+    for flags, expected in (((), True), (("--run.no-per-client",), False)):
         spec, _ = read_arguments([str(tmp_path / "c.toml"), *flags])
-        assert [method.run.per_client for method in spec.methods] == [wanted] and spec.run.per_client is wanted
+        assert [method.run.per_client for method in spec.methods] == [expected] and spec.run.per_client is expected
 
 
 def test_all_listed_values_of_a_search_are_checked_before_it_starts(tmp_path: Path) -> None:
@@ -367,11 +367,13 @@ def test_numpy_grids_become_plain_numbers() -> None:
 
 def test_compare_in_python_writes_table_and_pictures(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text("seeds = [0]\n" + TINY.replace("rounds = 4", "rounds = 1"))
-    made = compare(tmp_path / "c.toml", grid={"algorithm.local.lr": np.array([0.25, 0.5])}, directory=tmp_path / "c")
+    comparison_result = compare(
+        tmp_path / "c.toml", grid={"algorithm.local.lr": np.array([0.25, 0.5])}, directory=tmp_path / "c"
+    )
     kept = {path.name for path in (tmp_path / "c").iterdir()}
     assert {"table.md", "comparison.json", "curves.png", "curves.svg", "grid.png", "grid.svg"} <= kept
-    assert [path.name for path in made.pictures] == ["curves.png", "grid.png"]
-    assert type(made.search_results["fedavg"].best.point["algorithm.local.lr"]) is float
+    assert [path.name for path in comparison_result.pictures] == ["curves.png", "grid.png"]
+    assert type(comparison_result.search_results["fedavg"].best.point["algorithm.local.lr"]) is float
     assert (tmp_path / "c/search/fedavg/local.lr=0.25/seed-0/events.jsonl").exists()
 
 
@@ -390,6 +392,9 @@ def test_shared_settings_apply_to_methods_inside_wrappers(tmp_path: Path) -> Non
     assert [method.local.steps for method in found] == [2] * 4
     with pytest.raises(FedraxError, match=r"\[algorithm\]: unknown key 'lokal'"):
         read(tmp_path, SHARED.replace("local", "lokal") + inner)
-    for none, words in (("3", "algorithm.inner: a table with a name is needed"), ('"fedav"', "did you mean 'fedavg'")):
-        with pytest.raises(FedraxError, match=words):
+    for none, message in (
+        ("3", "algorithm.inner: a table with a name is needed"),
+        ('"fedav"', "did you mean 'fedavg'"),
+    ):
+        with pytest.raises(FedraxError, match=message):
             read(tmp_path, SHARED + f'[[compare]]\nname = "ditto"\ninner = {none}\n')

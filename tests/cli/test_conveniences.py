@@ -70,8 +70,8 @@ def test_target_of_the_runs_is_the_target_of_the_table(fedrax: Callable[..., Out
 
 def test_default_partition_warns_if_it_ignores_natural_clients(fedrax: Callable[..., Outcome]) -> None:
     flags = ("run", "--data", "synthetic", "--data.devices", 12, "--run.rounds", 1, "--model", "linear", "--json")
-    said = "warning: the data have 12 clients, and the partition shards assigns their rows to other clients"
-    assert said in fedrax(*flags).err
+    printed = "warning: the data have 12 clients, and the partition shards assigns their rows to other clients"
+    assert printed in fedrax(*flags).err
     assert "12 clients" not in fedrax(*flags, "--partition", "natural").err
     assert "12 clients" not in fedrax(*flags, "--partition", "iid").err
 
@@ -79,9 +79,9 @@ def test_default_partition_warns_if_it_ignores_natural_clients(fedrax: Callable[
 def test_run_warns_of_ignored_comparison_settings(fedrax: Callable[..., Outcome], tiny: Path) -> None:
     tiny.write_text("seeds = [3, 4]\ntarget = 0.5\n" + TINY)
     outcome = fedrax("run", tiny, "--out", "r")
-    words = "seeds and target in the file are for fedrax compare; this is one run, with seed 0\n"
-    assert outcome.status == 0 and words in outcome.err
-    assert words not in fedrax("run", tiny, "--out", "q", "--quiet").err
+    message = "seeds and target in the file are for fedrax compare; this is one run, with seed 0\n"
+    assert outcome.status == 0 and message in outcome.err
+    assert message not in fedrax("run", tiny, "--out", "q", "--quiet").err
 
 
 @pytest.mark.parametrize("given", ["file", "flag", "comparison"])
@@ -218,7 +218,7 @@ def test_flags_accept_none(fedrax: Callable[..., Outcome], tiny: Path, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         ("--algorithm.local.lr -1", "command line: algorithm.local.lr must be greater than 0"),
         ("--algorithm.local.epochs 1 --algorithm.local.steps 2", "tiny.toml with the flags given: give local steps"),
@@ -226,10 +226,10 @@ def test_flags_accept_none(fedrax: Callable[..., Outcome], tiny: Path, tmp_path:
     ],
 )
 def test_errors_of_flags_name_the_command_line(
-    fedrax: Callable[..., Outcome], tiny: Path, flags: str, said: str
+    fedrax: Callable[..., Outcome], tiny: Path, flags: str, message: str
 ) -> None:
     outcome = fedrax("run", tiny, *flags.split())
-    assert outcome.status == 2 and said in outcome.err
+    assert outcome.status == 2 and message in outcome.err
 
 
 def test_errors_of_the_file_do_not_name_unrelated_flags(fedrax: Callable[..., Outcome], tiny: Path) -> None:

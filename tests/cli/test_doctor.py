@@ -82,13 +82,13 @@ REPAIRS = {
 @pytest.mark.parametrize("name", REPAIRS)
 def test_damaged_runs_are_repaired(name: str, finished_run: Path, tmp_path: Path, fedrax: Any):
     """The run resumes with the same events, and damaged files are kept."""
-    damage, says = REPAIRS[name]
+    damage, message = REPAIRS[name]
     run = tmp_path / "r"
     shutil.copytree(finished_run, run)
     damage(run)
     before = read_files(run)
     outcome = fedrax("doctor", "r")
-    assert outcome.status == 1 and f"--repair would {says}" in outcome.out, outcome
+    assert outcome.status == 1 and f"--repair would {message}" in outcome.out, outcome
     assert read_files(run) == before
     outcome = fedrax("doctor", "r", "--repair")
     assert outcome.status == 0 and "can be resumed from round" in outcome.out, outcome
@@ -118,12 +118,12 @@ LOST = {
 
 @pytest.mark.parametrize("name", LOST)
 def test_data_loss_is_reported(name: str, finished_run: Path, tmp_path: Path, fedrax: Any):
-    damage, says = LOST[name]
+    damage, message = LOST[name]
     shutil.copytree(finished_run, tmp_path / "r")
     damage(tmp_path / "r")
     before = read_files(tmp_path / "r")
     outcome = fedrax("doctor", "r", "--repair")
-    assert says in outcome.out and "Traceback" not in outcome.err, outcome
+    assert message in outcome.out and "Traceback" not in outcome.err, outcome
     after = list(read_files(tmp_path / "r").values())
     assert all(content in after for content in before.values())
 

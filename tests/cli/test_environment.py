@@ -23,8 +23,8 @@ NOBODY = "import os, fedrax.files, pwd; os.setuid(54321); fedrax.files.cache_dir
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_unknown_user_without_home_directory():
     known = {name: value for name, value in os.environ.items() if name not in ("HOME", "FEDRAX_CACHE")}
-    done = subprocess.run([sys.executable, "-c", NOBODY], env=known, stderr=subprocess.PIPE, text=True)
-    assert "FedraxError: this user has no home directory" in done.stderr and "set FEDRAX_CACHE" in done.stderr
+    completed = subprocess.run([sys.executable, "-c", NOBODY], env=known, stderr=subprocess.PIPE, text=True)
+    assert "FedraxError: this user has no home directory" in completed.stderr and "set FEDRAX_CACHE" in completed.stderr
 
 
 @pytest.mark.parametrize("streams", [(0, 1, 2), pytest.param((1,), marks=pytest.mark.slow)], ids=str)
@@ -32,10 +32,10 @@ def test_run_with_closed_streams_writes_its_events(streams: tuple[int, ...], tmp
     closing = "".join(f"{number}>&- " for number in streams)
     call = [sys.executable, "-m", "fedrax", *RUN]
     paths = os.pathsep.join(path for path in sys.path if path)
-    done = subprocess.run(
+    completed = subprocess.run(
         ["sh", "-c", f'exec "$@" {closing}', "sh", *call], cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}
     )
-    assert done.returncode == 0 and (tmp_path / "r/events.jsonl").read_text().count("\n") == 1
+    assert completed.returncode == 0 and (tmp_path / "r/events.jsonl").read_text().count("\n") == 1
 
 
 def test_unwritable_cache_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -177,14 +177,16 @@ def test_malformed_grids_are_rejected(
 
 
 def test_grid_search_in_python(one_program_file: Path, tmp_path: Path) -> None:
-    made = compare(
+    comparison_result = compare(
         one_program_file, grid={"algorithm.local.lr": (0.01, 0.3)}, seeds=[0], directory=tmp_path / "c", target=0.11
     )
-    assert made.target == 0.11 and not made.diverged
-    for choice in made.search_results.values():
+    assert comparison_result.target == 0.11 and not comparison_result.diverged
+    for choice in comparison_result.search_results.values():
         assert [dict(trial.point) for trial in choice.trials] == [{"algorithm.local.lr": lr} for lr in (0.01, 0.3)]
         assert choice.best.value == max(trial.value or 0 for trial in choice.trials)
-    assert "| fedavg |" in repr(made) and all(math.isfinite(row.loss.mean) for row in made.rows if row.loss)
+    assert "| fedavg |" in repr(comparison_result) and all(
+        math.isfinite(row.loss.mean) for row in comparison_result.rows if row.loss
+    )
 
 
 def test_grid_of_one_point_is_not_searched(one_program_file: Path, tmp_path: Path) -> None:
@@ -272,8 +274,8 @@ def test_search_is_not_continued_with_a_changed_program(fedrax: Callable[..., Ou
 
     assert compared(OWN.format(function="tanh")).status == 0
     assert compared("# other words\n" + OWN.format(function="tanh")).status == 0
-    refused = compared(OWN.format(function="sin"))
-    assert refused.status == 2 and "and the program of fedavg differs" in refused.err
+    rejected = compared(OWN.format(function="sin"))
+    assert rejected.status == 2 and "and the program of fedavg differs" in rejected.err
     (tmp_path / "c/search/.rows.json").unlink()
     assert (
         "holds the runs of a search, and it was written by another version" in compared(OWN.format(function="sin")).err

@@ -51,7 +51,7 @@ def test_labels_are_displayed_verbatim(tmp_path: Path, fedrax: Any):
 
 
 @pytest.mark.parametrize(
-    ("labels", "says"),
+    ("labels", "message"),
     [
         (["a/b", "a-b"], "are alike"),
         (["x" * 100 + "1", "x" * 100 + "2"], "are alike"),
@@ -64,10 +64,10 @@ def test_labels_are_displayed_verbatim(tmp_path: Path, fedrax: Any):
         ([" "], "is empty or not printable"),
     ],
 )
-def test_invalid_labels_are_rejected_before_the_first_run(labels: list[str], says: str, tmp_path: Path, fedrax: Any):
+def test_invalid_labels_are_rejected_before_the_first_run(labels: list[str], message: str, tmp_path: Path, fedrax: Any):
     (tmp_path / "x.toml").write_text(comparison(labels))
     outcome = fedrax("compare", "x.toml", "--out", "c")
-    assert outcome.status == 2 and says in outcome.err and not (tmp_path / "c").exists()
+    assert outcome.status == 2 and message in outcome.err and not (tmp_path / "c").exists()
 
 
 def test_all_seeds_are_checked_before_the_first_round(tmp_path: Path, fedrax: Any):

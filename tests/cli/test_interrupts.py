@@ -79,8 +79,8 @@ def test_run_stops_at_each_phase_and_resumes(
         assert_stopped(fedrax("resume", "r"), signal.SIGHUP, RESUME, tmp_path)
     assert fedrax("run", tiny, "--out", "whole", "--quiet").status == 0
     events = [(tmp_path / name / "events.jsonl").read_text().splitlines() for name in ("r", "whole")]
-    ours, theirs = ([json.loads(line) | {"seconds": 0} for line in lines] for lines in events)
-    assert ours == theirs
+    actual, desired = ([json.loads(line) | {"seconds": 0} for line in lines] for lines in events)
+    assert actual == desired
 
 
 SAME = "the same command resumes the comparison"
@@ -274,12 +274,12 @@ def test_second_signal_ends_an_uninterruptible_computation(name: str, tmp_path: 
             if name == "run":  # XLA may print something before
                 assert any("a second signal stops at once" in line for line in process.stderr)
                 process.send_signal(signal.SIGTERM)
-            said = process.stderr.readlines()
+            printed = process.stderr.readlines()
         finally:
             last.cancel()
             process.kill()
     assert process.returncode == 128 + signal.SIGTERM
-    assert said[-1] == f"fedrax: interrupted{f'; {RESUME} --trust' * (name == 'run')}\n"
+    assert printed[-1] == f"fedrax: interrupted{f'; {RESUME} --trust' * (name == 'run')}\n"
     assert not list(tmp_path.rglob(".*.part"))
 
 

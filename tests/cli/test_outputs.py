@@ -89,11 +89,11 @@ MALFORMED_RUNS = {
 
 @pytest.mark.parametrize("name", MALFORMED_RUNS)
 def test_malformed_runs_raise_a_clear_error(name: str, tmp_path: Path, fedrax: Any):
-    written, events, says = MALFORMED_RUNS[name]
+    written, events, message = MALFORMED_RUNS[name]
     file("r/experiment.toml", written)(tmp_path)
     file("r/events.jsonl", events)(tmp_path)
     outcome = fedrax("show", "r")
-    assert outcome.status == 2 and says in outcome.err and outcome.err.count("\n") == 1, outcome
+    assert outcome.status == 2 and message in outcome.err and outcome.err.count("\n") == 1, outcome
 
 
 @pytest.mark.parametrize("name", ["experiment.toml", "events.jsonl"])
@@ -189,10 +189,10 @@ def test_finished_runs_of_other_data_or_code_are_not_reused(
     assert fedrax("compare", "c.toml", "--out", "c", "--quiet").status == 0
     if changed == "data":
         (tmp_path / "d.csv").write_text("a,b,label\n" + TABLE.replace("1,1,", "2,1,"))
-        says = "its data differ"
+        message = "its data differ"
     elif changed == "version":
         monkeypatch.setattr("fedrax.version.VERSION", "99.0")
-        says = "and here is fedrax 99.0"
+        message = "and here is fedrax 99.0"
     elif changed == "program":
         made = tasks.classification
 
@@ -201,9 +201,9 @@ def test_finished_runs_of_other_data_or_code_are_not_reused(
             return Task(task.init, lambda params, batch, key: 2 * task.loss(params, batch, key), task.metrics)
 
         monkeypatch.setattr(tasks, "classification", doubled)
-        says = "its program and evaluation differ"
+        message = "its program and evaluation differ"
     outcome = fedrax("compare", "c.toml", "--out", "c", "--quiet")
-    assert outcome.status == 2 and says in outcome.err and "choose another --out" in outcome.err, outcome
+    assert outcome.status == 2 and message in outcome.err and "choose another --out" in outcome.err, outcome
     assert events.read_bytes() == before
 
 

@@ -139,16 +139,16 @@ def test_user_code_that_fails_on_import_is_an_error(code: str, tmp_path: Path, f
 
 
 @pytest.mark.parametrize(
-    ("apply", "says"),
+    ("apply", "message"),
     [("lambda params: params", "takes 1 positional argument"), ("lambda params, x, y, z: x", "missing 1 required")],
 )
-def test_model_with_wrong_arguments_raises_a_clear_error(apply: str, says: str, tmp_path: Path, fedrax: Any):
+def test_model_with_wrong_arguments_raises_a_clear_error(apply: str, message: str, tmp_path: Path, fedrax: Any):
     (tmp_path / "mine.py").write_text(
         f"from fedrax.models import Model\n\ndef model():\n    return Model(lambda key: 1.0, {apply})\n"
     )
     outcome = fedrax("run", "--model", "mine.py:model", "--quiet")
     assert outcome.status == 2 and outcome.err.startswith("fedrax: the task's loss cannot be computed")
-    assert says in outcome.err and len(outcome.err.splitlines()) == 1
+    assert message in outcome.err and len(outcome.err.splitlines()) == 1
 
 
 def test_model_without_parameters_is_rejected(tmp_path: Path, fedrax: Any):

@@ -37,18 +37,20 @@ def private_file(tmp_path: Path) -> Path:
 
 
 def test_privacy_prints_the_guarantee_of_the_run(fedrax: Any, private_file: Path, tmp_path: Path):
-    said = json.loads(fedrax("privacy", private_file, "--json", "--epsilons", "20", "60").out)
+    printed = json.loads(fedrax("privacy", private_file, "--json", "--epsilons", "20", "60").out)
     assert fedrax("run", private_file, "--out", "kept", "--quiet").status == 0
     events = [json.loads(line) for line in (tmp_path / "kept" / "events.jsonl").read_text().splitlines()]
-    for event, foretold in zip(events, said["events"], strict=True):
+    for event, foretold in zip(events, printed["events"], strict=True):
         assert foretold.items() <= event.items()
-    assert [Path(path).suffix for path in said["pictures"]] == [".png", ".svg"] and (tmp_path / "privacy.svg").exists()
-    assert said["noise_fields"] == {"sigma": 0.5}
-    first = said["answers"][0]
+    assert [Path(path).suffix for path in printed["pictures"]] == [".png", ".svg"] and (
+        tmp_path / "privacy.svg"
+    ).exists()
+    assert printed["noise_fields"] == {"sigma": 0.5}
+    first = printed["answers"][0]
     louder = [f"--algorithm.sigma={0.5 * first['factor']}", "--picture", "None", "--json"]
     assert json.loads(fedrax("privacy", private_file, *louder).out)["spent"]["epsilon"] == pytest.approx(20, rel=4e-3)
-    for answer in said["answers"]:
-        for event in said["events"]:
+    for answer in printed["answers"]:
+        for event in printed["events"]:
             assert (event["epsilon"] <= answer["epsilon"]) == (event["round"] <= answer["rounds"])
 
 
@@ -66,8 +68,8 @@ def test_privacy_names_releases_without_a_guarantee(fedrax: Any, private_file: P
     assert silent.status == 0 and "there is no finite epsilon, and no budget" in silent.out
     leaks = PRIVATE.replace('"fedavg", local = { lr = 0.5, steps = 3 }', '"qfedavg", local = { steps = 3 }')
     private_file.write_text(leaks)
-    refused = fedrax("privacy", private_file, "--picture", "None")
-    assert refused.status == 2 and "QFedAvg also sends upload/params/output/bias, computed from data" in refused.err
+    rejected = fedrax("privacy", private_file, "--picture", "None")
+    assert rejected.status == 2 and "QFedAvg also sends upload/params/output/bias, computed from data" in rejected.err
 
 
 def test_errors_are_printed_after_warnings(fedrax: Any, private_file: Path, monkeypatch: pytest.MonkeyPatch):
@@ -97,7 +99,7 @@ def test_run_that_ends_with_its_budget_says_so(fedrax: Any, private_file: Path, 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "message"),
     [
         (["privacy", "--algorithm", "fedavg"], "FedAvg adds no noise: there is no epsilon to compute"),
         (["privacy", "--epsilons", "0"], "--epsilons must be greater than 0"),
@@ -115,9 +117,9 @@ def test_run_that_ends_with_its_budget_says_so(fedrax: Any, private_file: Path, 
         (["run", "--algorithm", "fedavg", "--run.epsilon-budget", "3"], "FedAvg adds no noise"),
     ],
 )
-def test_invalid_input_raises_a_clear_error(fedrax: Any, arguments: list[str], sentence: str):
-    said = fedrax(*arguments)
-    assert said.status == 2 and sentence in said.err and said.err.count("\n") == 1
+def test_invalid_input_raises_a_clear_error(fedrax: Any, arguments: list[str], message: str):
+    printed = fedrax(*arguments)
+    assert printed.status == 2 and message in printed.err and printed.err.count("\n") == 1
 
 
 def test_audit_prints_lower_bound_and_claim(fedrax: Any, private_file: Path):

@@ -63,9 +63,9 @@ def browse(page: Path, *options: str) -> str:
     profile = page.parent / "profile"
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}", *options]
     command += ["--proxy-server=127.0.0.1:9", "--virtual-time-budget=2000", "--dump-dom", page.resolve().as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
 
 
 @pytest.fixture(scope="module")
@@ -217,12 +217,12 @@ DAMAGED = {
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_damaged_directories_raise_a_clear_error(name: str, tmp_path: Path, fedrax: Any):
-    files, says = DAMAGED[name]
+    files, message = DAMAGED[name]
     (tmp_path / "r").mkdir()
     for file, text in ({"experiment.toml": RUN, "events.jsonl": EVENT} | files if files else {}).items():
         (tmp_path / "r" / file).write_text(text)
     outcome = fedrax("report", "r")
-    assert outcome.status == 2 and says in outcome.err and outcome.err.count("\n") == 1, outcome.err
+    assert outcome.status == 2 and message in outcome.err and outcome.err.count("\n") == 1, outcome.err
     assert not (tmp_path / "r" / "report.html").exists()
 
 

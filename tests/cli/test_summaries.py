@@ -65,12 +65,12 @@ def test_targets_of_losses_are_labeled():
 
 
 @pytest.mark.parametrize(
-    ("loss", "says"), [(3.14159e-6, "3.142e-06"), (0.25, "0.25"), (12.3456, "12.35"), (1e30, "1e+30")]
+    ("loss", "message"), [(3.14159e-6, "3.142e-06"), (0.25, "0.25"), (12.3456, "12.35"), (1e30, "1e+30")]
 )
-def test_losses_have_four_significant_digits(loss: float, says: str):
+def test_losses_have_four_significant_digits(loss: float, message: str):
     row = summarize(MethodRuns("m", [run(40, test_loss=loss, test_auc=0.75)]), None, "test_loss")
     shown = [text for text, _ in cells([row], None, "test_loss").rows[0]]
-    assert {says, f"{says} (40)", "0.7500"} <= set(shown)
+    assert {message, f"{message} (40)", "0.7500"} <= set(shown)
 
 
 RESULTS = SavedResults(
@@ -165,8 +165,8 @@ def test_show_and_compare_support_all_formats(flag: str, fedrax: Callable[..., O
     if flag != "--markdown":
         again = fedrax("compare", "x.toml", "--out", "c", flag)
         assert again.status == 0 and again.err == "" and (flag == "--json" or again.out == shown.out)
-    refused = fedrax("show", "c", flag, "--json" if flag != "--json" else "--csv")
-    assert refused.status == 2 and "are both given: choose one" in refused.err
+    rejected = fedrax("show", "c", flag, "--json" if flag != "--json" else "--csv")
+    assert rejected.status == 2 and "are both given: choose one" in rejected.err
 
 
 def test_undefined_metrics_are_labeled_and_defined_seeds_are_averaged():
@@ -193,8 +193,8 @@ def test_metrics_missing_in_some_seeds_are_shown():
 def test_flags_of_single_runs_are_rejected(flag: str, instead: str, fedrax: Callable[..., Outcome], tmp_path: Path):
     (tmp_path / "x.toml").write_text(TINY)
     for flags in ([flag, "7"], [f"{flag}=7"]):
-        refused = fedrax("compare", "x.toml", *flags)
-        assert refused.status == 2 and instead in refused.err
+        rejected = fedrax("compare", "x.toml", *flags)
+        assert rejected.status == 2 and instead in rejected.err
 
 
 def test_failed_prediction_of_a_search_value_is_skipped():

@@ -175,8 +175,8 @@ def test_different_search_of_the_same_name_has_another_directory(
     (first,) = places()
     before = (tmp_path / "runs" / first / "comparison.json").read_bytes()
     file.write_text(file.read_text().replace("rounds = 1", "rounds = 2"))
-    refused = fedrax("compare", file, "--out", f"runs/{first}")
-    assert refused.status == 2 and "holds a run with other settings (run.rounds 1 there, 2 here)" in refused.err
+    rejected = fedrax("compare", file, "--out", f"runs/{first}")
+    assert rejected.status == 2 and "holds a run with other settings (run.rounds 1 there, 2 here)" in rejected.err
     assert fedrax("compare", file).status == 0
     assert places() == [first, f"{first}-2"]
     assert (tmp_path / "runs" / first / "comparison.json").read_bytes() == before

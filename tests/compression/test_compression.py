@@ -161,7 +161,7 @@ def test_each_part_of_an_upload_has_its_own_encoding():
 
 
 @pytest.mark.parametrize(
-    ("method", "sentence"),
+    ("method", "message"),
     [
         (TopK(Quantized(FEDAVG)), "in the shape of the model, and the upload of Quantized has another"),
         (TopK(MIFA(local=LOCAL, memory="server")), "in the shape of the model, and the upload of MIFA has another"),
@@ -170,8 +170,8 @@ def test_each_part_of_an_upload_has_its_own_encoding():
     ],
     ids=["order", "each", "none", "bits"],
 )
-def test_misuse_raises_a_clear_error(method: Algorithm, sentence: str):
-    with pytest.raises(FedraxError, match=sentence):
+def test_misuse_raises_a_clear_error(method: Algorithm, message: str):
+    with pytest.raises(FedraxError, match=message):
         run(method, rounds=1)
 
 
@@ -270,5 +270,5 @@ def test_layers_may_have_any_names(method: Algorithm, model: Any):
         metrics={},
         outputs=None,
     )
-    found, wanted = run(method, task=task).params[0], run(method).params
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), found, wanted)
+    found, expected = run(method, task=task).params[0], run(method).params
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), found, expected)

@@ -24,9 +24,9 @@ def test_topk_agrees_with_a_stable_sort(dtype: str) -> None:
         drawn = [rng.normal(size=97), rng.integers(-3, 4, 97), np.zeros(97), np.ones(97), rng.choice(edge, 97)]
         vectors = jnp.asarray(np.stack(drawn), dtype)
         for k in (1, 2, 48, 96, 97):
-            wanted = [expected(np.asarray(vector), k) for vector in vectors]
-            np.testing.assert_array_equal(jax.jit(jax.vmap(lambda v, k=k: largest(v, k)))(vectors), wanted)
-            np.testing.assert_array_equal([largest(vector, k) for vector in vectors], wanted)
+            desired = [expected(np.asarray(vector), k) for vector in vectors]
+            np.testing.assert_array_equal(jax.jit(jax.vmap(lambda v, k=k: largest(v, k)))(vectors), desired)
+            np.testing.assert_array_equal([largest(vector, k) for vector in vectors], desired)
 
 
 def test_nan_is_the_largest() -> None:

@@ -152,7 +152,7 @@ def test_numbers_and_lists_are_converted_to_the_annotated_type():
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "message"),
     [
         ({"model": None}, "sample: model must be a Model, not None"),
         ({"model": Logistic()}, r"not a Logistic: Logistic\(...\).build\(input_shape, outputs\) gives the model"),
@@ -175,13 +175,13 @@ def test_numbers_and_lists_are_converted_to_the_annotated_type():
         ({"modell": 1}, "unknown argument of sample: 'modell'; did you mean 'model'"),
     ],
 )
-def test_messages_explain_wrong_arguments(given: dict[str, Any], says: str):
-    with pytest.raises(FedraxError, match=says):
+def test_messages_explain_wrong_arguments(given: dict[str, Any], message: str):
+    with pytest.raises(FedraxError, match=message):
         sample(**{"model": MODEL} | given)
 
 
 def test_constructor_arguments_are_checked():
-    for make, says in (
+    for make, message in (
         (lambda: fedrax.optim.Optax(), "Optax needs the field transform"),
         (lambda: fedrax.FedAvg(1, 2, 3, 4, 5), r"FedAvg takes .* by position, not 5 arguments"),
         (lambda: fedrax.Settings(1, rounds=2), "Settings is given the field rounds by position and by name"),
@@ -194,5 +194,5 @@ def test_constructor_arguments_are_checked():
         (lambda: fedrax.data.Shards(client=20), "unknown field of Shards: 'client'; did you mean 'clients'"),
         (lambda: fedrax.models.MLP(hidden="200"), "MLP: hidden must be a list of whole numbers, not '200'"),
     ):
-        with pytest.raises(FedraxError, match=says):
+        with pytest.raises(FedraxError, match=message):
             make()

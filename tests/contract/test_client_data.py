@@ -142,9 +142,9 @@ def test_microbatches_do_not_change_the_steps(name: str, federation: fedrax.Fede
     for plan in ("scan", "vmap") if name == "uneven" else ("scan",):
         parts, expected = (run(FedAvg(each), federation, rounds=2, plan=plan) for each in (local, whole))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), parts.params, expected.params)
-        for ours, theirs in zip(parts.events, expected.events, strict=True):
-            assert ours["gradients"] == theirs["gradients"]
-            assert ours["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-5)
+        for actual, desired in zip(parts.events, expected.events, strict=True):
+            assert actual["gradients"] == desired["gradients"]
+            assert actual["train_loss"] == pytest.approx(desired["train_loss"], rel=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.*MultiSteps restarts")

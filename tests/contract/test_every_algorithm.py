@@ -174,13 +174,13 @@ def test_states_keep_their_shapes_and_precision(kind: type[Algorithm], dtype: st
 @pytest.mark.slow(keep=9)
 @every_algorithm
 def test_resumed_run_equals_the_uninterrupted_one(kind: type[Algorithm], tmp_path: Path):
-    algorithm, whole = example(kind), reference(kind)
+    algorithm, uninterrupted = example(kind), reference(kind)
     with pytest.raises(RuntimeError, match="power cut"):
         run(algorithm, directory=tmp_path, sinks=[Crash(round=2)])
     resumed = run(algorithm, directory=tmp_path, resume=True)
-    assert without_times(resumed.events) == without_times(whole.events)
-    assert without_times(read_events(tmp_path)) == without_times(whole.events)
-    jax.tree.map(np.testing.assert_array_equal, resumed.server, whole.server)
+    assert without_times(resumed.events) == without_times(uninterrupted.events)
+    assert without_times(read_events(tmp_path)) == without_times(uninterrupted.events)
+    jax.tree.map(np.testing.assert_array_equal, resumed.server, uninterrupted.server)
 
 
 @every_algorithm

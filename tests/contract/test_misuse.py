@@ -283,13 +283,13 @@ def test_phases_without_errors_run():
     assert len(run(TwoPhases(), FEDERATION, rounds=1, devices=1).events) == 1
 
 
-@pytest.mark.parametrize("sentence", CASES)
+@pytest.mark.parametrize("message", CASES)
 @pytest.mark.parametrize(
     "use", [lambda m: run(m, FEDERATION, rounds=1, devices=1), check_algorithm], ids=["simulate", "check"]
 )
-def test_misuse_raises_a_clear_error(sentence: str, use: Callable):
-    with pytest.raises(FedraxError, match=sentence) as caught:
-        use(CASES[sentence])
+def test_misuse_raises_a_clear_error(message: str, use: Callable):
+    with pytest.raises(FedraxError, match=message) as caught:
+        use(CASES[message])
     assert "Traceback" not in str(caught.value)
 
 
@@ -521,11 +521,11 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("says", ARGUMENTS)
-def test_wrong_arguments_of_simulate_and_sweep(says: str):
-    given = {"algorithm": FedAvg(), "task": TASK, "federation": FEDERATION} | ARGUMENTS[says]
+@pytest.mark.parametrize("message", ARGUMENTS)
+def test_wrong_arguments_of_simulate_and_sweep(message: str):
+    given = {"algorithm": FedAvg(), "task": TASK, "federation": FEDERATION} | ARGUMENTS[message]
     algorithm, task, federation = (given.pop(name) for name in ("algorithm", "task", "federation"))
-    with pytest.raises(FedraxError, match=says):
+    with pytest.raises(FedraxError, match=message):
         fedrax.simulate(algorithm, task, federation, **given)
-    with pytest.raises(FedraxError, match=says):
+    with pytest.raises(FedraxError, match=message):
         fedrax.sweep([algorithm], task, federation, **given)

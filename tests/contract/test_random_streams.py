@@ -83,10 +83,10 @@ def test_keys_differ_between_purposes_clients_phases_and_rounds(keys: tuple):
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("plan", ["vmap", "loop", "debug"])
 def test_keys_are_the_same_on_every_plan(keys: tuple, plan: str):
-    for mine, theirs in zip(
+    for actual, desired in zip(
         keys_of(run(RecordingKeys(), rounds=ROUNDS, cohort_size=COHORT, plan=plan)), keys, strict=True
     ):
-        np.testing.assert_array_equal(mine, theirs)
+        np.testing.assert_array_equal(actual, desired)
 
 
 def test_nested_wrappers_have_different_streams(keys: tuple):

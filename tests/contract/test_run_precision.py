@@ -89,7 +89,7 @@ class SeveralModels(ScaledByParticipation):
 )
 def test_runs_allow_dtype_promotion_if_the_caller_forbids_it(strict: dict[str, str]) -> None:
     usual = {name: jax.config.values[name] for name in strict}
-    wanted = run(Scaffold(), rounds=2).events[-1]
+    expected = run(Scaffold(), rounds=2).events[-1]
     try:
         for name, value in strict.items():
             jax.config.update(name, value)
@@ -97,7 +97,7 @@ def test_runs_allow_dtype_promotion_if_the_caller_forbids_it(strict: dict[str, s
     finally:
         for name, value in usual.items():
             jax.config.update(name, value)
-    assert found["train_loss"] == wanted["train_loss"]
+    assert found["train_loss"] == expected["train_loss"]
 
 
 def test_ditto_rejects_broadcasts_of_several_models() -> None:

@@ -95,8 +95,8 @@ def test_scripted_run_agrees_with_numpy(name: str, plan: str):
     result = run(method, **options, plan=plan, devices=2 if plan == "scan" else 1)
     expected = numpy_run(name.split()[0], gamma)
     assert len(result.trajectory) == ROUNDS
-    for mine, theirs in zip(result.trajectory, expected, strict=True):
-        np.testing.assert_allclose(flat(mine), theirs, rtol=1e-12, atol=1e-14)
+    for actual, desired in zip(result.trajectory, expected, strict=True):
+        np.testing.assert_allclose(flat(actual), desired, rtol=1e-12, atol=1e-14)
     samples = (BATCHES >= 0).sum(-1) * (np.arange(MOST) < STEPS[..., None])
     if "episode" not in name:
         counted = np.diff([0, *(event["gradients"] for event in result.events)])
@@ -120,8 +120,8 @@ def test_scripted_blocks_reach_wrapped_methods(wrap: Any):
     inside = fedrax.LoSAC(local=local) if wrap is fedrax.algorithms.upcycle else FedAvg(local=local)
     options = {"rounds": 2, "script": script, "trajectory": True}
     one, other = (run(method, **options).trajectory for method in (inside, wrap(inside, **changes)))
-    for mine, theirs in zip(one, other, strict=True):
-        np.testing.assert_allclose(flat(mine), flat(theirs), rtol=1e-5, atol=1e-7)
+    for actual, desired in zip(one, other, strict=True):
+        np.testing.assert_allclose(flat(actual), flat(desired), rtol=1e-5, atol=1e-7)
     drawn = run(inside, rounds=2, script=Script(cohorts=COHORTS[:2]), trajectory=True).trajectory
     assert not np.allclose(flat(drawn[-1]), flat(one[-1]))
 

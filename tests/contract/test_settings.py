@@ -34,10 +34,10 @@ def test_vectorized_runs_honor_all_settings():
         sweep(methods, TASK, FEDERATION, **options, mode=mode) for mode in ("vectorized", "sequential")
     )
     for (one,), (other,) in zip(together, in_turn, strict=True):
-        mine, theirs = one.events[-1], other.events[-1]
-        assert mine.keys() == theirs.keys()
-        for name in mine.keys() - {"seconds"}:
-            np.testing.assert_allclose(mine[name], theirs[name], rtol=1e-4, err_msg=name)
+        actual, desired = one.events[-1], other.events[-1]
+        assert actual.keys() == desired.keys()
+        for name in actual.keys() - {"seconds"}:
+            np.testing.assert_allclose(actual[name], desired[name], rtol=1e-4, err_msg=name)
     assert any("train_finetuned" in name for name in together[0][0].events[-1])
     assert any(name.startswith("train_loss") for name in together[0][0].events[-1])
 

@@ -86,8 +86,8 @@ SAYS: dict[str, tuple[Callable[[], Task], str]] = {
 
 @pytest.mark.parametrize("name", SAYS)
 def test_invalid_tasks_raise_a_clear_error(name: str) -> None:
-    make, says = SAYS[name]
-    with pytest.raises(FedraxError, match=says):
+    make, message = SAYS[name]
+    with pytest.raises(FedraxError, match=message):
         run(make())
 
 
@@ -117,8 +117,8 @@ def test_optax_losses_can_be_used_directly() -> None:
         simulate(FedAvg(local=LocalSGD(steps=2)), task, FEDERATION, rounds=2, cohort_size=2, progress=False)
         for task in (supervised(linear, of_outputs), classification(linear))
     )
-    for mine, ours in zip(jax.tree.leaves(one.params), jax.tree.leaves(other.params), strict=True):
-        np.testing.assert_allclose(mine, ours, rtol=1e-5, atol=1e-6)
+    for actual, desired in zip(jax.tree.leaves(one.params), jax.tree.leaves(other.params), strict=True):
+        np.testing.assert_allclose(actual, desired, rtol=1e-5, atol=1e-6)
 
 
 def test_dtype_errors_in_a_loss_name_the_dtypes():

@@ -16,9 +16,9 @@ from tests.data.text_files import write
 def test_column_may_be_empty_in_the_test_file(tmp_path: Path):
     full = write(tmp_path / "a.csv", "x,dose,label\n1,10,a\n2,20,b\n3,30,a\n")
     empty = write(tmp_path / "b.csv", "x,dose,label\n1,,a\n2,,b\n")
-    found = load("csv", path=full, test_path=empty, missing="mean")
-    np.testing.assert_allclose(found.test.x[:, 1], 0, atol=1e-6)
-    assert found.train.x.shape == (3, 2)
+    dataset = load("csv", path=full, test_path=empty, missing="mean")
+    np.testing.assert_allclose(dataset.test.x[:, 1], 0, atol=1e-6)
+    assert dataset.train.x.shape == (3, 2)
 
 
 def test_column_types_are_inferred_over_all_files_together(tmp_path: Path):
@@ -26,9 +26,9 @@ def test_column_types_are_inferred_over_all_files_together(tmp_path: Path):
     for site, codes in (("a", "fr4f"), ("b", "4444"), ("c", "r4rf")):
         rows = "".join(f"{code},{i},{i % 2}\n" for i, code in enumerate(codes))
         write(tmp_path / f"sites/{site}.csv", "drive,x,label\n" + rows)
-    made = load("csv", path=tmp_path / "sites", columns=("drive",), test_fraction=0.0)
-    assert made.feature_names == ("drive=4", "drive=f", "drive=r") and made.client_names == ("a", "b", "c")
-    assert made.train.x[made.train_clients == 1].tolist() == [[1, 0, 0]] * 4
+    dataset = load("csv", path=tmp_path / "sites", columns=("drive",), test_fraction=0.0)
+    assert dataset.feature_names == ("drive=4", "drive=f", "drive=r") and dataset.client_names == ("a", "b", "c")
+    assert dataset.train.x[dataset.train_clients == 1].tolist() == [[1, 0, 0]] * 4
     train = write(tmp_path / "train.csv", "x,label\n" + "".join(f"{i},{i % 2}\n" for i in range(9)))
     test = write(tmp_path / "test.csv", "x,label\n1,0\nNA,1\n")
     with pytest.raises(FedraxError, match=r"train.csv and .*test.csv: column 'x' holds .* in 1 of 11 rows texts: 'NA'"):
@@ -43,8 +43,8 @@ def test_column_types_are_inferred_over_all_files_together(tmp_path: Path):
 def test_long_texts_are_not_stored_in_arrays_of_fixed_width(tmp_path: Path):
     """One long text would make NumPy's fixed-width string arrays take terabytes."""
     rows = "ok,1,a\n" * 3000 + "z" * 2_000_000 + ",2,b\n"
-    found = load("csv", path=write(tmp_path / "m.csv", "note,x,label\n" + rows))
-    assert found.train.x.shape[1] == 3
+    dataset = load("csv", path=write(tmp_path / "m.csv", "note,x,label\n" + rows))
+    assert dataset.train.x.shape[1] == 3
     labels = np.array(["b", "a", "z" * 10_000_000, "a"], object)
     codes, names = encode_labels(labels)
     assert codes.tolist() == [1, 0, 2, 0] and names[:2] == ("a", "b")

@@ -17,19 +17,19 @@ def path(tmp_path: Path) -> Path:
 
 def test_semicolons_and_decimal_commas(path: Path) -> None:
     path.write_text("x;y;label\n1,5;2;a\n-0,25;3;b\n", encoding="utf-8")
-    read = load("csv", path=path, separator=";", decimal=",", standardize="none", test_fraction=0.0)
-    assert read.train.x.tolist() == [[1.5, 2], [-0.25, 3]] and read.class_names == ("a", "b")
-    for option, words in (
+    dataset = load("csv", path=path, separator=";", decimal=",", standardize="none", test_fraction=0.0)
+    assert dataset.train.x.tolist() == [[1.5, 2], [-0.25, 3]] and dataset.class_names == ("a", "b")
+    for option, message in (
         ({}, r"has one column 'x;y;label': if ';' separates its columns, set separator to it"),
         ({"separator": ";;"}, "a separator is one character"),
         ({"decimal": ","}, "a decimal comma needs another separator"),
     ):
-        with pytest.raises(FedraxError, match=words):
+        with pytest.raises(FedraxError, match=message):
             load("csv", path=path, **option)
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "message"),
     [
         ("größe,label\n1,2\n".encode("latin-1"), "it is not valid UTF-8: save it in this encoding"),
         ("a,label\nü,2\n".encode("latin-1"), "it is not valid UTF-8: save it in this encoding"),
@@ -37,9 +37,9 @@ def test_semicolons_and_decimal_commas(path: Path) -> None:
         (b'a,label\n"1,2\n', "a quotation mark is never closed"),
     ],
 )
-def test_unreadable_files_raise_one_clear_message(path: Path, content: bytes, words: str) -> None:
+def test_unreadable_files_raise_one_clear_message(path: Path, content: bytes, message: str) -> None:
     path.write_bytes(content)
-    with pytest.raises(FedraxError, match=words) as caught:
+    with pytest.raises(FedraxError, match=message) as caught:
         load("csv", path=path)
     assert len(str(caught.value).splitlines()) == 1 and "schema" not in str(caught.value).lower()
 
@@ -57,9 +57,9 @@ def test_leading_zeros_are_part_of_a_name(path: Path, tmp_path: Path) -> None:
         "who,plz,x,label\n" + "".join(f"{who},{who},{i},0{i % 2}\n" for i, who in enumerate(["001", "01", "1"] * 4))
     )
     options = {"client": "who", "categorical": ("plz",), "test_fraction": 0.0}
-    read = load("csv", path=path, **options)
-    assert read.client_names == ("001", "01", "1") and read.class_names == ("00", "01")
-    assert read.feature_names == ("plz=001", "plz=01", "plz=1", "x")
+    dataset = load("csv", path=path, **options)
+    assert dataset.client_names == ("001", "01", "1") and dataset.class_names == ("00", "01")
+    assert dataset.feature_names == ("plz=001", "plz=01", "plz=1", "x")
     assert load("csv", path=path, labels="numbers", **options).train.y.max() == 1
     test = tmp_path / "test.csv"
     test.write_text("who,plz,x,label\n1,1,5,00\n")
@@ -96,12 +96,12 @@ def test_blanks_around_cells_are_removed(tmp_path: Path):
     )
     path = tmp_path / "adult.csv"
     path.write_text("age, hours, work, gain, label\n" + rows)
-    made = load("csv", path=path, missing="mean", missing_as=("?",))
-    assert made.feature_names == ("age", "hours", "work=State-gov", "work missing", "gain")
-    assert made.class_names == ("<=50K", ">50K")
+    dataset = load("csv", path=path, missing="mean", missing_as=("?",))
+    assert dataset.feature_names == ("age", "hours", "work=State-gov", "work missing", "gain")
+    assert dataset.class_names == ("<=50K", ">50K")
     path.write_text("size; label\n1,5; 1\n 2,5; 2\n 4; 1\n")
-    made = load("csv", path=path, separator=";", decimal=",", standardize="none", test_fraction=0.0)
-    assert made.train.x[:, 0].tolist() == [1.5, 2.5, 4] and made.class_names == ("1", "2")
+    dataset = load("csv", path=path, separator=";", decimal=",", standardize="none", test_fraction=0.0)
+    assert dataset.train.x[:, 0].tolist() == [1.5, 2.5, 4] and dataset.class_names == ("1", "2")
 
 
 @pytest.mark.parametrize("number_format", ["{},5", "1.00{},5", '"{},000"', "{}%", "${}", "-{},25 €"])
@@ -120,18 +120,18 @@ def test_integer_labels_written_as_floats_are_noted(tmp_path: Path):
     """pandas writes integer columns with missing values as floats."""
     path = tmp_path / "f.csv"
     path.write_text("a,label\n" + "".join(f"{i},{i % 3}.0\n" for i in range(30)))
-    says = "3 distinct integers written as floats, which are read as targets"
-    assert any(says in note for note in load("csv", path=path).notes)
-    assert not any(says in note for note in load("csv", path=path, labels="numbers").notes)
+    message = "3 distinct integers written as floats, which are read as targets"
+    assert any(message in note for note in load("csv", path=path).notes)
+    assert not any(message in note for note in load("csv", path=path, labels="numbers").notes)
 
 
 @pytest.mark.parametrize(
-    ("header", "says"), [(b"PK\x03\x04", "a spreadsheet: unpack it, or save"), (b"PAR1", "huggingface reads it")]
+    ("header", "message"), [(b"PK\x03\x04", "a spreadsheet: unpack it, or save"), (b"PAR1", "huggingface reads it")]
 )
-def test_binary_formats_are_recognized(tmp_path: Path, header: bytes, says: str):
+def test_binary_formats_are_recognized(tmp_path: Path, header: bytes, message: str):
     path = tmp_path / "other.csv"
     path.write_bytes(header + bytes(100) + header)
-    with pytest.raises(FedraxError, match=says):
+    with pytest.raises(FedraxError, match=message):
         load("csv", path=path)
 
 
@@ -165,8 +165,8 @@ def test_few_numbers_with_another_decimal_separator_are_rejected(path: Path) -> 
 
 def test_comma_separated_lists_are_texts(path: Path) -> None:
     path.write_text("q;label\n" + "1,3;a\n1,2,5;b\n" * 3)
-    read = load("csv", path=path, separator=";", test_fraction=0.0)
-    assert read.feature_names == ("q=1,2,5", "q=1,3")
+    dataset = load("csv", path=path, separator=";", test_fraction=0.0)
+    assert dataset.feature_names == ("q=1,2,5", "q=1,3")
 
 
 @pytest.mark.parametrize("blank", ["", " "])
@@ -200,5 +200,5 @@ def test_title_above_the_header_and_escaped_tab_separator(path: Path) -> None:
 @pytest.mark.parametrize("missing_as", ["-99", "-99.0", " -99 "])
 def test_numeric_codes_of_missing_values_match_in_any_notation(path: Path, missing_as: str) -> None:
     path.write_text("a,b,c,label\n1.5,7,-99,0\n-99.0,-99,x,1\n2.5,9,y,1\n3.5,8,x,0\n")
-    read = load("csv", path=path, missing_as=(missing_as,), missing="mean", standardize="none", test_fraction=0.0)
-    assert read.train.x[1, :2].tolist() == [2.5, 8]
+    dataset = load("csv", path=path, missing_as=(missing_as,), missing="mean", standardize="none", test_fraction=0.0)
+    assert dataset.train.x[1, :2].tolist() == [2.5, 8]

@@ -218,7 +218,7 @@ def publish(server: Server, name: str, monkeypatch: pytest.MonkeyPatch, folder: 
         contents = [database(rows, folder)]
     elif name == "shakespeare":
         plays = {"train": [("LEAR_KING", "abcab"), ("LEAR_FOOL", "bb")], "test": [("LEAR_KING", "az")]}
-        rows = [(part, who, example(snippets=text(said))) for part, lines in plays.items() for who, said in lines]
+        rows = [(part, who, example(snippets=text(printed))) for part, lines in plays.items() for who, printed in lines]
         contents = [database(rows, folder)]
     else:
         contents = [har(7)]
@@ -369,10 +369,12 @@ def test_partial_download_of_another_file_is_replaced(server: Server, tmp_path: 
     assert FILE.obtain(tmp_path, server.url) and (tmp_path / "set/a.bin").read_bytes() == CONTENT
 
 
-@pytest.mark.parametrize(("status", "words"), [(404, "404 Not Found; try another"), (503, "503 Service.* resumes it")])
-def test_server_errors_raise_a_clear_error(server: Server, tmp_path: Path, status: int, words: str) -> None:
+@pytest.mark.parametrize(
+    ("status", "message"), [(404, "404 Not Found; try another"), (503, "503 Service.* resumes it")]
+)
+def test_server_errors_raise_a_clear_error(server: Server, tmp_path: Path, status: int, message: str) -> None:
     server.status = status
-    with pytest.raises(FedraxError, match=words):
+    with pytest.raises(FedraxError, match=message):
         FILE.obtain(tmp_path, server.url)
 
 

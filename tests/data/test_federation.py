@@ -175,16 +175,16 @@ INVALID_ARRAYS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "words"), INVALID_ARRAYS, ids=[words for _, words in INVALID_ARRAYS])
-def test_invalid_arrays_raise_a_clear_error(arguments, words):
-    with pytest.raises(FedraxError, match=words):
+@pytest.mark.parametrize(("arguments", "message"), INVALID_ARRAYS, ids=[message for _, message in INVALID_ARRAYS])
+def test_invalid_arrays_raise_a_clear_error(arguments, message):
+    with pytest.raises(FedraxError, match=message):
         Federation.from_arrays(**arguments)
 
 
 def test_invalid_datasets_raise_a_clear_error():
     x, y = np.zeros((4, 2), np.float32), np.array([0, 1, 1, 0], np.int32)
     good = Samples(x, y)
-    for arguments, words in (
+    for arguments, message in (
         ((Samples(x[:0], y[:0]), good, 2), "no training samples"),
         ((good, Samples(x[:, :1], y), 2), "test sample"),
         ((good, good, 1), "0 .. 0"),
@@ -195,12 +195,12 @@ def test_invalid_datasets_raise_a_clear_error():
         ((good, good, 2, (), (), y[:2]), "one integer for each"),
         ((good, good, 2, (), (), None, None, ("a",)), "2 classes, but 1 names"),
     ):
-        with pytest.raises(FedraxError, match=words):
+        with pytest.raises(FedraxError, match=message):
             Dataset("bad", *arguments)
 
 
 @pytest.mark.parametrize(
-    ("found", "says"),
+    ("found", "message"),
     [
         (None, "must return arrays"),
         ((np.array([0, 1, 10**4]), np.array([0, 3])), "must return rows of 0 to 1441"),
@@ -213,12 +213,12 @@ def test_invalid_datasets_raise_a_clear_error():
         ((np.arange(4), np.array([0, 0, 4])), "client 0 has no training rows"),
     ],
 )
-def test_invalid_assignments_of_user_defined_partitions_are_rejected(found, says):
+def test_invalid_assignments_of_user_defined_partitions_are_rejected(found, message):
     class Mine:
         def assign(self, dataset, seed):
             return found
 
-    with pytest.raises(FedraxError, match=says):
+    with pytest.raises(FedraxError, match=message):
         Federation.from_dataset(load("digits"), Mine(), 0)
 
 
@@ -301,17 +301,17 @@ def test_nonfinite_entry_is_rejected_with_its_row(part: str, number: float):
     which, name = ("test" if "test" in part else "training"), part[0]
     index = r"\[4, 2\]" if name == "x" else r"\[4\]"
     rows = 6 if which == "test" else 12
-    says = f"{which} part: {name} is not finite in 1 of {rows} rows, first {name}{index} = {number}"
+    message = f"{which} part: {name} is not finite in 1 of {rows} rows, first {name}{index} = {number}"
     owner = np.arange(12) % 4
     for clients in ({"client_ids": owner}, {"offsets": [0, 5, 12]}, {"offsets": [0, 5, 12], "shuffle": False}):
-        with pytest.raises(FedraxError, match=says):
+        with pytest.raises(FedraxError, match=message):
             Federation.from_arrays(x, y, test=test, **clients)
-    with pytest.raises(FedraxError, match=says):
+    with pytest.raises(FedraxError, match=message):
         Federation.from_arrays(x, y, owner, test=test, test_client_ids=np.arange(6) % 4)
-    with pytest.raises(FedraxError, match=says):
+    with pytest.raises(FedraxError, match=message):
         Dataset("spoiled", as_samples(x, y), as_samples(*test), None)
     sound = Federation.from_arrays(*with_nonfinite_entry("x", 0, 0.0)[0], offsets=[0, 12])
-    with pytest.raises(FedraxError, match=says):
+    with pytest.raises(FedraxError, match=message):
         replace(sound, train=as_samples(x, y), test=as_samples(*test))
 
 
@@ -346,13 +346,13 @@ def test_memory_mapped_samples_are_checked_when_copied_or_simulated(tmp_path):
     (x, y), _ = with_nonfinite_entry("x", 7, np.nan)
     np.save(tmp_path / "x.npy", x)
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
-    says = r"training part: x is not finite in 1 of 12 rows, first x\[7, 2\] = nan"
-    with pytest.raises(FedraxError, match=says):
+    message = r"training part: x is not finite in 1 of 12 rows, first x\[7, 2\] = nan"
+    with pytest.raises(FedraxError, match=message):
         Federation.from_arrays(mapped, y, np.arange(12) % 4)
-    with pytest.raises(FedraxError, match=says):
+    with pytest.raises(FedraxError, match=message):
         Federation.from_dataset(Dataset("m", as_samples(mapped, y), as_samples(x[:2], y[:2]), None), Iid(3), 0)
     federation = Federation.from_arrays(mapped, y, offsets=[0, 5, 12], shuffle=False)
-    with pytest.raises(FedraxError, match=says):
+    with pytest.raises(FedraxError, match=message):
         fedrax.simulate(fedrax.FedAvg(), fedrax.regression(Linear().build((3,), 1)), federation, rounds=1)
 
 

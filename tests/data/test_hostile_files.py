@@ -33,10 +33,10 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDRAX_CACHE", str(tmp_path / "cache"))
 
 
-def assert_rejected(call: object, *arguments: object, says: str, **options: object) -> None:
+def assert_rejected(call: object, *arguments: object, message: str, **options: object) -> None:
     """Assert that the call raises a FedraxError and allocates little memory."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(FedraxError, match=says):
+    with pytest.raises(FedraxError, match=message):
         call(*arguments, **options)  # type: ignore[operator]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # KiB
 
@@ -49,7 +49,7 @@ def header(shape: str, descr: str = "<f8") -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("member", "says"),
+    ("member", "message"),
     [
         (npy("(" * 90 + ")" * 20), "cannot be read"),
         (npy("[" * 117), "cannot be read"),
@@ -61,16 +61,16 @@ def header(shape: str, descr: str = "<f8") -> bytes:
         (header("(4,)", "V99999999999999999999"), "cannot be read"),
     ],
 )
-def test_invalid_npy_headers_are_rejected(member: bytes, says: str, tmp_path: Path):
+def test_invalid_npy_headers_are_rejected(member: bytes, message: str, tmp_path: Path):
     with zipfile.ZipFile(tmp_path / "bad.npz", "w") as archive:
         archive.writestr("x.npy", member)
-    assert_rejected(read_npz, tmp_path / "bad.npz", ["x"], says=says)
+    assert_rejected(read_npz, tmp_path / "bad.npz", ["x"], message=message)
 
 
 def test_npz_members_without_suffix_npy_are_not_arrays(tmp_path: Path):
     with zipfile.ZipFile(tmp_path / "bad.npz", "w") as archive:
         archive.writestr("x", header("(0,)"))
-    assert_rejected(read_npz, tmp_path / "bad.npz", ["x"], says="has no array 'x'; it has x")
+    assert_rejected(read_npz, tmp_path / "bad.npz", ["x"], message="has no array 'x'; it has x")
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2])
@@ -82,7 +82,7 @@ def test_unusual_zip_compressions_are_not_decompressed(method: int, tmp_path: Pa
     content = bytearray((tmp_path / "bad.npz").read_bytes())
     content[60:90] = b"\xff" * 30
     (tmp_path / "bad.npz").write_bytes(content)
-    assert_rejected(read_npz, tmp_path / "bad.npz", ["x"], says="compressed as NumPy does not")
+    assert_rejected(read_npz, tmp_path / "bad.npz", ["x"], message="compressed as NumPy does not")
 
 
 def test_every_damaged_byte_of_a_compressed_file_raises_a_clear_error(tmp_path: Path):
@@ -111,10 +111,10 @@ def test_idx_file_is_not_decompressed_beyond_its_limit(tmp_path: Path):
     shape = (400, 1024, 1024)
     bomb(tmp_path / "images.gz", 400, bytes([0, 0, 8, 3]) + struct.pack(">3I", *shape))
     assert_rejected(
-        read_idx, tmp_path / "images.gz", 3, says="256 MiB that are taken from a compressed file of its size"
+        read_idx, tmp_path / "images.gz", 3, message="256 MiB that are taken from a compressed file of its size"
     )
     (tmp_path / "images").write_bytes(bytes([0, 0, 8, 3]) + struct.pack(">3I", *shape) + bytes(1000))
-    assert_rejected(read_idx, tmp_path / "images", 3, says="more than the file can hold")
+    assert_rejected(read_idx, tmp_path / "images", 3, message="more than the file can hold")
 
 
 def test_npz_file_is_not_decompressed_beyond_its_limit(tmp_path: Path):
@@ -125,7 +125,7 @@ def test_npz_file_is_not_decompressed_beyond_its_limit(tmp_path: Path):
         file.write(header("(52428800,)"))
         for _ in range(400):
             file.write(bytes(MEGABYTES))
-    assert_rejected(read_npz, tmp_path / "bad.npz", ["x"], says="more than the 268,435,456 that are taken")
+    assert_rejected(read_npz, tmp_path / "bad.npz", ["x"], message="more than the 268,435,456 that are taken")
 
 
 def test_lengths_are_compared_before_decompression(tmp_path: Path):
@@ -144,20 +144,22 @@ except FedraxError as error:
     {peak}
 """
     paths = os.pathsep.join(path for path in sys.path if path)
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}, stdout=subprocess.PIPE)
-    before, after = map(int, done.stdout.split())
+    completed = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}, stdout=subprocess.PIPE
+    )
+    before, after = map(int, completed.stdout.split())
     assert after - before < 50_000  # KiB; the array has 128 MiB
 
 
 @pytest.mark.parametrize("packed", [gzip.compress, zlib.compress])
 def test_compressed_table_is_not_decompressed(packed: object, tmp_path: Path):
     (tmp_path / "d.csv").write_bytes(packed(b"a,label\n" + b"1,0\n" * 1000))  # type: ignore[operator]
-    assert_rejected(load, "csv", path=tmp_path / "d.csv", says="is compressed: unpack it first")
+    assert_rejected(load, "csv", path=tmp_path / "d.csv", message="is compressed: unpack it first")
 
 
 def test_table_with_too_many_columns_is_rejected(tmp_path: Path):
     (tmp_path / "d.csv").write_text(",".join(f"c{i:x}" for i in range(110_000)) + ",label\n")
-    assert_rejected(load, "csv", path=tmp_path / "d.csv", says="has 110,001 columns, where at most 100,000 are read")
+    assert_rejected(load, "csv", path=tmp_path / "d.csv", message="has 110,001 columns, where at most 100,000 are read")
 
 
 def picture(width: int, height: int) -> bytes:
@@ -168,11 +170,11 @@ def picture(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
-@pytest.mark.parametrize(("side", "says"), [(65_000, "not a readable JPEG or PNG"), (12_000, r"\(12000, 12000\)")])
-def test_image_with_too_many_pixels_is_not_decoded(side: int, says: str, tmp_path: Path):
+@pytest.mark.parametrize(("side", "message"), [(65_000, "not a readable JPEG or PNG"), (12_000, r"\(12000, 12000\)")])
+def test_image_with_too_many_pixels_is_not_decoded(side: int, message: str, tmp_path: Path):
     table = pl.DataFrame({"img": [{"bytes": picture(side, side), "path": None}], "label": [0]})
     table.write_parquet(tmp_path / "train.parquet")
-    assert_rejected(read_image_table, tmp_path / "train.parquet", "label", (32, 32), says=says)
+    assert_rejected(read_image_table, tmp_path / "train.parquet", "label", (32, 32), message=message)
 
 
 def test_image_table_that_declares_too_many_rows_is_rejected(tmp_path: Path):
@@ -180,7 +182,9 @@ def test_image_table_that_declares_too_many_rows_is_rejected(tmp_path: Path):
     image = pl.DataFrame({"img": [{"bytes": b"", "path": None}], "label": [0]})
     pl.concat([image] * 1).select(pl.all().repeat_by(rows).explode()).write_parquet(tmp_path / "train.parquet")
     assert (tmp_path / "train.parquet").stat().st_size < rows
-    assert_rejected(read_image_table, tmp_path / "train.parquet", "label", (32, 32), says="announces 2,000,000 images")
+    assert_rejected(
+        read_image_table, tmp_path / "train.parquet", "label", (32, 32), message="announces 2,000,000 images"
+    )
 
 
 def test_parquet_file_with_a_damaged_footer_is_rejected(tmp_path: Path, capfd: pytest.CaptureFixture):
@@ -219,7 +223,8 @@ def test_pipes_devices_and_folders_are_not_read(reader: str, special: str, tmp_p
         "toml": lambda: read_toml(path),
     }
     assert_rejected(
-        calls[reader], says=r"cannot be read: (it is not a regular file|Is a directory)|a folder without a file \*\.csv"
+        calls[reader],
+        message=r"cannot be read: (it is not a regular file|Is a directory)|a folder without a file \*\.csv",
     )
 
 
@@ -228,7 +233,7 @@ def test_pipes_devices_and_folders_are_not_read(reader: str, special: str, tmp_p
 
 @pytest.mark.parametrize("name", ["two words", "../../etc/passwd", "a?b=c", "", "a\nb"])
 def test_openml_names_are_validated(name: str):
-    assert_rejected(load, "openml", dataset=name, says="is not a name of openml.org")
+    assert_rejected(load, "openml", dataset=name, message="is not a name of openml.org")
 
 
 def test_malformed_openml_responses_raise_a_clear_error(monkeypatch: pytest.MonkeyPatch):
@@ -236,4 +241,4 @@ def test_malformed_openml_responses_raise_a_clear_error(monkeypatch: pytest.Monk
         raise KeyError("data_set_description")
 
     monkeypatch.setattr("sklearn.datasets.fetch_openml", broken)
-    assert_rejected(load, "openml", dataset="iris", says="could not be fetched")
+    assert_rejected(load, "openml", dataset="iris", message="could not be fetched")

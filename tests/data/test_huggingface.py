@@ -96,16 +96,16 @@ def test_images_texts_and_lists(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     images.to_parquet(folder / "train-00000-of-00001.parquet")
     images.select([0]).to_parquet(folder / "test-00000-of-00001.parquet")
-    made = load("huggingface", path=tmp_path / "hub", client="writer")
-    assert made.pixels and made.train.x.shape == (4, 3, 4, 3) and made.train.x[:, 0, 0, 0].tolist() == shades
-    assert made.client_names == ("1", "3") and len(made.test.y) == 1 and made.class_names == ("a", "b")
-    federation = Federation.from_dataset(made, Natural(), seed=0)
+    dataset = load("huggingface", path=tmp_path / "hub", client="writer")
+    assert dataset.pixels and dataset.train.x.shape == (4, 3, 4, 3) and dataset.train.x[:, 0, 0, 0].tolist() == shades
+    assert dataset.client_names == ("1", "3") and len(dataset.test.y) == 1 and dataset.class_names == ("a", "b")
+    federation = Federation.from_dataset(dataset, Natural(), seed=0)
     assert sorted(federation.train.x[:2, 0, 0, 0].tolist()) == [30, 40]
     grey = from_huggingface(images, client="writer", size=(2, 2), color="grey", test_fraction=0.0)
     assert grey.train.x.shape == (4, 2, 2, 1)
     texts = datasets.Dataset.from_dict({"text": ["good day", "bad day"], "label": ["up", "down"]})
-    said = from_huggingface(texts, length=3, test_fraction=0.0)
-    assert said.vocabulary == ("day", "bad", "good") and said.train.x.tolist() == [[4, 2, 0], [3, 2, 0]]
+    printed = from_huggingface(texts, length=3, test_fraction=0.0)
+    assert printed.vocabulary == ("day", "bad", "good") and printed.train.x.tolist() == [[4, 2, 0], [3, 2, 0]]
     assert from_huggingface(texts, tokens="characters", length=4, test_fraction=0.0).train.x.shape == (2, 4)
     lists = datasets.Dataset.from_dict(
         {"x": [[[1, 2], [3, 4]], [[5, 6], [7, 8]]], "v": [[1.5], [2.5]], "label": [0, 1]},
@@ -121,8 +121,8 @@ def test_images_texts_and_lists(tmp_path: Path) -> None:
 
 
 def test_unsupported_datasets_are_rejected(tmp_path: Path) -> None:
-    def refused(says: str, given: Any, **options: Any) -> None:
-        with pytest.raises(FedraxError, match=says):
+    def refused(message: str, given: Any, **options: Any) -> None:
+        with pytest.raises(FedraxError, match=message):
             from_huggingface(given, **options)  # call the reader directly, because it accepts objects and paths
 
     refused("download it first", tmp_path / "nothing")
@@ -181,8 +181,8 @@ def test_files_and_splits_with_different_columns_are_rejected(tmp_path: Path, of
         with pytest.raises(FedraxError, match="'lab' has no value in any training row"):
             load("huggingface", **options, different_columns="union", missing=0)
     else:
-        made = load("huggingface", **options, different_columns="union", missing=-1)
-        assert made.feature_names == ("age", "lab") and made.train.x[:, 1].tolist() == [-1, -1, 0.5, 1.5]
+        dataset = load("huggingface", **options, different_columns="union", missing=-1)
+        assert dataset.feature_names == ("age", "lab") and dataset.train.x[:, 1].tolist() == [-1, -1, 0.5, 1.5]
 
 
 def test_splits_with_different_class_codes_are_rejected():
@@ -205,22 +205,22 @@ def test_column_of_encoded_images(tmp_path):
     polars.DataFrame({"image": [png(20 * i) for i in range(8)], "label": [0, 1] * 4}).write_parquet(
         tmp_path / "b.parquet"
     )
-    made = load("huggingface", path=tmp_path / "b.parquet", size=(4, 4))
-    assert made.pixels and made.train.x.dtype == np.uint8 and made.train.x.shape[1:] == (4, 4, 3)
+    dataset = load("huggingface", path=tmp_path / "b.parquet", size=(4, 4))
+    assert dataset.pixels and dataset.train.x.dtype == np.uint8 and dataset.train.x.shape[1:] == (4, 4, 3)
 
 
 def test_options_without_effect_are_rejected() -> None:
     """Each kind of samples has its own options."""
     texts = datasets.Dataset.from_dict({"text": ["good day", "bad day"] * 4, "label": ["up", "down"] * 4})
     lists = datasets.Dataset.from_dict({"x": [[1, 2], [3, 4]], "label": [0, 1]})
-    for given, options, says in (
+    for given, options, message in (
         (texts, {"standardize": "none", "size": (2, 2)}, "size, standardize have no effect on texts: leave them out"),
         (texts, {"tokens": "characters", "min_count": 2}, "min_count has no effect on characters"),
         (lists, {"length": 3}, "length has no effect on lists"),
         (table(), {"label": "ill", "tokens": "characters"}, "tokens has no effect on features"),
         (datasets.DatasetDict(train=texts, test=texts), {"test_fraction": 0.5}, "no effect where test is a split"),
     ):
-        with pytest.raises(FedraxError, match=says):
+        with pytest.raises(FedraxError, match=message):
             from_huggingface(given, **options)
     made = from_huggingface(texts, categorical=["text"], test_fraction=0.0)
     assert made.feature_names == ("text=bad day", "text=good day") and not made.vocabulary

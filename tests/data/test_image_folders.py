@@ -36,16 +36,16 @@ def test_classes_are_the_sorted_folder_names(tmp_path: Path) -> None:
         write(tmp_path / name, picture(color, kind="PNG" if name.endswith("png") else "JPEG"))
     write(tmp_path / "a/readme.txt", b"no image")
     write(tmp_path / "a/.hidden.png", b"")
-    made = load("image_folder", path=tmp_path, size=(3, 4), test_fraction=0.0)
-    assert made.class_names == ("a", "b") and made.train.y.tolist() == [0, 0, 1, 1] and made.pixels
-    assert made.train.x.shape == (4, 3, 4, 3) and made.train.x.dtype == np.uint8
-    assert [tuple(image[0, 0].tolist()) for image in made.train.x] == [
+    dataset = load("image_folder", path=tmp_path, size=(3, 4), test_fraction=0.0)
+    assert dataset.class_names == ("a", "b") and dataset.train.y.tolist() == [0, 0, 1, 1] and dataset.pixels
+    assert dataset.train.x.shape == (4, 3, 4, 3) and dataset.train.x.dtype == np.uint8
+    assert [tuple(image[0, 0].tolist()) for image in dataset.train.x] == [
         colors[name] for name in ("a/y.png", "a/z.jpeg", "b/10.png", "b/2.JPG")
     ]
-    scaled = made.train.x.reshape(-1, 3) / 255
-    np.testing.assert_allclose(made.mean, scaled.mean(0))
-    np.testing.assert_allclose(made.std, scaled.std(0))
-    assert any("1 files and folders are no images" in note for note in made.notes)
+    scaled = dataset.train.x.reshape(-1, 3) / 255
+    np.testing.assert_allclose(dataset.mean, scaled.mean(0))
+    np.testing.assert_allclose(dataset.std, scaled.std(0))
+    assert any("1 files and folders are no images" in note for note in dataset.notes)
 
 
 def test_images_are_read_resized_and_converted_to_gray(tmp_path: Path) -> None:
@@ -70,8 +70,8 @@ def test_clients_have_names_and_test_images(tmp_path: Path) -> None:
             for label in ("ill", "well"):
                 for i in range(count):
                     write(tmp_path / part / client / label / f"{i}.png", picture(i, mode="L"))
-    made = load("image_folder", path=tmp_path, size=(2, 2), color="grey", clients=True)
-    federation = Federation.from_dataset(made, Natural(), seed=0)
+    dataset = load("image_folder", path=tmp_path, size=(2, 2), color="grey", clients=True)
+    federation = Federation.from_dataset(dataset, Natural(), seed=0)
     assert federation.client_names == ("ward 1", "ward 2") and federation.sizes.tolist() == [6, 6]
     assert federation.test_offsets is not None and federation.test_offsets.tolist() == [0, 2, 4]
     with pytest.raises(FedraxError, match="no images, files that end in"):
@@ -93,7 +93,7 @@ def bomb(side: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [
         (bomb(8_000), "8000, 8000. pixels, more than 50,000,000"),
         (bomb(60_000), "not a readable JPEG or PNG"),
@@ -105,10 +105,10 @@ def bomb(side: int) -> bytes:
         (picture(40_000, mode="I;16"), "more than 8 bits a channel"),
     ],
 )
-def test_files_that_are_no_images_are_rejected(tmp_path: Path, content: bytes, says: str) -> None:
+def test_files_that_are_no_images_are_rejected(tmp_path: Path, content: bytes, message: str) -> None:
     write(tmp_path / "c/a.png", picture((1, 2, 3)))
     write(tmp_path / "c/b.png", content)
-    assert_rejected(load, "image_folder", path=tmp_path, size=(3, 4), says=says)
+    assert_rejected(load, "image_folder", path=tmp_path, size=(3, 4), message=message)
 
 
 def test_links_are_not_followed(tmp_path: Path) -> None:
@@ -171,8 +171,8 @@ def test_images_are_rotated_by_their_exif_orientation(tmp_path: Path, way: int) 
     buffer = io.BytesIO()
     Image.fromarray(np.ascontiguousarray(stored)).save(buffer, "PNG", exif=exif)
     write(tmp_path / "c/a.png", buffer.getvalue())
-    made = load("image_folder", path=tmp_path, size=(4, 6), test_fraction=0.0)
-    np.testing.assert_array_equal(made.train.x[0], upright)
+    dataset = load("image_folder", path=tmp_path, size=(4, 6), test_fraction=0.0)
+    np.testing.assert_array_equal(dataset.train.x[0], upright)
     broken = io.BytesIO()
     Image.fromarray(upright).save(broken, "PNG", exif=b"Exif\0\0no block")
     write(tmp_path / "c/a.png", broken.getvalue())
@@ -186,8 +186,8 @@ def test_validation_folder_is_the_test_part_if_there_is_no_other(tmp_path: Path,
     """With a test folder, it is ignored and noted."""
     for i, place in enumerate(("train/a/1", "train/b/2", f"{name}/a/3", f"{name}/b/4")):
         write(tmp_path / f"{place}.png", picture((i, 0, 0)))
-    made = load("image_folder", path=tmp_path, size=(3, 4))
-    assert made.test.x[:, 0, 0, 0].tolist() == [2, 3] and not any("left out" in note for note in made.notes)
+    dataset = load("image_folder", path=tmp_path, size=(3, 4))
+    assert dataset.test.x[:, 0, 0, 0].tolist() == [2, 3] and not any("left out" in note for note in dataset.notes)
     with pytest.raises(FedraxError, match=f"test_fraction has no effect where .*{name} holds the test images"):
         load("image_folder", path=tmp_path, size=(3, 4), test_fraction=0.4)
     assert len(load("image_folder", path=tmp_path, size=(3, 4), test_fraction=0.0).test.y) == 2
@@ -204,8 +204,8 @@ def test_unknown_folders_and_an_empty_test_part_are_noted(tmp_path: Path) -> Non
     """Names of parts are case-insensitive; unknown folders, ignored client folders and an empty test are reported."""
     for place in ("Train/a/1", "Train/b/2", "Test/a/3", "more/training/a/4"):
         write(tmp_path / f"{place}.png", picture((1, 0, 0)))
-    made = load("image_folder", path=tmp_path, size=(3, 4))
-    assert made.class_names == ("a", "b") and len(made.test.y) == 1
+    dataset = load("image_folder", path=tmp_path, size=(3, 4))
+    assert dataset.class_names == ("a", "b") and len(dataset.test.y) == 1
     with pytest.raises(FedraxError, match=r"training holds no images, .* but folders: parts are called train and test"):
         load("image_folder", path=tmp_path / "more", size=(3, 4))
     write(tmp_path / "more/deep/training/a/4.png", picture((1, 0, 0)))

@@ -96,9 +96,9 @@ REJECTED = [
 ]
 
 
-@pytest.mark.parametrize(("x", "y", "words"), REJECTED)
-def test_invalid_samples_are_rejected_with_the_reason(x, y, words):
-    with pytest.raises(FedraxError, match=words) as caught:
+@pytest.mark.parametrize(("x", "y", "message"), REJECTED)
+def test_invalid_samples_are_rejected_with_the_reason(x, y, message):
+    with pytest.raises(FedraxError, match=message) as caught:
         Federation.from_arrays(x, y, offsets=np.array([0, 2]))
     assert "\n" not in str(caught.value)
 
@@ -117,7 +117,7 @@ def test_padding_is_allowed_in_labels_of_positions():
 
 
 @pytest.mark.parametrize(
-    ("y", "options", "words"),
+    ("y", "options", "message"),
     [
         (Y2, {}, r"0 or more .* found -1 .. 2 \(padding=-1 leaves positions out\)"),
         (Y2, {"padding": -100}, "0 or more"),
@@ -130,8 +130,8 @@ def test_padding_is_allowed_in_labels_of_positions():
         (np.abs(Y2), {"pixels": True}, "pixels must be bytes"),
     ],
 )
-def test_invalid_labels_beside_padding_are_rejected(y, options, words):
-    with pytest.raises(FedraxError, match=words):
+def test_invalid_labels_beside_padding_are_rejected(y, options, message):
+    with pytest.raises(FedraxError, match=message):
         Federation.from_arrays(X, y, offsets=[0, 2], **options)
 
 
@@ -225,7 +225,7 @@ def test_unsupported_labels_are_rejected_with_the_remedy():
 def test_samples_that_are_not_arrays_are_rejected_with_the_remedy():
     x, y, owner = np.arange(8.0).reshape(4, 2), np.array([0, 1, 0, 1]), [0, 0, 1, 1]
     sparse = pytest.importorskip("scipy.sparse").csr_matrix(x)
-    for arrays, says in (
+    for arrays, message in (
         ((np.ma.masked_greater(x, 5), y), "x has masked values: leave those rows out"),
         ((x, np.ma.masked_equal(y, 1)), "y has masked values"),
         ((sparse, y), r"x.toarray\(\) gives a dense array"),
@@ -241,13 +241,13 @@ def test_samples_that_are_not_arrays_are_rejected_with_the_remedy():
         ((tuple(x), y), r"x is one array \[n, ...\], not a tuple of 4"),
         (({}, y), "x is one array .*, not a dict of 0"),
     ):
-        with pytest.raises(FedraxError, match=says):
+        with pytest.raises(FedraxError, match=message):
             Federation.from_arrays(*arrays, owner)
     assert Federation.from_arrays(np.ma.masked_greater(x, 100), y, owner).num_clients == 2
     assert Federation.from_arrays(list(x), y, owner).train.x.shape == (4, 2)
     square = Federation.from_arrays([x[:2], x[2:]], [y[:2], y[2:]], [0, 1])  # two samples, not two inputs
     assert square.train.x.shape == (2, 2, 2)
-    for part, says in (
+    for part, message in (
         ((x, y, owner), "a pair .x, y. of the test samples, not 3 items: test_client_ids are the clients"),
         ((x,), "not 1 items"),
         ({"x": x, "y": y}, "not a dict"),
@@ -256,7 +256,7 @@ def test_samples_that_are_not_arrays_are_rejected_with_the_remedy():
         (((x, x), y), "concatenate several inputs"),
         ((x, (y, y)), "stack several labels"),
     ):
-        with pytest.raises(FedraxError, match=says):
+        with pytest.raises(FedraxError, match=message):
             Federation.from_arrays(x, y, owner, test=part)
     floats = Federation.from_arrays(x, y.astype(float), owner)
     with pytest.raises(FedraxError, match=r"where classes are meant, y.astype\(int\) numbers them"):
@@ -274,14 +274,14 @@ def test_table_columns_must_be_numeric():
         assert made.train.x.tolist() == np.asarray(numbers).astype(float).tolist()
     days = pandas.to_datetime(["2024-05-01", "2024-05-02", "2024-05-03", "2024-05-04"])
     dates = pl.DataFrame({"age": [3.0, 5, 7, 9], "day": pl.Series(days.to_numpy()).cast(pl.Date)})
-    for columns, labels, says in (
+    for columns, labels, message in (
         (table[["age"]].assign(day=days), y, "column 'day' holds datetime64.*: leave it out"),
         (dates, y, "column 'day' holds Date: leave it out, or convert it to numbers"),
         (dates.lazy(), y, r"x.collect\(\) gives the table"),
         (table[["age"]], pandas.Series(["a", None, "b", None]), "labels are missing in 2 of 4 rows: leave those"),
         (table[["age"]], pandas.cut(table["age"], 2), "labels are integers or strings for classes, floats for targets"),
     ):
-        with pytest.raises(FedraxError, match=says):
+        with pytest.raises(FedraxError, match=message):
             Federation.from_arrays(columns, labels, owner)
 
 
@@ -296,16 +296,16 @@ GAPS = {
 def test_integer_labels_with_large_gaps_are_rejected_with_the_remedy(kind: str, tmp_path):
     x, y, owner = np.zeros((4, 2)), np.asarray(GAPS[kind]), [0, 0, 1, 1]
     found, largest = len(np.unique(y)), int(y.max())
-    says = f"the label {largest} makes {largest + 1:,} classes, of which {found} occur: as strings"
-    with pytest.raises(FedraxError, match=says):
+    message = f"the label {largest} makes {largest + 1:,} classes, of which {found} occur: as strings"
+    with pytest.raises(FedraxError, match=message):
         Federation.from_arrays(x, y, owner)
-    with pytest.raises(FedraxError, match=says):  # also in test rows
+    with pytest.raises(FedraxError, match=message):  # also in test rows
         Federation.from_arrays(x, y.min().repeat(4), owner, test=(x, y))
     named = Federation.from_arrays(x, y.astype(str), owner, shuffle=False)
     assert named.num_classes == found and [int(named.class_names[label]) for label in named.train.y] == y.tolist()
     assert Federation.from_arrays(x, y, owner, num_classes=largest + 1).num_classes == largest + 1
     np.savez(tmp_path / "codes.npz", x_train=x, y_train=y, x_test=x, y_test=y)
-    with pytest.raises(FedraxError, match=f"codes.npz: labels are .*{says}"):
+    with pytest.raises(FedraxError, match=f"codes.npz: labels are .*{message}"):
         load("npz", path=tmp_path / "codes.npz")
     assert load("npz", path=tmp_path / "codes.npz", num_classes=largest + 1).num_classes == largest + 1
 

@@ -53,34 +53,34 @@ def test_vectors_in_several_files(tmp_path: Path) -> None:
     write(tmp_path / "train/all_data_1.json", leaf(first))
     held = {name: (x[:2], y[:2]) for name, (x, y) in first.items()}
     write(tmp_path / "test/all_data_0.json", leaf(held))
-    made = load("leaf", path=tmp_path, shape=(4, 4, 1))
+    dataset = load("leaf", path=tmp_path, shape=(4, 4, 1))
     users = first | second
-    assert made.client_names == tuple(sorted(users))
-    assert made.train.x.shape == (36, 4, 4, 1) and made.train.x.dtype == np.float32 and len(made.test.y) == 6
-    federation = Federation.from_dataset(made, Natural(), seed=0, shuffle=False)
+    assert dataset.client_names == tuple(sorted(users))
+    assert dataset.train.x.shape == (36, 4, 4, 1) and dataset.train.x.dtype == np.float32 and len(dataset.test.y) == 6
+    federation = Federation.from_dataset(dataset, Natural(), seed=0, shuffle=False)
     for client, name in enumerate(sorted(users)):
         rows = slice(*federation.offsets[client : client + 2])
         np.testing.assert_array_equal(federation.train.x[rows].reshape(-1, 16), np.array(users[name][0], np.float32))
-        assert [int(made.class_names[y]) for y in federation.train.y[rows]] == users[name][1]
+        assert [int(dataset.class_names[y]) for y in federation.train.y[rows]] == users[name][1]
         assert federation.client_name(client) == name
     assert federation.test_offsets is not None
     assert np.diff(federation.test_offsets).tolist() == [2, 2, 2, 0, 0, 0]
-    task = classification(Logistic().build((4, 4, 1), made.num_classes or 0))
+    task = classification(Logistic().build((4, 4, 1), dataset.num_classes or 0))
     result = simulate(FedAvg(local=LocalSGD(lr=0.1, steps=2)), task, federation, rounds=2, cohort_size=2)
     assert np.isfinite(result.events[-1]["test_loss"])
 
 
 def test_next_character_prediction(tmp_path: Path) -> None:
     """Characters are tokens of the alphabet of the training rows; clients may be plays."""
-    said = "To be, or not to be"
-    parts = shakespeare(said, PLAYS)
+    printed = "To be, or not to be"
+    parts = shakespeare(printed, PLAYS)
     path = write(tmp_path / "s.json", leaf(parts, hierarchies=list(PLAYS.values())))
-    made = load("leaf", path=path, length=6, test_fraction=0.0)
-    assert made.vocabulary == tuple(sorted(set("".join(x[-6:] for x in parts["LEAR_Fool"][0]))))
-    text = ["".join(made.vocabulary[token - 2] for token in row) for row in made.train.x]
+    dataset = load("leaf", path=path, length=6, test_fraction=0.0)
+    assert dataset.vocabulary == tuple(sorted(set("".join(x[-6:] for x in parts["LEAR_Fool"][0]))))
+    text = ["".join(dataset.vocabulary[token - 2] for token in row) for row in dataset.train.x]
     assert text == [x[-6:] for name in PLAYS for x in parts[name][0]]  # the characters before the next one
-    assert "".join(made.class_names[y] for y in made.train.y[: len(said) - 8]) == said[8:]
-    assert made.client_names == tuple(sorted(PLAYS))
+    assert "".join(dataset.class_names[y] for y in dataset.train.y[: len(printed) - 8]) == printed[8:]
+    assert dataset.client_names == tuple(sorted(PLAYS))
     plays = load("leaf", path=path, clients="hierarchies", length=10)
     assert plays.client_names == ("HAMLET", "LEAR")
     assert (plays.train.x[:, 8:] == 0).all()  # padding: texts have 8 characters
@@ -96,12 +96,12 @@ def test_tweets(tmp_path: Path) -> None:
     train = {"ann": ([tweet("good good day"), tweet("bad day")], [1, 0]), "bob": ([tweet("good")], [1])}
     write(tmp_path / "train/a.json", leaf(train))
     write(tmp_path / "test/a.json", leaf({"ann": ([tweet("Good night")], [1])}))
-    made = load("leaf", path=tmp_path, length=4)
-    assert made.vocabulary == ("good", "day")
-    assert made.train.x.tolist() == [[2, 2, 3, 0], [1, 3, 0, 0], [2, 0, 0, 0]] and made.test.x.tolist() == [
+    dataset = load("leaf", path=tmp_path, length=4)
+    assert dataset.vocabulary == ("good", "day")
+    assert dataset.train.x.tolist() == [[2, 2, 3, 0], [1, 3, 0, 0], [2, 0, 0, 0]] and dataset.test.x.tolist() == [
         [2, 1, 0, 0]
     ]
-    assert made.train.y.tolist() == [1, 0, 1] and made.class_names == ("0", "1")
+    assert dataset.train.y.tolist() == [1, 0, 1] and dataset.class_names == ("0", "1")
     with pytest.raises(FedraxError, match="place 9"):
         load("leaf", path=tmp_path, text=9)
 
@@ -110,8 +110,8 @@ def test_float_labels_are_classes_if_they_are_integers(tmp_path: Path) -> None:
     """LEAF's Synthetic stores classes as 3.0; other floats are targets. Clients without samples are dropped."""
     users = {"u1": ([[1, 2.5], [3, 4]], [3.0, 0.0]), "none": ([], [])}
     path = write(tmp_path / "s.json", leaf(users))
-    made = load("leaf", path=path, test_fraction=0.0)
-    assert made.num_classes == 2 and made.class_names == ("0", "3") and made.client_names == ("u1",)
+    dataset = load("leaf", path=path, test_fraction=0.0)
+    assert dataset.num_classes == 2 and dataset.class_names == ("0", "3") and dataset.client_names == ("u1",)
     assert load("leaf", path=path, labels="numbers", test_fraction=0.0).num_classes is None
     write(path, leaf({"u1": ([[1], [2]], [0.5, 2])}))
     assert load("leaf", path=path, test_fraction=0.0).train.y.tolist() == [0.5, 2.0]
@@ -130,7 +130,7 @@ def samples(x: Any, y: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [
         ("", "cannot be read as JSON"),
         ("[" * 100_000, "too deep"),
@@ -169,11 +169,11 @@ def samples(x: Any, y: Any) -> dict[str, Any]:
         (samples(["\ud800"], ["a"]), "characters that are none"),
     ],
 )
-def test_malformed_files_are_rejected(tmp_path: Path, content: Any, says: str) -> None:
+def test_malformed_files_are_rejected(tmp_path: Path, content: Any, message: str) -> None:
     path = write(tmp_path / "bad.json", content)
-    with pytest.raises(FedraxError, match=says) as refused:
+    with pytest.raises(FedraxError, match=message) as rejected:
         load("leaf", path=path, test_fraction=0.0)
-    assert len(str(refused.value)) < 400
+    assert len(str(rejected.value)) < 400
 
 
 def test_unsuitable_folders_and_options_are_rejected(tmp_path: Path) -> None:
@@ -192,8 +192,8 @@ def test_unsuitable_folders_and_options_are_rejected(tmp_path: Path) -> None:
         ({"labels": "texts"}, "labels must be one of"),
         ({"tokens": "bytes"}, "tokens must be one of"),
     ]
-    for options, says in wrong:
-        with pytest.raises(FedraxError, match=says):
+    for options, message in wrong:
+        with pytest.raises(FedraxError, match=message):
             load("leaf", path=path, **options)
     write(path, samples(["abc"], ["d"]))
     for length in (0, 10**12):
@@ -227,8 +227,8 @@ def test_integers_beyond_float64_are_rejected_as_labels(tmp_path: Path) -> None:
     with pytest.raises(FedraxError, match=r"whole numbers beyond 2\^53"):
         load("leaf", path=write(tmp_path / "x.json", content))
     floats = samples([[1.0], [2.0], [3.0]], [0.12345678, 0.12345679, 3.0])
-    made = load("leaf", path=write(tmp_path / "y.json", floats), labels="classes", test_fraction=0.0)
-    assert made.class_names == ("0.12345678", "0.12345679", "3")
+    dataset = load("leaf", path=write(tmp_path / "y.json", floats), labels="classes", test_fraction=0.0)
+    assert dataset.class_names == ("0.12345678", "0.12345679", "3")
 
 
 def test_clients_by_hierarchy_require_hierarchies_in_the_file(tmp_path: Path):

@@ -247,9 +247,9 @@ IMPOSSIBLE = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "words"), IMPOSSIBLE, ids=repr)
-def test_impossible_partitions_raise_a_clear_error(rule, words):
-    with pytest.raises(FedraxError, match=words):
+@pytest.mark.parametrize(("rule", "message"), IMPOSSIBLE, ids=repr)
+def test_impossible_partitions_raise_a_clear_error(rule, message):
+    with pytest.raises(FedraxError, match=message):
         rule.assign(balanced(60), 0)
 
 
@@ -317,5 +317,5 @@ def test_partition_columns_may_be_unsigned_integers():
     by = np.arange(len(digits.train.y)) % 3
     one, other = (replace(digits, partition_by=by.astype(kind)) for kind in (np.uint64, np.int32))
     parts = [DirichletClasses(5, 0.5).assign(data, 0) for data in (one, other)]
-    for mine, theirs in zip(*parts, strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    for actual, desired in zip(*parts, strict=True):
+        np.testing.assert_array_equal(actual, desired)

@@ -25,8 +25,8 @@ def test_digits_equal_those_of_scikit_learn(moved, monkeypatch):
     if moved:
         monkeypatch.setattr("fedrax.data.registry.find_spec", lambda name: None)
     expected = load_digits(return_X_y=True)
-    for ours, theirs in zip(_bundled_digits(), expected, strict=True):
-        np.testing.assert_array_equal(ours, theirs, strict=True)
+    for actual, desired in zip(_bundled_digits(), expected, strict=True):
+        np.testing.assert_array_equal(actual, desired, strict=True)
 
 
 @pytest.fixture(autouse=True)
@@ -130,10 +130,10 @@ BROKEN = {
 @pytest.mark.parametrize("case", BROKEN)
 @pytest.mark.parametrize("compress", [False, True])
 def test_broken_idx_is_rejected(tmp_path, case, compress):
-    content, words = BROKEN[case]
+    content, message = BROKEN[case]
     path = tmp_path / ("file.gz" if compress else "file")
     path.write_bytes(gzip.compress(content) if compress else content)
-    with pytest.raises(FedraxError, match=words):
+    with pytest.raises(FedraxError, match=message):
         read_idx(path, ndim=3)
 
 
@@ -201,7 +201,7 @@ def test_npz_regression_without_clients(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"x_train": np.array([{}] * 4, object)}, "Python objects"),
         ({"x_train": None}, "no array 'x_train'; it has y_train"),
@@ -221,10 +221,10 @@ def test_npz_regression_without_clients(tmp_path):
         ({"client_train": np.array([1, "a", 1], str), "client_test": None}, "not n samples|one integer for each"),
     ],
 )
-def test_broken_npz_is_rejected(tmp_path, change, words):
+def test_broken_npz_is_rejected(tmp_path, change, message):
     arrays = {key: array for key, array in (npz_arrays() | change).items() if array is not None}
     np.savez(tmp_path / "bad.npz", **arrays)
-    with pytest.raises(FedraxError, match=words):
+    with pytest.raises(FedraxError, match=message):
         load("npz", path=tmp_path / "bad.npz")
 
 
@@ -234,7 +234,7 @@ def npy(header: str, data: bytes = b"") -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("member", "words"),
+    ("member", "message"),
     [
         (npy("{'descr': '<f8', 'fortran_order': False, 'shape': (10**15,), }"), "cannot be read"),
         (npy("{'descr': '<f8', 'fortran_order': False, 'shape': (99999999999999,), }"), "bytes are not"),
@@ -245,10 +245,10 @@ def npy(header: str, data: bytes = b"") -> bytes:
         (b"", "cannot be read"),
     ],
 )
-def test_hostile_npz_members_are_rejected(tmp_path, member, words):
+def test_hostile_npz_members_are_rejected(tmp_path, member, message):
     with zipfile.ZipFile(tmp_path / "bad.npz", "w") as archive:
         archive.writestr("x.npy", member)
-    with pytest.raises(FedraxError, match=words):
+    with pytest.raises(FedraxError, match=message):
         read_npz(tmp_path / "bad.npz", ["x"])
 
 
@@ -344,12 +344,12 @@ def test_npz_with_string_labels_and_byte_client_ids(tmp_path):
     texts = {"y_train": np.array(["b", "a", "b", "b"]), "y_test": np.array(["c"] * 4)}
     x = {part: np.zeros((4, 8, 8), np.uint8) for part in ("x_train", "x_test")}
     np.savez(tmp_path / "t.npz", **x, **texts, client_train=np.array(["p", "q"] * 2, "S"))
-    made = load("npz", path=tmp_path / "t.npz")
-    assert made.class_names == ("a", "b", "c") and made.train.y.tolist() == [1, 0, 1, 1]
-    assert made.client_names == ("p", "q")
+    dataset = load("npz", path=tmp_path / "t.npz")
+    assert dataset.class_names == ("a", "b", "c") and dataset.train.y.tolist() == [1, 0, 1, 1]
+    assert dataset.client_names == ("p", "q")
     np.savez(tmp_path / "one.npz", **x, y_train=np.array([1, 2, 1, 2]), y_test=np.array([1, 2, 1, 2]))
-    made = load("npz", path=tmp_path / "one.npz", pixels=True)
-    assert made.notes == ("warning: labels must start at 0, and the smallest label is 1: subtract 1",)
+    dataset = load("npz", path=tmp_path / "one.npz", pixels=True)
+    assert dataset.notes == ("warning: labels must start at 0, and the smallest label is 1: subtract 1",)
     np.savez(tmp_path / "zero.npz", **x, y_train=np.array([1, 2, 1, 2]), y_test=np.array([0, 1, 1, 2]))
     assert not load("npz", path=tmp_path / "zero.npz", pixels=True).notes
     places = np.array([[0, 1], [2, 0], [1, 1], [2, 2]])

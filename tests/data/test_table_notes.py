@@ -21,9 +21,9 @@ def test_classes_and_clients_of_test_rows_only_are_noted(tmp_path: Path):
 
 def test_clients_without_test_rows_are_noted(tmp_path: Path):
     rows = "".join(f"{c},{i},{'xy'[i % 2]}\n" for c, n in (("A", 10), ("B", 3), ("C", 1)) for i in range(n))
-    made = load("csv", path=write(tmp_path / "c.csv", "c,a,label\n" + rows), client="c", standardize="client")
-    assert any("2 of 3 clients have too few rows to keep 0.2 of them" in note for note in made.notes)
-    assert any("1 clients have a single training row" in note for note in made.notes)
+    dataset = load("csv", path=write(tmp_path / "c.csv", "c,a,label\n" + rows), client="c", standardize="client")
+    assert any("2 of 3 clients have too few rows to keep 0.2 of them" in note for note in dataset.notes)
+    assert any("1 clients have a single training row" in note for note in dataset.notes)
 
 
 def test_classes_that_differ_only_in_case_are_noted(tmp_path: Path):

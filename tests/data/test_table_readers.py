@@ -71,7 +71,7 @@ def test_unwritable_cache_is_no_error(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("images", "labels", "words"),
+    ("images", "labels", "message"),
     [
         ([jpeg((0, 0, 0), size=(33, 32))], [0], r"\(33, 32\), not \(32, 32\)"),
         ([b"no image"], [0], "row 0: not a readable"),
@@ -83,9 +83,9 @@ def test_unwritable_cache_is_no_error(tmp_path, monkeypatch):
         ([jpeg((0, 0, 0))], ["cat"], "integer column"),
     ],
 )
-def test_broken_image_tables_are_rejected(tmp_path, images, labels, words):
+def test_broken_image_tables_are_rejected(tmp_path, images, labels, message):
     path = write_images(tmp_path / "train.parquet", images, labels)
-    with pytest.raises(FedraxError, match=words):
+    with pytest.raises(FedraxError, match=message):
         read_image_table(path, "label", (32, 32))
 
 
@@ -189,7 +189,7 @@ def test_files_with_different_columns(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         (
             {"different_columns": "union"},
@@ -211,8 +211,8 @@ def test_files_with_different_columns(tmp_path):
         ({"different_columns": "union", "missing": None}, "or a number, not None"),
     ],
 )
-def test_invalid_options_for_different_columns_are_rejected(tmp_path, options, words):
-    with pytest.raises(FedraxError, match=words):
+def test_invalid_options_for_different_columns_are_rejected(tmp_path, options, message):
+    with pytest.raises(FedraxError, match=message):
         hospital_options(tmp_path / "sites", **options)
     with pytest.raises(FedraxError, match="different_columns has no effect on a single file"):
         load("csv", path=tmp_path / "sites/east.csv", label="ill", different_columns="union")
@@ -239,18 +239,18 @@ def test_folder_of_files_has_a_client_per_file(tmp_path):
     with pytest.raises(FedraxError, match=r"north.csv has no column 'ward', which .*south.csv has: .*or drop the col"):
         load("csv", **options)
     for chosen in ({"drop": ("ward",)}, {"columns": ("age", "sex")}):
-        made = load("csv", **options, **chosen, test_fraction=0.5)
-        assert made.client_names == ("north", "south") and "each of the 2 files" in made.notes[0]
-        assert made.feature_names[0] == "age" and "sex missing" in made.feature_names
+        dataset = load("csv", **options, **chosen, test_fraction=0.5)
+        assert dataset.client_names == ("north", "south") and "each of the 2 files" in dataset.notes[0]
+        assert dataset.feature_names[0] == "age" and "sex missing" in dataset.feature_names
         ages = [
             part.x[clients == 1, 0]
-            for part, clients in ((made.train, made.train_clients), (made.test, made.test_clients))
+            for part, clients in ((dataset.train, dataset.train_clients), (dataset.test, dataset.test_clients))
         ]
         assert sorted(np.concatenate(ages)) == [70, 90] and [len(one) for one in ages] == [1, 1]
     (tmp_path / "later").mkdir()
     (tmp_path / "later/south.csv").write_text(rows["south"])
-    made = load("csv", **options, drop=("ward",), test_path=tmp_path / "later")
-    assert made.test_clients is not None and made.test_clients.tolist() == [1, 1] and len(made.train.y) == 6
+    dataset = load("csv", **options, drop=("ward",), test_path=tmp_path / "later")
+    assert dataset.test_clients is not None and dataset.test_clients.tolist() == [1, 1] and len(dataset.train.y) == 6
     with pytest.raises(FedraxError, match="is a client: test_path must be a folder of their files"):
         load("csv", **options, drop=("ward",), test_path=tmp_path / "later/south.csv")
     with pytest.raises(FedraxError, match=r"unknown column of .*sites 'wrad'; did you mean 'ward'"):
@@ -258,7 +258,7 @@ def test_folder_of_files_has_a_client_per_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "options", "words"),
+    ("text", "options", "message"),
     [
         (CSV, {"label": "lable"}, "did you mean 'label'"),
         (CSV, {"client": "usr"}, "did you mean 'user'"),
@@ -284,10 +284,10 @@ def test_folder_of_files_has_a_client_per_file(tmp_path):
         (b"a,l\xff\xfe\n1,0\n", {}, "cannot be read as a CSV"),
     ],
 )
-def test_broken_csv_is_rejected(tmp_path, text, options, words):
+def test_broken_csv_is_rejected(tmp_path, text, options, message):
     path = tmp_path / "table.csv"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(FedraxError, match=words):
+    with pytest.raises(FedraxError, match=message):
         load("csv", path=path, **options)
 
 
@@ -346,8 +346,8 @@ def test_openml_without_network_raises_a_clear_error(monkeypatch):
 
 def test_large_integer_classes_stay_distinct_and_targets_beyond_32_bits_are_rejected(tmp_path):
     (tmp_path / "d.csv").write_text("a,label\n" + "".join(f"{i},{v}\n" for i, v in enumerate([1e6 + 1, 1e6 + 2, 0.5])))
-    made = load("csv", path=tmp_path / "d.csv", labels="classes", test_fraction=0.0)
-    assert made.class_names == ("0.5", "1000001", "1000002")
+    dataset = load("csv", path=tmp_path / "d.csv", labels="classes", test_fraction=0.0)
+    assert dataset.class_names == ("0.5", "1000001", "1000002")
     (tmp_path / "y.csv").write_text("a,label\n0,1e300\n1,2.5\n")
     with pytest.raises(FedraxError, match="targets hold numbers beyond 32-bit floats, 1e"):
         load("csv", path=tmp_path / "y.csv", test_fraction=0.0)

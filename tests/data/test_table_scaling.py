@@ -19,16 +19,16 @@ def test_column_constant_up_to_rounding_is_not_scaled(tmp_path: Path):
         tmp_path / "tr.csv", "c,a,b,label\nA,0.1,1,x\nA,0.1,2,y\nA,0.1,4,x\nB,0.3,5,y\nB,0.5,3,x\nB,0.9,2,y\n"
     )
     test = write(tmp_path / "te.csv", "c,a,b,label\nA,0.2,1,x\n")
-    found = load("csv", path=train, test_path=test, client="c", standardize="client")
-    np.testing.assert_array_equal(found.train.x[:3, 0], 0)
+    dataset = load("csv", path=train, test_path=test, client="c", standardize="client")
+    np.testing.assert_array_equal(dataset.train.x[:3, 0], 0)
     overall = np.std([0.1, 0.1, 0.1, 0.3, 0.5, 0.9])
-    np.testing.assert_allclose(found.test.x[:, 0], 0.1 / overall, rtol=1e-5)
+    np.testing.assert_allclose(dataset.test.x[:, 0], 0.1 / overall, rtol=1e-5)
     one = write(tmp_path / "t2.csv", "a,b,label\n0.1,1,x\n0.1,2,y\n0.1,5,x\n")
     other = write(tmp_path / "e2.csv", "a,b,label\n0.2,1,x\n")
-    found = load("csv", path=one, test_path=other)
-    assert "columns that are constant in the training rows: 1, such as 'a'" in found.notes
-    np.testing.assert_array_equal(found.train.x[:, 0], 0)
-    np.testing.assert_allclose(found.test.x[:, 0], 0.1, rtol=1e-5)
+    dataset = load("csv", path=one, test_path=other)
+    assert "columns that are constant in the training rows: 1, such as 'a'" in dataset.notes
+    np.testing.assert_array_equal(dataset.train.x[:, 0], 0)
+    np.testing.assert_allclose(dataset.test.x[:, 0], 0.1, rtol=1e-5)
     assert scale_notes(np.array([[0.1, 1.0], [0.1, 2.0], [0.1, 3.0]])) == []
 
 
@@ -39,8 +39,8 @@ def test_many_clients_are_standardized_in_one_pass(tmp_path: Path):
     values = rng.normal(size=len(owners)) * owners
     rows = "".join(f"{c},{v:.6g},{'xy'[i % 2]}\n" for i, (c, v) in enumerate(zip(owners, values, strict=True)))
     path = write(tmp_path / "m.csv", "c,a,label\n" + rows)
-    made = load("csv", path=path, client="c", standardize="client", test_fraction=0.0)
-    of_client = made.train.x[:, 0].reshape(-1, 5)
+    dataset = load("csv", path=path, client="c", standardize="client", test_fraction=0.0)
+    of_client = dataset.train.x[:, 0].reshape(-1, 5)
     np.testing.assert_allclose(of_client.mean(1), 0, atol=1e-4)
     np.testing.assert_allclose(of_client[1:].std(1), 1, atol=1e-3)
 

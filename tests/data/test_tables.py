@@ -48,9 +48,9 @@ def test_features_are_standardized_by_the_training_rows(table_options: dict) -> 
     sexes = [row[2] for row in ROWS + TEST]
     for column, sex in enumerate(("f", "m", "x", None), 1):
         assert x[:, column].tolist() == [float(mine == sex) for mine in sexes]
-    said = " ".join(dataset.notes)
+    printed = " ".join(dataset.notes)
     for words in ("1 missing values of 'age' are the mean", "50", "1 test rows have texts of 'sex'", "all clients"):
-        assert words in said
+        assert words in printed
     assert dataset.class_names == ("no", "yes") and dataset.client_names == ("A", "B", "C", "D")
 
 
@@ -91,11 +91,11 @@ def test_numbers_with_a_few_texts_are_no_categories(tmp_path: Path) -> None:
     path.write_text("age,stage,label\n" + "".join(f"{20 + i % 40},{'I' * (i % 3 + 1)},{i % 2}\n" for i in range(80)))
     with path.open("a") as file:
         file.write("NA,II,0\n ?,I,1\n")
-    says = r"column 'age' holds numbers, and in 2 of 82 rows texts: 'NA', '\?'\. missing_as names"
-    with pytest.raises(FedraxError, match=says):
+    message = r"column 'age' holds numbers, and in 2 of 82 rows texts: 'NA', '\?'\. missing_as names"
+    with pytest.raises(FedraxError, match=message):
         load("csv", path=path)
-    read = load("csv", path=path, missing_as=("NA", "?"), missing="mean")
-    assert read.feature_names == ("age", "stage=I", "stage=II", "stage=III")
+    dataset = load("csv", path=path, missing_as=("NA", "?"), missing="mean")
+    assert dataset.feature_names == ("age", "stage=I", "stage=II", "stage=III")
     assert len(load("csv", path=path, categorical=("age",)).feature_names) > 40
 
 

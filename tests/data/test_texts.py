@@ -44,7 +44,7 @@ def test_word_vectors_in_the_format_of_glove(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [
         (b"cat one two\n", "not followed by numbers"),
         (b"cat 1 2\ndog 1\n", "line 2: not 2 finite numbers"),
@@ -61,10 +61,10 @@ def test_word_vectors_in_the_format_of_glove(tmp_path: Path) -> None:
         (b"", "none of the 2 words"),
     ],
 )
-def test_invalid_vector_files_are_rejected(tmp_path: Path, content: bytes, says: str) -> None:
+def test_invalid_vector_files_are_rejected(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "vectors.txt"
     path.write_bytes(content)
-    with pytest.raises(FedraxError, match=says):
+    with pytest.raises(FedraxError, match=message):
         read_word_vectors(path, ("cat", "dog"))
     with pytest.raises(FedraxError, match="cannot be read"):
         read_word_vectors(tmp_path, ("cat",))

@@ -37,11 +37,11 @@ def run(checkout: Path, *arguments: str) -> str:
     """Output of a Python command in the copy; fails with it if the command does."""
     environment = os.environ | {"PYTHONPATH": str(checkout / "src")}
     environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, *arguments], cwd=checkout, env=environment, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return completed.stdout
 
 
 def fedrax_commands(checkout: Path, *commands: str) -> list[str]:

@@ -101,9 +101,11 @@ def test_flower(tmp_path: Path):
     pytest.importorskip("ray")
     client, server = re.split(r"(?=^app = ServerApp)", code_of("Flower"), flags=re.MULTILINE)
     (tmp_path / "app.py").write_text(FLOWER.format(root=str(PAGE.parents[1]), client=client, server=server))
-    done = subprocess.run([sys.executable, "app.py"], cwd=tmp_path, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0 and "Received error" not in done.stdout + done.stderr, done.stderr[-5000:]
-    found = re.search(r"^accuracy ([\d.]+)$", done.stdout, re.MULTILINE)
+    completed = subprocess.run([sys.executable, "app.py"], cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    assert completed.returncode == 0 and "Received error" not in completed.stdout + completed.stderr, completed.stderr[
+        -5000:
+    ]
+    found = re.search(r"^accuracy ([\d.]+)$", completed.stdout, re.MULTILINE)
     assert found and float(found[1]) > 0.6
 
 

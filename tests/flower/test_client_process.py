@@ -54,5 +54,5 @@ def test_evaluation_traces_no_training(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(grid, "_reply", reply)
     monkeypatch.setattr(client_module, "message_schemas", count_traces)
-    here = run_federation(METHOD, grid, test=None, rounds=1)
-    assert {MessageType.TRAIN, MessageType.EVALUATE} <= set(kinds) and "test_loss" in here.events[0]
+    federated = run_federation(METHOD, grid, test=None, rounds=1)
+    assert {MessageType.TRAIN, MessageType.EVALUATE} <= set(kinds) and "test_loss" in federated.events[0]

@@ -201,7 +201,7 @@ def test_run_and_node_config_override_arguments(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "message"),
     [
         ({"resume": "yes"}, "resume in the run config must be true or false, not 'yes'"),
         ({"seed": 1.5}, "seed in the run config must be a whole number"),
@@ -210,10 +210,10 @@ def test_run_and_node_config_override_arguments(tmp_path: Path):
         ({"rounds": -1}, "rounds must be"),
     ],
 )
-def test_run_config_with_wrong_types_raises_a_clear_error(config: dict[str, Any], words: str):
+def test_run_config_with_wrong_types_raises_a_clear_error(config: dict[str, Any], message: str):
     app = server_app(FedAvg(), TASK, clients=1, rounds=1, cohort_size=1, wait=1.0)
     grid = LocalGrid(client_app(FedAvg(), TASK, client_samples), 1)
-    with pytest.raises(FedraxError, match=words):
+    with pytest.raises(FedraxError, match=message):
         app(grid, Context(1, 1, {}, RecordDict(), config))
 
 
@@ -271,9 +271,9 @@ def test_child_processes_end_with_their_parent(end: str, tmp_path: Path):
     if end.startswith("SIG"):
         assert len(numbers) == 4 and all(map(is_running, numbers))
         owner.send_signal(getattr(signal, end))
-    _, said = owner.communicate(timeout=60)
+    _, printed = owner.communicate(timeout=60)
     words = {"error": "an error", "crash": "crash ended with status 3"}.get(end, "Interrupted")
-    assert owner.returncode != 0 and words in said, said
+    assert owner.returncode != 0 and words in printed, printed
     assert not any(map(is_running, numbers))
 
 
@@ -286,9 +286,9 @@ def test_trial_equals_the_simulator_and_leaves_no_process(
     assert main(["deploy", str(experiment_file), "--out", str(tmp_path / "d"), "--trial"]) == 0
     assert "trial: the losses are those of the simulator" in capsys.readouterr().out
     place = tmp_path / "d" / "trial"
-    ours, theirs = read_events(place / "run"), read_events(place / "simulation")
-    assert [event["clients"] for event in ours] == [4, 4, 4]
-    assert trial.largest_difference(ours, theirs) < 1e-5
+    actual, desired = read_events(place / "run"), read_events(place / "simulation")
+    assert [event["clients"] for event in actual] == [4, 4, 4]
+    assert trial.largest_difference(actual, desired) < 1e-5
     assert [run.federation for run in find_runs(place)] == [True, False]
     left = [one for one in processes._running() if one.number not in before]
     assert not [one for one in left if b"flwr" in Path(f"/proc/{one.number}/cmdline").read_bytes()]

@@ -67,28 +67,28 @@ def client_metrics(events: list[dict]) -> dict[str, float]:
 )
 def test_clients_evaluate_global_and_personal_models(method: Any):
     """Means over all samples and over clients."""
-    there = simulate(method, TASK, WITH_CLIENT_TESTS, params=INITIAL_PARAMS, per_client=True, **SIMULATED)
-    here = run_federation(
+    simulated = simulate(method, TASK, WITH_CLIENT_TESTS, params=INITIAL_PARAMS, per_client=True, **SIMULATED)
+    federated = run_federation(
         method, make_grid(method, WITH_CLIENT_TESTS), test=None, params=INITIAL_PARAMS, per_client=True
     )
-    ours, theirs = client_metrics(here.events), client_metrics(there.events)
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        np.testing.assert_allclose(ours[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+    actual, desired = client_metrics(federated.events), client_metrics(simulated.events)
+    assert actual.keys() == desired.keys()
+    for name, value in desired.items():
+        np.testing.assert_allclose(actual[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 def test_named_metrics_equal_those_of_the_simulation(caplog: pytest.LogCaptureFixture):
     """Clients send sums, from which means over all labels are computed; other metrics need the server's samples."""
     method, task = FedAvg(local=LOCAL), classification(Logistic().build((4,), 3), metrics=["perplexity", "auc"])
-    there = simulate(method, task, WITH_CLIENT_TESTS, params=INITIAL_PARAMS, per_client=True, **SIMULATED)
+    simulated = simulate(method, task, WITH_CLIENT_TESTS, params=INITIAL_PARAMS, per_client=True, **SIMULATED)
     with caplog.at_level(logging.WARNING, "flwr"):
-        here = run_federation(
+        federated = run_federation(
             method, make_grid(method, WITH_CLIENT_TESTS, task), task, test=None, params=INITIAL_PARAMS, per_client=True
         )
     assert "auc need all test samples together" in caplog.text
-    ours, theirs = client_metrics(here.events), client_metrics(there.events)
-    assert ours == pytest.approx({name: value for name, value in theirs.items() if "auc" not in name}, rel=1e-4)
-    assert "test_perplexity_worst_client" in ours and "test_auc" in theirs
+    actual, desired = client_metrics(federated.events), client_metrics(simulated.events)
+    assert actual == pytest.approx({name: value for name, value in desired.items() if "auc" not in name}, rel=1e-4)
+    assert "test_perplexity_worst_client" in actual and "test_auc" in desired
 
 
 @pytest.mark.parametrize(
@@ -113,10 +113,10 @@ def test_invalid_client_metrics_are_ignored(record: str, name: str, value: Any, 
 
     grid.change = change
     with caplog.at_level(logging.WARNING, "flwr"):
-        here = run_federation(method, grid, test=None, rounds=1)
+        federated = run_federation(method, grid, test=None, rounds=1)
     assert "client 2 is left out of the evaluation" in caplog.text
-    assert client_metrics(here.events).keys() == {"test_loss", "test_accuracy"}
-    assert here.events[-1]["test_accuracy"] <= 1
+    assert client_metrics(federated.events).keys() == {"test_loss", "test_accuracy"}
+    assert federated.events[-1]["test_accuracy"] <= 1
 
 
 def test_clients_without_test_samples_are_not_asked_to_evaluate(caplog: pytest.LogCaptureFixture):
@@ -153,12 +153,12 @@ def test_running_statistics_are_averaged_or_kept_at_the_clients(placement: str):
     task, inner = classification(from_linen(Normed(), X[:1])), FedAvg(local=LocalSGD(lr=0.05, steps=2, batch_size=3))
     at_home = Personalized(inner, personal_params=("*BatchNorm*",), statistics=True)
     method = inner if placement == "with the mean" else at_home
-    there = simulate(method, task, WITH_CLIENT_TESTS, **SIMULATED)
-    here = run_federation(method, make_grid(method, WITH_CLIENT_TESTS, task), task, test=None)
-    assert jax.tree.leaves(there.statistics)
-    assert_close((here.params, here.statistics), (there.params, there.statistics), 5e-5)
-    for name, value in client_metrics(there.events).items():
-        np.testing.assert_allclose(client_metrics(here.events)[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+    simulated = simulate(method, task, WITH_CLIENT_TESTS, **SIMULATED)
+    federated = run_federation(method, make_grid(method, WITH_CLIENT_TESTS, task), task, test=None)
+    assert jax.tree.leaves(simulated.statistics)
+    assert_close((federated.params, federated.statistics), (simulated.params, simulated.statistics), 5e-5)
+    for name, value in client_metrics(simulated.events).items():
+        np.testing.assert_allclose(client_metrics(federated.events)[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.slow(keep=1)
@@ -166,9 +166,9 @@ def test_running_statistics_are_averaged_or_kept_at_the_clients(placement: str):
 def test_settings_have_the_effect_of_the_simulation(changes: dict[str, Any]):
     task, method = classification(MLP(hidden=(5,)).build((4,), 3)), FedAvg(local=LOCAL)
     federation = Federation.from_arrays(X, Y, OWNER, test=(X, Y), num_classes=3, shuffle=False)
-    there = simulate(method, task, federation, **SIMULATED, **changes)
-    here = run_federation(method, make_grid(method, task=task), task, **changes)
-    assert_close(here.params, there.params, 1e-12 if "dtype" in changes else 2e-5)
+    simulated = simulate(method, task, federation, **SIMULATED, **changes)
+    federated = run_federation(method, make_grid(method, task=task), task, **changes)
+    assert_close(federated.params, simulated.params, 1e-12 if "dtype" in changes else 2e-5)
 
 
 def test_arrays_of_the_first_phase_are_not_sent_again():
@@ -176,24 +176,24 @@ def test_arrays_of_the_first_phase_are_not_sent_again():
     task, method = classification(MLP(hidden=(5,)).build((4,), 3)), Mime(local=LOCAL)
     federation = Federation.from_arrays(X, Y, OWNER, test=(X, Y), num_classes=3, shuffle=False)
     params = random_params(task)
-    there = simulate(method, task, federation, params=params, **SIMULATED)
-    here = run_federation(method, make_grid(method, task=task), task, params=params)
-    sent, counted = (np.diff([event["bytes_down"] for event in run.events]).tolist() for run in (here, there))
+    simulated = simulate(method, task, federation, params=params, **SIMULATED)
+    federated = run_federation(method, make_grid(method, task=task), task, params=params)
+    sent, counted = (np.diff([event["bytes_down"] for event in run.events]).tolist() for run in (federated, simulated))
     assert sent == counted
-    assert_close(here.params, there.params)
+    assert_close(federated.params, simulated.params)
 
 
 def test_run_directory_contains_events_and_model(tmp_path: Path):
     method = Scaffold(local=LOCAL)
-    here = run_federation(method, make_grid(method), directory=tmp_path / "run", eval_every=2)
+    federated = run_federation(method, make_grid(method), directory=tmp_path / "run", eval_every=2)
     events = read_events(tmp_path / "run")
-    assert [event["round"] for event in events] == [1, 2, 3, 4] and events == here.events
+    assert [event["round"] for event in events] == [1, 2, 3, 4] and events == federated.events
     assert ["test_loss" in event for event in events] == [False, True, False, True]
     model = fedrax.simulation.load_model(tmp_path / "run", like=TASK.init(jax.random.key(0)))
-    assert_close(model, here.model, 0)
-    np.testing.assert_allclose(here.predict(X), TASK.outputs(model, X), rtol=1e-5)
+    assert_close(model, federated.model, 0)
+    np.testing.assert_allclose(federated.predict(X), TASK.outputs(model, X), rtol=1e-5)
     with pytest.raises(FedraxError, match="no client states: in a federation on Flower they stay at the clients"):
-        here.client_model(0)
+        federated.client_model(0)
     assert (tmp_path / "run" / "environment.json").is_file()
     with pytest.raises(FedraxError, match="holds a run already"):
         run_federation(method, make_grid(method), directory=tmp_path / "run")
@@ -219,8 +219,8 @@ def test_evaluation_before_the_first_round(tmp_path: Path):
     method, options = Scaffold(local=LOCAL), {"eval_every": 1, "eval_first": True}
     whole = run_federation(method, make_grid(method), rounds=2, **options)
     assert [event["round"] for event in whole.events] == [0, 1, 2] and whole.events[0]["clients"] == 0
-    there = simulate(method, TASK, FEDERATION, rounds=0, cohort_size=COHORT)
-    assert whole.events[0]["test_loss"] == pytest.approx(there.events[0]["test_loss"], rel=1e-5)
+    simulated = simulate(method, TASK, FEDERATION, rounds=0, cohort_size=COHORT)
+    assert whole.events[0]["test_loss"] == pytest.approx(simulated.events[0]["test_loss"], rel=1e-5)
     alone = run_federation(method, make_grid(method), rounds=0, directory=tmp_path / "run", **options)
     assert [event["round"] for event in alone.events] == [0]
 
@@ -258,10 +258,10 @@ def test_diverged_round_is_accounted_for():
                 sent[name] = Array(a.dtype, a.shape, a.stype, b"\xff" * len(a.data))  # each reply is not finite
 
     grid.change = make_infinite
-    with pytest.raises(NonFiniteError) as told:
+    with pytest.raises(NonFiniteError) as printed:
         run_federation(method, grid, seed=None)
-    assert told.value.result is not None and told.value.result.spent is not None
-    assert (told.value.result.spent.count, told.value.result.events) == (1, [])
+    assert printed.value.result is not None and printed.value.result.spent is not None
+    assert (printed.value.result.spent.count, printed.value.result.events) == (1, [])
 
 
 def test_noise_with_a_known_seed_is_warned_of():
@@ -278,7 +278,7 @@ def test_banded_noise_is_rejected():
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"stragglers": 0.5}, "stragglers is a setting of simulations"),
         ({"plan": "vmap"}, "plan is a setting of simulations"),
@@ -289,9 +289,9 @@ def test_banded_noise_is_rejected():
         ({"settings": fedrax.Settings(seed=3)}, "seed is a setting of simulations"),
     ],
 )
-def test_invalid_settings_and_those_of_simulations_raise_a_clear_error(changes: dict[str, Any], words: str):
+def test_invalid_settings_and_those_of_simulations_raise_a_clear_error(changes: dict[str, Any], message: str):
     method = Scaffold(local=LOCAL)
-    with pytest.raises(FedraxError, match=words):
+    with pytest.raises(FedraxError, match=message):
         run_federation(method, make_grid(method), **changes)
 
 

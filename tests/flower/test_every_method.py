@@ -42,19 +42,19 @@ def cohort(r: int) -> list[int]:
 @pytest.mark.parametrize("kind", algorithms().values(), ids=algorithms().keys())
 def test_methods_agree_with_the_simulator(kind: type[Algorithm]):
     algorithm = example(kind)
-    there = simulate(algorithm, TASK, FEDERATION, cohort_size=COHORT, amplification="none", **SIMULATED)
-    here = run_federation(algorithm, params=INITIAL_PARAMS)
-    assert_close(here.server, there.server)
-    assert len(here.events) == ROUNDS
+    simulated = simulate(algorithm, TASK, FEDERATION, cohort_size=COHORT, amplification="none", **SIMULATED)
+    federated = run_federation(algorithm, params=INITIAL_PARAMS)
+    assert_close(federated.server, simulated.server)
+    assert len(federated.events) == ROUNDS
     seen_clients: set[int] = set()
-    for r, (ours, theirs) in enumerate(zip(here.events, there.events, strict=True)):
+    for r, (actual, desired) in enumerate(zip(federated.events, simulated.events, strict=True)):
         seen_clients |= set(cohort(r)) if needs_initial_parameters(algorithm, INITIAL_PARAMS, ()) else set()
-        theirs["bytes_down"] += len(seen_clients) * tree.num_bytes(
+        desired["bytes_down"] += len(seen_clients) * tree.num_bytes(
             INITIAL_PARAMS
         )  # a client that has not taken part is also sent the initial parameters
-        for name in theirs.keys() - {"seconds"}:
+        for name in desired.keys() - {"seconds"}:
             if "personal" not in name:  # data of the clients: see test_evaluation.py
-                np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-4, atol=2e-5, err_msg=name)
+                np.testing.assert_allclose(actual[name], desired[name], rtol=2e-4, atol=2e-5, err_msg=name)
 
 
 DIVIDE_BY_COHORT_SIZE = (ClientDP, FedBuff)
@@ -79,8 +79,8 @@ def test_client_without_a_reply_counts_as_not_sampled(kind: type[Algorithm]):
         with pytest.raises(FedraxError, match="no round received enough replies"):
             run_federation(algorithm, grid, params=INITIAL_PARAMS)
         return
-    here = run_federation(algorithm, grid, params=INITIAL_PARAMS)
+    federated = run_federation(algorithm, grid, params=INITIAL_PARAMS)
     script = Script(cohorts=[[c for c in cohort(r) if c != lost[r]] for r in range(ROUNDS)])
-    there = simulate(algorithm, TASK, FEDERATION, script=script, **SIMULATED)
-    assert_close(here.params, there.params)
-    assert [event["clients"] for event in here.events] == [COHORT - 1] * ROUNDS
+    simulated = simulate(algorithm, TASK, FEDERATION, script=script, **SIMULATED)
+    assert_close(federated.params, simulated.params)
+    assert [event["clients"] for event in federated.events] == [COHORT - 1] * ROUNDS

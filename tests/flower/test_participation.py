@@ -40,19 +40,21 @@ def grid() -> SerializingGrid:
 @pytest.mark.parametrize("policy", [PowerOfChoice(4), Oort(), ImportanceSampling(), RoundRobin(), FixedList((1, 3, 4))])
 def test_cohorts_and_weights_agree_with_the_simulation(policy: ParticipationPolicy):
     options: dict[str, Any] = {"participation": policy, "weights": "samples", "eval_every": 1}
-    there = simulate(METHOD, TASK, FEDERATION, rounds=ROUNDS, cohort_size=COHORT, plan="scan", devices=1, **options)
-    here = run_federation(METHOD, grid(), **options)
-    assert_close(here.params, there.params)
+    simulated = simulate(METHOD, TASK, FEDERATION, rounds=ROUNDS, cohort_size=COHORT, plan="scan", devices=1, **options)
+    federated = run_federation(METHOD, grid(), **options)
+    assert_close(federated.params, simulated.params)
     for name in ("clients", "bytes_down", "bytes_up", "asked"):
-        assert [event.get(name) for event in here.events] == [event.get(name) for event in there.events]
+        assert [event.get(name) for event in federated.events] == [event.get(name) for event in simulated.events]
 
 
 def test_resumed_federation_has_the_state_of_its_policy(tmp_path: Path):
     options: dict[str, Any] = {"participation": ImportanceSampling(), "eval_every": 1}
-    whole = run_federation(METHOD, grid(), rounds=4, **options)
+    uninterrupted = run_federation(METHOD, grid(), rounds=4, **options)
     run_federation(METHOD, grid(), rounds=2, directory=tmp_path, **options)
     assert_close(
-        run_federation(METHOD, grid(), rounds=4, directory=tmp_path, resume=True, **options).params, whole.params, 0
+        run_federation(METHOD, grid(), rounds=4, directory=tmp_path, resume=True, **options).params,
+        uninterrupted.params,
+        0,
     )
     with pytest.raises(FedraxError, match="participation ImportanceSampling"):
         run_federation(

@@ -111,14 +111,14 @@ def test_deployed_example_agrees_with_the_simulator(superlink: int, environment:
     federation = Federation.from_dataset(digits, Shards(clients=CLIENTS, per_client=3), seed=0)
     task = classification(MLP(hidden=(32,)).build((8, 8, 1), 10))
     method = Scaffold(local=LocalSGD(lr=0.05, steps=10))
-    there = simulate(method, task, federation, rounds=ROUNDS, cohort_size=2, eval_every=1, plan="scan", devices=1)
+    simulated = simulate(method, task, federation, rounds=ROUNDS, cohort_size=2, eval_every=1, plan="scan", devices=1)
     events, model = (
         read_events(tmp_path / "run"),
-        fedrax.simulation.load_model(tmp_path / "run" / "model.safetensors", there.params),
+        fedrax.simulation.load_model(tmp_path / "run" / "model.safetensors", simulated.params),
     )
-    for ours, theirs in zip(events, there.events, strict=True):
-        for name in theirs.keys() - {"seconds"}:
-            np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-4, err_msg=name)
-    for name, layer in there.params.items():
+    for actual, desired in zip(events, simulated.events, strict=True):
+        for name in desired.keys() - {"seconds"}:
+            np.testing.assert_allclose(actual[name], desired[name], rtol=2e-4, err_msg=name)
+    for name, layer in simulated.params.items():
         for part in layer:
             np.testing.assert_allclose(model[name][part], layer[part], rtol=1e-4, atol=1e-5)

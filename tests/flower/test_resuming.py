@@ -83,14 +83,14 @@ def test_resumed_federation_equals_an_uninterrupted_one(
     algorithm: Algorithm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("fedrax.flower.driver._CHECKPOINT_SECONDS", 0.0)
-    whole = run(algorithm, tmp_path / "whole")
+    uninterrupted = run(algorithm, tmp_path / "whole")
     with pytest.raises(ServerCrash):
         run(algorithm, tmp_path / "cut", stop_at=4)
     assert len(read_events(tmp_path / "cut" / "server")) == 3
     gone_on = run(algorithm, tmp_path / "cut", resume=True)
-    assert_close((gone_on.server, gone_on.statistics), (whole.server, whole.statistics), 0)
+    assert_close((gone_on.server, gone_on.statistics), (uninterrupted.server, uninterrupted.statistics), 0)
     assert [event["round"] for event in gone_on.events] == [1, 2, 3, 4, 5]
-    assert gone_on.events[-1]["test_loss"] == whole.events[-1]["test_loss"]
+    assert gone_on.events[-1]["test_loss"] == uninterrupted.events[-1]["test_loss"]
 
 
 def test_signal_ends_a_federation_after_its_round_with_a_checkpoint(tmp_path: Path):
@@ -115,18 +115,18 @@ def test_signal_ends_a_federation_after_its_round_with_a_checkpoint(tmp_path: Pa
 
 def test_finished_federation_continues_with_more_rounds(tmp_path: Path):
     method = Scaffold(local=LOCAL)
-    whole = run(method, tmp_path / "whole", rounds=3)
+    uninterrupted = run(method, tmp_path / "whole", rounds=3)
     run(method, tmp_path / "more", rounds=2)
     more = run(method, tmp_path / "more", rounds=3, resume=True)
-    assert_close(more.server, whole.server, 0)
+    assert_close(more.server, uninterrupted.server, 0)
 
 
 def test_resumed_federation_keeps_the_spent_budget(tmp_path: Path):
     method = ClientDP(FedAvg(local=LOCAL), noise=5.0)
-    whole = run(method, tmp_path / "whole", rounds=2, seed=None)
+    uninterrupted = run(method, tmp_path / "whole", rounds=2, seed=None)
     run(method, tmp_path / "more", rounds=1, seed=None)
     more = run(method, tmp_path / "more", rounds=2, resume=True, seed=None)
-    assert more.events[-1]["epsilon"] == whole.events[-1]["epsilon"]
+    assert more.events[-1]["epsilon"] == uninterrupted.events[-1]["epsilon"]
 
 
 def test_interrupted_round_is_accounted_for(tmp_path: Path):

@@ -40,19 +40,19 @@ def run_command(capsys: pytest.CaptureFixture[str], *command: Any) -> tuple[int,
 
 def test_report_shows_a_federation_beside_its_simulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Losses and bytes are equal; time and messages are measured."""
-    there, here = tmp_path / "there", tmp_path / "here"
+    simulated, federated = tmp_path / "there", tmp_path / "here"
     options: dict[str, Any] = {"rounds": ROUNDS, "cohort_size": COHORT, "eval_every": 2, "params": INITIAL_PARAMS}
-    simulate(METHOD, TASK, FEDERATION, directory=there, **options)
-    run_federation(METHOD, directory=here, **options)
-    status, out = run_command(capsys, "show", there, here, "--json", "--target", "0.01")
+    simulate(METHOD, TASK, FEDERATION, directory=simulated, **options)
+    run_federation(METHOD, directory=federated, **options)
+    status, out = run_command(capsys, "show", simulated, federated, "--json", "--target", "0.01")
     rows = {row["label"]: row for row in json.loads(out)["methods"]}
     assert status == 0 and set(rows) == {"scaffold", "scaffold (deployed)"}
-    ours, theirs = rows["scaffold (deployed)"], rows["scaffold"]
-    assert ours["loss"]["mean"] == pytest.approx(theirs["loss"]["mean"], rel=1e-4)
-    assert (ours["megabytes"], ours["state"]) == (theirs["megabytes"], "finished")
-    event = read_run(here).events[-1]
+    actual, desired = rows["scaffold (deployed)"], rows["scaffold"]
+    assert actual["loss"]["mean"] == pytest.approx(desired["loss"]["mean"], rel=1e-4)
+    assert (actual["megabytes"], actual["state"]) == (desired["megabytes"], "finished")
+    event = read_run(federated).events[-1]
     assert event["wire_bytes_up"] > event["bytes_up"] and event["wire_bytes_down"] > event["bytes_down"]
-    assert run_command(capsys, "report", there, here, "--out", tmp_path / "r.html")[0] == 0
+    assert run_command(capsys, "report", simulated, federated, "--out", tmp_path / "r.html")[0] == 0
     page = (tmp_path / "r.html").read_text("utf-8")
     assert "on the wire" in page and "those of a federation are measured" in page
     assert f"data of the clients: 6 clients of 3 to {max(SIZES)} training samples" in page

@@ -93,8 +93,8 @@ def test_malformed_replies_are_ignored(how: str, caplog: pytest.LogCaptureFixtur
     grid = make_grid()
     grid.change = malformed_reply(how)
     with caplog.at_level(logging.WARNING, "flwr"):
-        here = run_federation(METHOD, grid, params=INITIAL_PARAMS, rounds=3, cohort_size=6)
-    assert_close(here.params, simulated([ALL, [c for c in ALL if c != 2], ALL]))
+        federated = run_federation(METHOD, grid, params=INITIAL_PARAMS, rounds=3, cohort_size=6)
+    assert_close(federated.params, simulated([ALL, [c for c in ALL if c != 2], ALL]))
     assert "round 2: client 2 is left out: its reply" in caplog.text
 
 
@@ -114,8 +114,8 @@ def test_replies_that_decode_to_infinity_are_ignored(caplog: pytest.LogCaptureFi
             sent[name] = Array("float32", (), array.stype, np.float32(3e38).tobytes())
 
     grid.change = change
-    here = run_federation(method, grid, params=INITIAL_PARAMS, rounds=3, cohort_size=6)
-    assert_close(here.params, simulated([ALL, [c for c in ALL if c != 2], ALL], method))
+    federated = run_federation(method, grid, params=INITIAL_PARAMS, rounds=3, cohort_size=6)
+    assert_close(federated.params, simulated([ALL, [c for c in ALL if c != 2], ALL], method))
     assert "round 2: client 2 is left out: its reply has values that are not finite" in caplog.text
 
 
@@ -124,10 +124,10 @@ def test_clients_may_have_64_bit_samples():
         x, y = client_samples(context)
         return (x.astype(np.float64) if context.node_config["partition-id"] == 1 else x), y
 
-    here = run_federation(
+    federated = run_federation(
         METHOD, SerializingGrid(client_app(METHOD, TASK, data, seed=0), 6), params=INITIAL_PARAMS, rounds=2
     )
-    assert_close(here.params, run_federation(METHOD, make_grid(), params=INITIAL_PARAMS, rounds=2).params)
+    assert_close(federated.params, run_federation(METHOD, make_grid(), params=INITIAL_PARAMS, rounds=2).params)
 
 
 def test_reconnected_client_keeps_its_identity():
@@ -140,11 +140,11 @@ def test_reconnected_client_keeps_its_identity():
         elif event.event["round"] == 2:
             grid.contexts[99] = grid.away  # type: ignore[attr-defined]
 
-    here = run_federation(
+    federated = run_federation(
         METHOD, grid, params=INITIAL_PARAMS, rounds=3, cohort_size=6, eval_every=1, callbacks=[reconnect]
     )
-    assert [event["clients"] for event in here.events] == [6, 5, 6]
-    assert_close(here.params, simulated([ALL, [c for c in ALL if c != 3], ALL]))
+    assert [event["clients"] for event in federated.events] == [6, 5, 6]
+    assert_close(federated.params, simulated([ALL, [c for c in ALL if c != 3], ALL]))
 
 
 def test_client_without_its_state_starts_with_the_initial_one(caplog: pytest.LogCaptureFixture):
@@ -154,11 +154,11 @@ def test_client_without_its_state_starts_with_the_initial_one(caplog: pytest.Log
         grid.contexts[2].state.clear()
 
     with caplog.at_level(logging.WARNING, "flwr"):
-        here = run_federation(
+        federated = run_federation(
             METHOD, grid, params=INITIAL_PARAMS, rounds=2, cohort_size=6, eval_every=1, callbacks=[forget]
         )
     assert "round 2: client 0 has lost its state" in caplog.text
-    assert [event["clients"] for event in here.events] == [6, 6] and np.isfinite(here.events[-1]["test_loss"])
+    assert [event["clients"] for event in federated.events] == [6, 6] and np.isfinite(federated.events[-1]["test_loss"])
 
 
 def test_client_without_initial_parameters_is_sent_them_again():
@@ -170,8 +170,8 @@ def test_client_without_initial_parameters_is_sent_them_again():
         if event.event["round"] == 1:
             grid.contexts[2].state.clear()
 
-    here = run_federation(method, grid, rounds=3, cohort_size=6, eval_every=1, callbacks=[forget])
-    assert [event["clients"] for event in here.events] == [6, 5, 6]
+    federated = run_federation(method, grid, rounds=3, cohort_size=6, eval_every=1, callbacks=[forget])
+    assert [event["clients"] for event in federated.events] == [6, 5, 6]
 
 
 def test_evaluation_messages_also_deliver_the_initial_parameters():
@@ -181,8 +181,8 @@ def test_evaluation_messages_also_deliver_the_initial_parameters():
     grid = SerializingGrid(client_app(method, TASK, both, seed=0), len(SIZES))
     grid.lose = lambda message, client: client == 1 and is_round(message, 2)
     grid.change = malformed_reply("data")
-    here = run_federation(method, grid, test=None, rounds=4, cohort_size=6, eval_every=1)
-    assert [event["clients"] for event in here.events] == [6, 4, 6, 6]
+    federated = run_federation(method, grid, test=None, rounds=4, cohort_size=6, eval_every=1)
+    assert [event["clients"] for event in federated.events] == [6, 4, 6, 6]
 
 
 def test_client_with_a_rejected_reply_keeps_the_initial_parameters():
@@ -195,16 +195,16 @@ def test_client_with_a_rejected_reply_keeps_the_initial_parameters():
             del reply.content["sent"]
 
     grid.change = make_infinite
-    here = run_federation(method, grid, rounds=3, cohort_size=6)
-    assert [event["clients"] for event in here.events] == [0, 6, 6]
+    federated = run_federation(method, grid, rounds=3, cohort_size=6)
+    assert [event["clients"] for event in federated.events] == [0, 6, 6]
 
 
 def test_round_without_replies_changes_nothing():
     grid = make_grid()
     grid.lose = lambda message, client: is_round(message, 2)
-    here = run_federation(METHOD, grid, params=INITIAL_PARAMS, rounds=3, cohort_size=6)
-    assert [event["clients"] for event in here.events] == [6, 0, 6]
-    assert np.isfinite(here.events[-1]["test_loss"])
+    federated = run_federation(METHOD, grid, params=INITIAL_PARAMS, rounds=3, cohort_size=6)
+    assert [event["clients"] for event in federated.events] == [6, 0, 6]
+    assert np.isfinite(federated.events[-1]["test_loss"])
 
 
 def test_rounds_wait_for_the_minimal_number_of_clients():
@@ -223,20 +223,20 @@ def test_rounds_wait_for_the_minimal_number_of_clients():
                 away |= {node: grid.contexts.pop(node) for node in leaving}
 
         grid.get_node_ids = come_back  # type: ignore[method-assign]
-        here = run_federation(method, grid, rounds=3, cohort_size=6, eval_every=1, callbacks=[leave], timeout=0.1)
-        assert [event["clients"] for event in here.events] == counted
+        federated = run_federation(method, grid, rounds=3, cohort_size=6, eval_every=1, callbacks=[leave], timeout=0.1)
+        assert [event["clients"] for event in federated.events] == counted
         looks.clear()
         grid.contexts |= away
-        here = run_federation(method, grid, rounds=3, cohort_size=6, eval_every=1, callbacks=[leave], timeout=30.0)
-        assert [event["clients"] for event in here.events] == [6, 6, 6] and 6 - len(leaving) in looks
+        federated = run_federation(method, grid, rounds=3, cohort_size=6, eval_every=1, callbacks=[leave], timeout=30.0)
+        assert [event["clients"] for event in federated.events] == [6, 6, 6] and 6 - len(leaving) in looks
 
 
 def test_method_with_fixed_cohort_skips_incomplete_rounds():
     method = LoSAC(local=LocalSGD(lr=0.02, steps=2, blocks=2))
     grid = make_grid(method)
     grid.lose = lambda message, client: is_round(message, 2) and client == 4
-    here = run_federation(method, grid, rounds=3, cohort_size=6)
-    assert [event["clients"] for event in here.events] == [6, 0, 6]
+    federated = run_federation(method, grid, rounds=3, cohort_size=6)
+    assert [event["clients"] for event in federated.events] == [6, 0, 6]
 
 
 def test_client_that_replies_to_one_phase_only_keeps_its_state():
@@ -251,8 +251,8 @@ def test_client_that_replies_to_one_phase_only_keeps_its_state():
         return client == 1 and len(parts) == 2 and is_round(message, 2)
 
     grid.lose = lose
-    here = run_federation(method, grid, params=INITIAL_PARAMS, rounds=3, cohort_size=6)
-    assert len(parts) == 2 and here.events[-1]["clients"] == 6 and np.isfinite(here.events[-1]["test_loss"])
+    federated = run_federation(method, grid, params=INITIAL_PARAMS, rounds=3, cohort_size=6)
+    assert len(parts) == 2 and federated.events[-1]["clients"] == 6 and np.isfinite(federated.events[-1]["test_loss"])
 
 
 @pytest.mark.parametrize(
@@ -298,10 +298,12 @@ def test_diverged_run_raises_a_clear_error():
         return np.full_like(x, 1e30), np.arange(len(y)) % 3
 
     grid = SerializingGrid(client_app(METHOD, TASK, data), len(SIZES))
-    with pytest.raises(NonFiniteError, match="round 1: no client's reply is finite: lower the learning rate") as told:
+    with pytest.raises(
+        NonFiniteError, match="round 1: no client's reply is finite: lower the learning rate"
+    ) as printed:
         run_federation(METHOD, grid, params=INITIAL_PARAMS)
-    assert told.value.result is not None and told.value.result.stopped == "diverged"
-    assert_close(told.value.result.params, INITIAL_PARAMS, 0)
+    assert printed.value.result is not None and printed.value.result.stopped == "diverged"
+    assert_close(printed.value.result.params, INITIAL_PARAMS, 0)
 
 
 def test_run_without_any_reply_raises_a_clear_error(caplog: pytest.LogCaptureFixture):
@@ -336,8 +338,8 @@ def test_silent_node_does_not_block_rounds():
     def leave(event: Any) -> None:
         grid.contexts.pop(4, None)
 
-    here = run_federation(METHOD, grid, rounds=4, cohort_size=6, eval_every=1, callbacks=[leave], timeout=0.3)
-    assert [event["clients"] for event in here.events] == [6, 5, 5, 5]
+    federated = run_federation(METHOD, grid, rounds=4, cohort_size=6, eval_every=1, callbacks=[leave], timeout=0.3)
+    assert [event["clients"] for event in federated.events] == [6, 5, 5, 5]
     assert grid.queries == 1
 
 
@@ -366,9 +368,9 @@ def test_restarted_node_is_counted_once(caplog: pytest.LogCaptureFixture):
     asked = []
     grid.lose = lambda message, client: asked.append(client + 2) or False
     with caplog.at_level(logging.WARNING, "flwr"):
-        here = run_federation(METHOD, grid, params=INITIAL_PARAMS, rounds=1, cohort_size=6)
+        federated = run_federation(METHOD, grid, params=INITIAL_PARAMS, rounds=1, cohort_size=6)
     assert "node 3 (partition-id 1) is ignored" in caplog.text
-    assert here.events[-1]["clients"] == 6 and asked.count(98) == 2 and asked.count(3) == 1
+    assert federated.events[-1]["clients"] == 6 and asked.count(98) == 2 and asked.count(3) == 1
 
 
 def test_clients_with_different_kinds_of_samples_raise_a_clear_error():

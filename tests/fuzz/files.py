@@ -42,13 +42,13 @@ def valid_files() -> dict[str, bytes]:
     idx = bytes([0, 0, 8, 3, 0, 0, 0, 5, 0, 0, 0, 4, 0, 0, 0, 4]) + bytes(range(80))
     users = {"a": {"x": [[0.5, 1]] * 3, "y": [0, 1, 2]}, "b": {"x": [[1e-3, -2]], "y": [1]}}
     texts = {"a": {"x": ["to be", "o be,"], "y": [",", " "]}, "b": {"x": ["be, o"], "y": ["r"]}}
-    vectors, said = (
+    vectors, printed = (
         json.dumps({"users": ["a", "b"], "num_samples": [len(d["y"]) for d in data.values()], "user_data": data})
         for data in (users, texts)
     )
     return {
         "vectors.leaf": vectors.encode(),
-        "texts.leaf": said.encode(),
+        "texts.leaf": printed.encode(),
         "d.csv": ("a,b,user,label\n" + rows).encode(),
         "plain.npz": _bytes(np.savez, **arrays),
         "packed.npz": _bytes(np.savez_compressed, **arrays),

@@ -71,8 +71,8 @@ def test_values_agree_with_scikit_learn() -> None:
         (several - [0, 0, 0, 9], LABELS, several - [0, 0, 0, 9]),
     ]
     for outputs, y, logits in cases:
-        wanted = expected(y, softmax(logits, 1))
-        for name, value in wanted.items():
+        desired = expected(y, softmax(logits, 1))
+        for name, value in desired.items():
             assert METRICS[name](outputs, y) == pytest.approx(value, rel=1e-5), name
     y = RNG.normal(size=(50, 2))
     output = RNG.normal(size=(50, 2))
@@ -80,7 +80,7 @@ def test_values_agree_with_scikit_learn() -> None:
         numbers = regression_metrics(targets.ravel(), outputs.ravel())
         numbers["r2"] = METRICS["r2"](outputs, targets)
         assert {name: METRICS[name](outputs, targets) for name in numbers} == pytest.approx(numbers, rel=1e-5)
-    assert set(METRICS) == {*wanted, *numbers}
+    assert set(METRICS) == {*desired, *numbers}
 
 
 def test_top_k_accuracy_treats_ties_as_scikit_learn() -> None:
@@ -151,26 +151,26 @@ def test_positive_class_of_f1() -> None:
     assert f1(score, y.astype(int), positive=0) == pytest.approx(sk.f1_score(y, score > 0, pos_label=False))
     assert f1(LOGITS, LABELS, positive=2) == pytest.approx(sk.f1_score(LABELS == 2, LOGITS.argmax(1) == 2))
     federation = fedrax.Federation.from_arrays(LOGITS, y.astype(int), LABELS, class_names=("case", "control"))
-    for options, value, says in (
+    for options, value, message in (
         ({}, f1(score, y), "of the class 'control'"),
         ({"positive": "case"}, f1(score, y, positive=0), "of the class 'case'"),
     ):
         spec = experiment.from_table({"task": {"name": "binary", "metrics": ["f1"], **options}}, "made")
         task = experiment.make_task(spec, federation)
-        assert task.whole_set["f1"](score, y) == value and task.notes[0].startswith(f"f1: {says}; positive=")
-    for options, says in (
+        assert task.whole_set["f1"](score, y) == value and task.notes[0].startswith(f"f1: {message}; positive=")
+    for options, message in (
         ({"metrics": ["f1"], "positive": "cse"}, "did you mean 'case'"),
         ({"positive": "case"}, "no effect without the metric f1"),
         ({"metrics": ["r2"]}, "r2 is not a metric of classes"),
     ):
-        with pytest.raises(fedrax.FedraxError, match=says):
+        with pytest.raises(fedrax.FedraxError, match=message):
             experiment.make_task(experiment.from_table({"task": {"name": "auto", **options}}, "made"), federation)
     numbers = fedrax.Federation.from_arrays(LOGITS, score, LABELS)
-    for options, says in (
+    for options, message in (
         ({"metrics": ["f1"]}, "f1 is not a metric of numbers"),
         ({"metrics": ["r2"], "positive": "case"}, "positive applies to class labels"),
     ):
-        with pytest.raises(fedrax.FedraxError, match=says):
+        with pytest.raises(fedrax.FedraxError, match=message):
             experiment.make_task(experiment.from_table({"task": {"name": "auto", **options}}, "made"), numbers)
 
 
@@ -197,9 +197,9 @@ def with_client_tests(test_y: np.ndarray) -> fedrax.Federation:
 def test_undefined_metric_of_a_run_is_null_with_its_reason(tmp_path: Path) -> None:
     federation = with_client_tests(np.ones(12, int))
     task = binary_classification(Linear().build((3,), 1), metrics=["auc", "recall", "accuracy_per_class"])
-    with pytest.warns(fedrax.FedraxWarning) as told:
+    with pytest.warns(fedrax.FedraxWarning) as printed:
         result = fedrax.simulate(fedrax.FedAvg(), task, federation, directory=tmp_path, **RUN)
-    assert sorted(str(one.message) for one in told) == [  # once for two evaluations
+    assert sorted(str(one.message) for one in printed) == [  # once for two evaluations
         "test_accuracy_per_class_0 is undefined (null): no label is of the class",
         "test_auc is undefined (null): all labels are of one class",
     ]
@@ -229,10 +229,10 @@ def test_undefined_metric_of_a_run_is_null_with_its_reason(tmp_path: Path) -> No
 def test_undefined_metrics_of_clients_and_personal_models_are_null_with_the_reason() -> None:
     federation = with_client_tests(Y)
     task = binary_classification(Linear().build((3,), 1), metrics=["auc", "log_loss"])
-    with pytest.warns(fedrax.FedraxWarning) as told:
+    with pytest.warns(fedrax.FedraxWarning) as printed:
         result = fedrax.simulate(Ditto(fedrax.FedAvg()), task, federation, per_client=True, **RUN)
     reason = "is undefined (null) for 1 of 3 clients: all labels are of one class"
-    assert {str(one.message) for one in told} == {f"auc {reason}", f"personal_auc {reason}"}
+    assert {str(one.message) for one in printed} == {f"auc {reason}", f"personal_auc {reason}"}
     outputs = {client: result.predict(X, client=client)[:, 0] for client in range(3)}
     own = np.concatenate([outputs[client][client == OWNER] for client in range(3)])
     last = result.events[-1]
@@ -284,7 +284,7 @@ def test_perplexity_is_over_all_labels_except_padding() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
         (lambda model: fedrax.classification(model, metrics="auc"), "metrics must be a list, not 'auc': put brackets"),
         (lambda model: fedrax.classification(model, metrics=["auk"]), "unknown metric 'auk'; did you mean 'auc'"),
@@ -306,8 +306,8 @@ def test_perplexity_is_over_all_labels_except_padding() -> None:
         (lambda model: binary_classification(model, class_weights=[1, 2, 3]), "3 weights for 2 classes"),
     ],
 )
-def test_invalid_metrics_and_weights_are_explained(make: Any, says: str) -> None:
-    with pytest.raises(fedrax.FedraxError, match=says):
+def test_invalid_metrics_and_weights_are_explained(make: Any, message: str) -> None:
+    with pytest.raises(fedrax.FedraxError, match=message):
         make(Linear().build((3,), 3))
 
 

@@ -227,11 +227,11 @@ def test_federated_adapters_agree_on_all_plans(plan: Any):
     tuned = lora(model, model.init(jax.random.key(0)), X, rank=2, trainable="output/*", dropout=0.1)
     settings: Any = dict(rounds=2, cohort_size=3, eval_every=1)
     method = FedAvg(local=LocalSGD(steps=2, batch_size=3, lr=0.1))
-    wanted = simulate(method, classification(tuned), federation(), plan="scan", **settings)
+    expected = simulate(method, classification(tuned), federation(), plan="scan", **settings)
     found = simulate(method, classification(tuned), federation(), plan=plan, **settings)
-    for a, b in zip(*map(jax.tree.leaves, (found.params, wanted.params)), strict=True):
+    for a, b in zip(*map(jax.tree.leaves, (found.params, expected.params)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-    assert wanted.events[-1]["bytes_up"] == 2 * 3 * tree.num_bytes(tuned.init(jax.random.key(0)))
+    assert expected.events[-1]["bytes_up"] == 2 * 3 * tree.num_bytes(tuned.init(jax.random.key(0)))
 
 
 def test_privacy_covers_the_trainable_parameters_only():
@@ -266,6 +266,6 @@ def test_frozen_parameters_may_be_in_half_precision():
     params = model.init(jax.random.key(0))
     tuned = freeze(model, params, "output/*", frozen_dtype="bfloat16")
     x = jax.random.normal(jax.random.key(1), (2, 8, 8, 1))
-    found, wanted = tuned.apply(tuned.init(jax.random.key(0)), x), model.apply(params, x)
-    np.testing.assert_allclose(found, wanted, atol=0.05)
-    assert not np.array_equal(found, wanted)
+    found, expected = tuned.apply(tuned.init(jax.random.key(0)), x), model.apply(params, x)
+    np.testing.assert_allclose(found, expected, atol=0.05)
+    assert not np.array_equal(found, expected)

@@ -32,7 +32,7 @@ class NormNnx(nnx.Module):
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
         (lambda: from_linen(Norm("batch"), X), "Norm averages over the device axis batch, .*: unset axis_name"),
         (lambda: from_nnx(NormNnx), "NormNnx averages over the device axis batch, .*: unset axis_name"),
@@ -42,8 +42,8 @@ class NormNnx(nnx.Module):
         (lambda: from_linen(Norm(), {"x": X}), r"sample_input must be an array, not a dict"),
     ],
 )
-def test_modules_that_cannot_be_adapted_are_rejected_with_the_reason(make, says):
-    with pytest.raises(FedraxError, match=says):
+def test_modules_that_cannot_be_adapted_are_rejected_with_the_reason(make, message):
+    with pytest.raises(FedraxError, match=message):
         simulate(FedAvg(), classification(make()), FEDERATION, rounds=1, cohort_size=2)
 
 

@@ -98,15 +98,15 @@ class Always(nnx.Module):
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
         (lambda: from_nnx(Stochastic), "Stochastic draws random numbers depending on its argument stochastic"),
         (lambda: from_linen(Adaptive(), X), "Adaptive updates statistics depending on its argument adapt"),
         (lambda: from_nnx(Always), "Always draws random numbers depending on its argument noisy"),
     ],
 )
-def test_unknown_training_argument_with_the_wrong_default_is_rejected(make, says):
-    with pytest.raises(FedraxError, match=says):
+def test_unknown_training_argument_with_the_wrong_default_is_rejected(make, message):
+    with pytest.raises(FedraxError, match=message):
         simulate(FedAvg(), classification(make()), FEDERATION, rounds=1, cohort_size=2)
 
 

@@ -61,8 +61,8 @@ def test_outputs_gradients_and_statistics_agree_with_pytorch(name):
     # Rounding is relative to the summed terms: a bias before batch norm has gradient 0 as a sum of such terms.
     limit = 2e-5 * max(1.0, *(float(p.grad.abs().max()) for p in trained.parameters() if p.grad is not None))
     for leaf, (label, parameter) in zip(*leaves_and_parameters(gradient, trained), strict=True):
-        wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        np.testing.assert_allclose(leaf, wanted, rtol=1e-3, atol=limit, err_msg=label)
+        desired = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        np.testing.assert_allclose(leaf, desired, rtol=1e-3, atol=limit, err_msg=label)
     if statistics is not None:
         moved = model.train(variables, x, jax.random.key(0))[1]
         buffers = dict(trained.named_buffers())
@@ -90,7 +90,7 @@ class Unsupported(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("how", "sentence"),
+    ("how", "message"),
     [
         (lambda y: y if y.sum() > 0 else -y, r"test_pytorch.py, line \d+.*depends on the values"),
         (torch.special.bessel_j0, r"uses operators.*bessel_j0.*test_pytorch.py, line"),
@@ -100,8 +100,8 @@ class Unsupported(nn.Module):
         (lambda y: y + torch.randn_like(y), "random numbers in evaluation too.*test_pytorch.py, line"),
     ],
 )
-def test_unsupported_code_raises_a_clear_error_with_its_line(how, sentence):
-    with pytest.raises(FedraxError, match=sentence):
+def test_unsupported_code_raises_a_clear_error_with_its_line(how, message):
+    with pytest.raises(FedraxError, match=message):
         from_torch(Unsupported(how), torch.randn(3, 4))
 
 

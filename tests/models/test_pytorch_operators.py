@@ -183,9 +183,9 @@ def test_values_and_gradients_agree_with_pytorch(name: str):
     outputs = net(x)
     weights = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(1))
     params = model.init(jax.random.key(0))
-    wanted = outputs.detach().numpy()
-    limit = max(1.0, float(np.abs(wanted).max()))
-    np.testing.assert_allclose(model.apply(params, jnp.asarray(x.numpy())), wanted, rtol=1e-4, atol=2e-5 * limit)
+    expected = outputs.detach().numpy()
+    limit = max(1.0, float(np.abs(expected).max()))
+    np.testing.assert_allclose(model.apply(params, jnp.asarray(x.numpy())), expected, rtol=1e-4, atol=2e-5 * limit)
     trained = {name: p for name, p in net.named_parameters() if p.requires_grad}
     found = jax.grad(lambda p: (model.apply(p, jnp.asarray(x.numpy())) * weights.numpy()).sum())(params)
     flat = {".".join(k.key for k in path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(found)[0]}
@@ -246,8 +246,8 @@ def test_compiled_modules_are_unwrapped():
     params = model.init(jax.random.key(0))
     assert list(params["first"]) == ["_orig_mod"]
     with torch.no_grad():
-        wanted = 2 * torch.tanh(net.first._orig_mod(VECTORS))
-    np.testing.assert_allclose(model.apply(params, jnp.asarray(VECTORS.numpy())), wanted, rtol=1e-5, atol=1e-6)
+        expected = 2 * torch.tanh(net.first._orig_mod(VECTORS))
+    np.testing.assert_allclose(model.apply(params, jnp.asarray(VECTORS.numpy())), expected, rtol=1e-5, atol=1e-6)
     with pytest.raises(FedraxError, match="TorchScript: give the module"):
         from_torch(torch.jit.script(nn.Linear(6, 2)), VECTORS)
 

@@ -74,7 +74,7 @@ def python_random(self: LayerAndFunction, x: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("function", "sentence"),
+    ("function", "message"),
     [
         (counting, "keeps steps from one call to the next"),
         (python_random, "random numbers that are not PyTorch's"),
@@ -88,8 +88,8 @@ def python_random(self: LayerAndFunction, x: Any) -> Any:
         (lambda self, x: self.layer(x) + x.long()[:, :1] * 2654435761 % 7, "more than 32 bits .*line"),
     ],
 )  # fmt: skip
-def test_effects_that_a_trace_would_lose_are_rejected(function: Any, sentence: str):
-    with pytest.raises(FedraxError, match=sentence):
+def test_effects_that_a_trace_would_lose_are_rejected(function: Any, message: str):
+    with pytest.raises(FedraxError, match=message):
         from_torch(dense_and_function(4, 4, function), torch.randn(3, 4))
 
 

@@ -154,8 +154,8 @@ def test_linen_agrees_with_the_module():
     assert_same(variables.params, own["params"])
     assert_same(variables.statistics, {"batch_stats": own["batch_stats"]})
     np.testing.assert_allclose(model.apply(variables, X), module.apply(own, X), rtol=1e-6)
-    theirs = module.apply(own, X, train=True, mutable=["batch_stats"], rngs={"dropout": KEY})
-    assert_same(model.train(variables, X, KEY), theirs)
+    desired = module.apply(own, X, train=True, mutable=["batch_stats"], rngs={"dropout": KEY})
+    assert_same(model.train(variables, X, KEY), desired)
 
 
 def test_nnx_agrees_with_the_module():
@@ -180,9 +180,9 @@ def test_equinox_agrees_with_the_module(mode):
     over_batch = lambda network, keys, state: jax.vmap(  # noqa: E731
         network, in_axes=(0, None, 0), out_axes=(0, None), axis_name="batch"
     )(X, state, keys)
-    theirs, new = over_batch(network, jax.random.split(KEY, len(X)), state)
+    desired, new = over_batch(network, jax.random.split(KEY, len(X)), state)
     outputs, statistics = model.train(variables, X, KEY)
-    np.testing.assert_allclose(outputs, theirs, rtol=1e-6)
+    np.testing.assert_allclose(outputs, desired, rtol=1e-6)
     assert_same(jax.tree.leaves(statistics), jax.tree.leaves(dict(zip(*reversed(new.tree_flatten()), strict=True))))
     evaluated = over_batch(eqx.nn.inference_mode(network), None, new)[0]
     np.testing.assert_allclose(model.apply(Variables(variables.params, statistics), X), evaluated, rtol=1e-6)
@@ -298,8 +298,8 @@ def test_batches_of_a_single_sample_are_rejected_with_batch_norm(model: Model):
 def test_batches_of_a_single_sample_are_warned_of(local: dict, sizes: tuple, words: str | None, recwarn):
     method = fedrax.FedAvg(local=fedrax.LocalSGD(**local))
     prepare(method, classification(from_nnx(Nnx)), make_clients(*sizes), fedrax.Settings())
-    said = [str(w.message) for w in recwarn if issubclass(w.category, fedrax.FedraxWarning)]
-    assert (said == []) if words is None else re.search(words, " ".join(said))
+    printed = [str(w.message) for w in recwarn if issubclass(w.category, fedrax.FedraxWarning)]
+    assert (printed == []) if words is None else re.search(words, " ".join(printed))
 
 
 class Counting(nnx.Module):
@@ -342,8 +342,8 @@ REJECTED = {
 }
 
 
-@pytest.mark.parametrize("words", REJECTED)
-def test_unsupported_statistics_are_rejected(words):
-    with pytest.raises(FedraxError, match=words) as caught:
-        REJECTED[words]()
+@pytest.mark.parametrize("message", REJECTED)
+def test_unsupported_statistics_are_rejected(message):
+    with pytest.raises(FedraxError, match=message) as caught:
+        REJECTED[message]()
     assert "\n" not in str(caught.value)

@@ -187,7 +187,7 @@ def test_losses_are_averaged_over_the_targets_of_a_sample():
 
 
 @pytest.mark.parametrize(
-    ("kind", "outputs", "labels", "words"),
+    ("kind", "outputs", "labels", "message"),
     [
         (classification, (4, 3), np.zeros((4, 2), np.int32), r"\[B, ..., classes\] for integer labels"),
         (classification, (4, 2, 3), np.zeros(4, np.int32), r"not outputs of shape \(4, 2, 3\) for int32 labels"),
@@ -197,10 +197,10 @@ def test_losses_are_averaged_over_the_targets_of_a_sample():
         (binary_classification, (4, 3), np.zeros((4, 1), np.int32), "outputs of shape .* per sample"),
     ],
 )
-def test_inconsistent_outputs_and_labels_raise_a_clear_error(kind, outputs, labels, words):
+def test_inconsistent_outputs_and_labels_raise_a_clear_error(kind, outputs, labels, message):
     task = kind(identity_model())
     for function in (task.loss, lambda p, b, key: task.evaluation_loss(p, b)):
-        with pytest.raises(FedraxError, match=words):
+        with pytest.raises(FedraxError, match=message):
             function(task.init(KEY), Batch(np.zeros(outputs, np.float32), labels), KEY)
 
 

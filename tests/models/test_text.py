@@ -46,8 +46,8 @@ def test_sentence_pair_network_agrees_with_numpy() -> None:
     x = np.array([[[2, 3, 4, 1, 0], [4, 2, 0, 0, 0]]], np.int32)
     p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
     ends = []
-    for sentence in x[0]:
-        vectors = p["embedding"][sentence[sentence > 0]]
+    for message in x[0]:
+        vectors = p["embedding"][message[message > 0]]
         both = [numpy_states(p["forward"], vectors), numpy_states(p["backward"], vectors[::-1])]
         ends.append(np.concatenate([way.max(0) for way in both]))
     u, v = ends

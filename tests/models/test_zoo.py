@@ -212,7 +212,7 @@ def test_configurations_are_hashable_values():
 
 
 @pytest.mark.parametrize(
-    ("build_it", "sentence"),
+    ("build_it", "message"),
     [
         (lambda: LeNet().build((8, 8, 3), 10), "at least 16x16"),
         (lambda: LeNet().build((784,), 10), "images"),
@@ -234,7 +234,7 @@ def test_configurations_are_hashable_values():
         (lambda: Linear().build((4,), 0), "positive"),
     ],
 )
-def test_impossible_models_are_rejected(build_it, sentence):
-    with pytest.raises(FedraxError, match=sentence) as caught:
+def test_impossible_models_are_rejected(build_it, message):
+    with pytest.raises(FedraxError, match=message) as caught:
         build_it()
     assert "\n" not in str(caught.value)

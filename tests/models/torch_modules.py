@@ -40,6 +40,6 @@ def assert_agrees(net: Any, example: Any, x: Any) -> None:
     found = jax.grad(lambda p: (model.apply(p, values) ** 3).sum())(params)
     own = [p.grad.numpy() for p in net.parameters()]
     by_weights = lambda a: (a.shape, a.ravel() @ np.arange(a.size))  # noqa: E731 - many functions have constant sums
-    theirs = sorted((np.asarray(leaf) for leaf in jax.tree.leaves(found)), key=by_weights)
-    for a, b in zip(theirs, sorted(own, key=by_weights), strict=True):
+    desired = sorted((np.asarray(leaf) for leaf in jax.tree.leaves(found)), key=by_weights)
+    for a, b in zip(desired, sorted(own, key=by_weights), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)

@@ -128,8 +128,8 @@ def test_options_other_than_floats_are_static():
         (optax.sgd, {"learning_rate": 1}),
     ]:
         by_name, finished = Optax.of(made, **options), Optax(made(**options))
-        found, wanted = (run(FedAvg(local=LocalSGD(steps=2), server_optimizer=rule)) for rule in (by_name, finished))
-        assert_close(found, wanted)
+        found, expected = (run(FedAvg(local=LocalSGD(steps=2), server_optimizer=rule)) for rule in (by_name, finished))
+        assert_close(found, expected)
 
 
 def test_unhashable_option_is_named():

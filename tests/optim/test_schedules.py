@@ -75,9 +75,9 @@ def test_errors_of_optax_are_reported():
         OptaxSchedule.of(optax.cosine_decay_schedule, init_value=1.0)
     with pytest.raises(FedraxError, match="unknown option of cosine_decay_schedule: 'steps'"):
         OptaxSchedule.of(optax.cosine_decay_schedule, init_value=1.0, steps=3)
-    refused = OptaxSchedule.of(optax.cosine_decay_schedule, init_value=1.0, decay_steps=0)
+    rejected = OptaxSchedule.of(optax.cosine_decay_schedule, init_value=1.0, decay_steps=0)
     with pytest.raises(FedraxError, match=r"cosine_decay_schedule: .*positive"):
-        check(LocalSGD(schedule=refused))
+        check(LocalSGD(schedule=rejected))
 
 
 def test_inverse_time_decay():

@@ -22,20 +22,20 @@ from papers.upcycled import __main__ as upcycled
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "sentence"),
+    ("error", "status", "message"),
     [
         (FedraxError("no such data"), 1, "papers.x: no such data\n"),
         (KeyboardInterrupt(), 130, "papers.x: stopped; runs that are finished and kept are not run again\n"),
         (Interrupted(signal.SIGTERM), 143, "papers.x: stopped; runs that are finished and kept are not run again\n"),
     ],
 )
-def test_exit_status_and_message(error: Any, status: int, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_status_and_message(error: Any, status: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     @in_a_sentence("papers.x")
     def main() -> int:
         raise error
 
     assert main() == status
-    assert capsys.readouterr().err == sentence
+    assert capsys.readouterr().err == message
     assert in_a_sentence("papers.x")(lambda: 7)() == 7
 
 
@@ -50,7 +50,7 @@ def test_missing_data_raise_a_clear_error(
 
 
 @pytest.mark.parametrize(
-    ("command", "wrong", "says"),
+    ("command", "wrong", "message"),
     [
         (losac, ["table2", "--rounds", "0"], "--rounds: a whole number of 1 or more is wanted, not '0'"),
         (losac, ["table2", "--seeds", "1", "1"], "--seeds has a value twice: 1 1"),
@@ -61,12 +61,12 @@ def test_missing_data_raise_a_clear_error(
     ],
 )
 def test_invalid_numbers_are_rejected(
-    command: Any, wrong: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Any, wrong: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["command", *wrong])
     with pytest.raises(SystemExit, match="2"):
         command.main()
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ def test_figure3_with_fewer_seeds_does_not_overwrite_complete_results(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for seeds, where in (("5", Path("runs/episode/tried/results")), ("200", Path(episode.__file__).parent / "results")):
-        told: list[Path] = []
-        monkeypatch.setattr(episode, "fig3", lambda arguments, told=told: told.append(arguments.results))
+        printed: list[Path] = []
+        monkeypatch.setattr(episode, "fig3", lambda arguments, printed=printed: printed.append(arguments.results))
         monkeypatch.setattr(sys, "argv", ["episode", "fig3", "--seeds", seeds])
         episode.main()
-        assert told == [where]
+        assert printed == [where]

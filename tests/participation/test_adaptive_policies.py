@@ -172,10 +172,10 @@ POLICIES: list[Callable[[], ParticipationPolicy]] = [lambda: PowerOfChoice(5), O
 @pytest.mark.parametrize("policy", POLICIES)
 def test_runs_resume_bit_for_bit(policy: Callable[[], ParticipationPolicy], tmp_path: Path):
     options: dict[str, Any] = {"cohort_size": 3, "eval_every": 1, "participation": policy()}
-    whole = run(**options, rounds=6)
-    assert all(np.isfinite(event["train_loss"]) for event in whole.events)
+    uninterrupted = run(**options, rounds=6)
+    assert all(np.isfinite(event["train_loss"]) for event in uninterrupted.events)
     run(**options, directory=tmp_path, rounds=3)
-    assert_identical(run(**options, directory=tmp_path, rounds=6, resume=True), whole)
+    assert_identical(run(**options, directory=tmp_path, rounds=6, resume=True), uninterrupted)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -187,12 +187,12 @@ def test_data_dependent_sampling_has_no_amplified_guarantee(policy: Callable[[],
 
 def test_inverse_probabilities_are_rejected_if_weights_must_sum_to_one():
     policy = ImportanceSampling()
-    for method, task, words in (
+    for method, task, message in (
         (Scaffold(local=LOCAL), TASK, "Scaffold is defined for uniform aggregation weights only"),
         (FedExP(local=LOCAL), TASK, "FedExP needs weights that sum to one"),
         (FedAvg(local=LOCAL), NORM_TASK, "running statistics need a mean"),
     ):
-        with pytest.raises(FedraxError, match=words):
+        with pytest.raises(FedraxError, match=message):
             run(method, task=task, participation=policy)
 
 

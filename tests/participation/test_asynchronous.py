@@ -90,8 +90,8 @@ def test_fedbuff_agrees_with_the_event_driven_server(trace: Path, concurrency: i
         devices=1,
     )
     assert result.trajectory is not None
-    for ours, theirs in zip(result.trajectory, xs, strict=True):
-        np.testing.assert_allclose(reference.join(PROBLEM.problem, ours), theirs, atol=1e-12)
+    for actual, desired in zip(result.trajectory, xs, strict=True):
+        np.testing.assert_allclose(reference.join(PROBLEM.problem, actual), desired, atol=1e-12)
     np.testing.assert_allclose([event["clock"] for event in result.events], ticks)
     assert [event["clients"] for event in result.events] == [concurrency + buffer - 1] + [buffer] * 7
 
@@ -105,8 +105,8 @@ def schedule(trace: Path, rounds: int, buffer: int = 2, concurrency: int = 3, se
 def test_additional_rounds_do_not_change_earlier_ones(trace: Path):
     short, long = schedule(trace, 5), schedule(trace, 40)
     for one, other in ((short.cohorts, long.cohorts), (short.delays, long.delays), (short.clock, long.clock)):
-        for mine, theirs in zip(one, other, strict=False):
-            np.testing.assert_array_equal(mine, theirs)
+        for actual, desired in zip(one, other, strict=False):
+            np.testing.assert_array_equal(actual, desired)
     assert all(np.array_equal(cohort, np.unique(cohort)) for cohort in long.cohorts)
     assert (np.diff(long.clock) >= 0).all()
     assert not np.array_equal(schedule(trace, 5, seed=1).cohorts[0], short.cohorts[0])
@@ -120,9 +120,9 @@ def test_resumed_run_includes_pending_uploads(trace: Path, tmp_path: Path):
         method, PROBLEM.task, PROBLEM.federation, rounds=rounds, **settings, **more
     )
     run(3, directory=tmp_path)
-    resumed, whole = run(6, directory=tmp_path, resume=True), run(6)
-    np.testing.assert_array_equal(resumed.params["w"], whole.params["w"])
-    assert [e["clock"] for e in resumed.events] == [e["clock"] for e in whole.events]
+    resumed, uninterrupted = run(6, directory=tmp_path, resume=True), run(6)
+    np.testing.assert_array_equal(resumed.params["w"], uninterrupted.params["w"])
+    assert [e["clock"] for e in resumed.events] == [e["clock"] for e in uninterrupted.events]
 
 
 @pytest.mark.parametrize("kind", [Availability, Asynchronous])
@@ -159,7 +159,7 @@ def test_sweeps_have_the_same_clock(trace: Path):
 
 
 @pytest.mark.parametrize(
-    ("method", "sentence"),
+    ("method", "message"),
     [
         (FedAvg(LOCAL), "FedAvg waits for all uploads of a round.* take FedBuff, or"),
         (Robust(FedBuff(LOCAL)), "Robust waits for all uploads of a round.* take FedBuff without it, or"),
@@ -168,9 +168,9 @@ def test_sweeps_have_the_same_clock(trace: Path):
     ],
     ids=["FedAvg", "Robust", "no room", "no room inside"],
 )
-def test_methods_without_staleness_are_rejected(trace: Path, method: Any, sentence: str):
+def test_methods_without_staleness_are_rejected(trace: Path, method: Any, message: str):
     settings: dict[str, Any] = {"rounds": 8, "cohort_size": 2, "participation": Asynchronous(trace, 3)}
-    with pytest.raises(FedraxError, match=sentence):
+    with pytest.raises(FedraxError, match=message):
         simulate(method, PROBLEM.task, PROBLEM.federation, **settings)
 
 
@@ -192,14 +192,14 @@ def test_clients_that_never_finish_are_ignored(tmp_path: Path, monkeypatch: pyte
         result = run(room)
         np.testing.assert_allclose(reference.join(PROBLEM.problem, result.params), xs[-1], atol=1e-12)
         np.testing.assert_allclose([event["clock"] for event in result.events], ticks)
-        told = [np.minimum(own, room + 1).mean() for own in known.delays]
-        np.testing.assert_allclose([event["delay"] for event in result.events], told, rtol=1e-6)
+        printed = [np.minimum(own, room + 1).mean() for own in known.delays]
+        np.testing.assert_allclose([event["delay"] for event in result.events], printed, rtol=1e-6)
     with pytest.raises(FedraxError, match=f"set max_delay to {longest}$"):
         run(longest - 1)
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    ("text", "message"),
     [
         ("client,hours\n0,1\n", "not a CSV with columns client, seconds"),
         ("client,seconds\n0,1\n1,-2\n", "seconds above 0"),
@@ -211,10 +211,10 @@ def test_clients_that_never_finish_are_ignored(tmp_path: Path, monkeypatch: pyte
         ("client,seconds\n0,1\n1,2\n", "has no line for client 2"),
     ],
 )
-def test_malformed_traces_raise_a_clear_error(tmp_path: Path, text: str, sentence: str):
+def test_malformed_traces_raise_a_clear_error(tmp_path: Path, text: str, message: str):
     path = tmp_path / "t.csv"
     path.write_text(text)
-    with pytest.raises(FedraxError, match=sentence):
+    with pytest.raises(FedraxError, match=message):
         schedule(path, 30, concurrency=6)
 
 

@@ -102,9 +102,9 @@ def test_adaptive_policy_resumes_from_a_checkpoint(tmp_path: Path):
         "participation": PowerOfChoice(),
         "directory": tmp_path,
     }
-    whole = run(Scaffold(local=LOCAL), **options | {"directory": None}, rounds=8)
+    uninterrupted = run(Scaffold(local=LOCAL), **options | {"directory": None}, rounds=8)
     run(Scaffold(local=LOCAL), **options, rounds=3)
-    assert_identical(run(Scaffold(local=LOCAL), **options, rounds=8, resume=True), whole)
+    assert_identical(run(Scaffold(local=LOCAL), **options, rounds=8, resume=True), uninterrupted)
 
 
 def edited_policy(last: int) -> type[ParticipationPolicy]:

@@ -66,13 +66,13 @@ def test_without_personal_models_every_client_has_the_global_model():
 
 
 def test_resumed_run_has_the_models_of_all_clients(tmp_path: Path):
-    whole = run(FEDBN, task=NORM_TASK, **SETTINGS)
+    uninterrupted = run(FEDBN, task=NORM_TASK, **SETTINGS)
     run(FEDBN, task=NORM_TASK, **SETTINGS | {"rounds": 2}, directory=tmp_path)
     for _ in range(2):  # the second time, the run is finished
         again = run(FEDBN, task=NORM_TASK, **SETTINGS, directory=tmp_path, resume=True)
-        assert client_metrics(again, NORM_TASK, FEDERATION).equals(client_metrics(whole, NORM_TASK, FEDERATION))
+        assert client_metrics(again, NORM_TASK, FEDERATION).equals(client_metrics(uninterrupted, NORM_TASK, FEDERATION))
         for client in range(FEDERATION.num_clients):
-            jax.tree.map(np.testing.assert_array_equal, again.client_model(client), whole.client_model(client))
+            jax.tree.map(np.testing.assert_array_equal, again.client_model(client), uninterrupted.client_model(client))
 
 
 def test_run_directory_contains_the_models(tmp_path: Path):

@@ -227,8 +227,8 @@ def test_plans_agree(plan: str):
     assert_near(other.params, one.params)
     for client in (1, 3, 5):
         assert_near(other.client_state(client), one.client_state(client))
-        mine, theirs = (jax.tree.map(lambda a, r=r: a[r.homes[client]], r.store.statistics) for r in (one, other))  # noqa: B023
-        assert_near(mine, theirs)
+        actual, desired = (jax.tree.map(lambda a, r=r: a[r.homes[client]], r.store.statistics) for r in (one, other))  # noqa: B023
+        assert_near(actual, desired)
     for name in ("train_personal_loss", "train_personal_accuracy"):
         np.testing.assert_allclose(other.events[-1][name], one.events[-1][name], rtol=1e-4)
 
@@ -240,14 +240,14 @@ def test_resumed_runs_and_sweeps_keep_personal_parameters(tmp_path):
         for lr in (0.1, 0.2)
     ]
     options = {"cohort_size": 3, "eval_every": 2, "devices": 1, "checkpoint_every": 1}
-    whole = run(methods[0], task=NORM_TASK, **options)
+    uninterrupted = run(methods[0], task=NORM_TASK, **options)
     run(methods[0], task=NORM_TASK, **options | {"rounds": 2}, directory=tmp_path)
-    assert_identical(run(methods[0], task=NORM_TASK, **options, directory=tmp_path, resume=True), whole)
+    assert_identical(run(methods[0], task=NORM_TASK, **options, directory=tmp_path, resume=True), uninterrupted)
     together = sweep(methods, NORM_TASK, FEDERATION, rounds=4, cohort_size=3, eval_every=2, mode="vectorized")
     np.testing.assert_allclose(
-        together[0][0].events[-1]["train_personal_loss"], whole.events[-1]["train_personal_loss"], rtol=1e-4
+        together[0][0].events[-1]["train_personal_loss"], uninterrupted.events[-1]["train_personal_loss"], rtol=1e-4
     )
-    assert_near(together[0][0].params, whole.params)
+    assert_near(together[0][0].params, uninterrupted.params)
 
 
 def test_without_personal_parameters_it_is_the_inner_method():
@@ -269,7 +269,7 @@ class TwoModels(FedAvg):
 
 
 @pytest.mark.parametrize(
-    ("method", "sentence"),
+    ("method", "message"),
     [
         (Personalized(TwoModels(), personal_params=("output/*",)), "the broadcast of TwoModels has another structure"),
         (Personalized(personal_params=("outptu/*",)), "no parameter has the name 'outptu/\\*'; .* output/bias"),
@@ -281,8 +281,8 @@ class TwoModels(FedAvg):
     ],
     ids=["TwoModels", "typo", "all", "Scaffold", "FedSGD", "FedADMM", "nothing"],
 )
-def test_misuse_raises_a_clear_error(method: Personalized, sentence: str):
-    with pytest.raises(FedraxError, match=sentence):
+def test_misuse_raises_a_clear_error(method: Personalized, message: str):
+    with pytest.raises(FedraxError, match=message):
         run(method, task=LAYERS, rounds=1)
 
 

@@ -68,8 +68,8 @@ def test_several_releases_per_round_equal_one_with_less_noise():
 @pytest.mark.parametrize("noise", [0.05, 0.3, 1.0, 4.0, 30.0, 1e4])
 @pytest.mark.parametrize("delta", [1e-12, 1e-5, 0.1])
 def test_gaussian_releases_agree_with_dp_accounting(noise: float, delta: float):
-    theirs = dp_accounting.get_epsilon_gaussian(noise, delta)
-    assert Accountant([Release(noise)], delta).bound(1)[0] == pytest.approx(theirs, rel=1e-6, abs=1e-9)
+    desired = dp_accounting.get_epsilon_gaussian(noise, delta)
+    assert Accountant([Release(noise)], delta).bound(1)[0] == pytest.approx(desired, rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize(

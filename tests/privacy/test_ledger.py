@@ -142,11 +142,11 @@ def test_amplified_budget_is_counted_by_round():
 def test_resumed_runs_have_the_same_ledger(tmp_path: Path):
     """Bitwise, in events, result and checkpoint."""
     options: dict[str, Any] = {"eval_every": 3}
-    whole = run(LOUD, rounds=6, directory=tmp_path / "whole", **options)
+    uninterrupted = run(LOUD, rounds=6, directory=tmp_path / "whole", **options)
     run(LOUD, rounds=3, directory=tmp_path / "parts", **options)
     parts = run(LOUD, rounds=6, directory=tmp_path / "parts", resume=True, **options)
-    assert_identical(whole, parts)
-    assert whole.spent == parts.spent
+    assert_identical(uninterrupted, parts)
+    assert uninterrupted.spent == parts.spent
     kept = [np.load(tmp_path / name / "checkpoint" / "state.npz") for name in ("whole", "parts")]
     (name,) = [name for name in kept[0].files if name.endswith("ledger")]
     assert kept[0][name].tobytes() == kept[1][name].tobytes() and kept[0][name].sum() == 18
@@ -166,7 +166,7 @@ def test_grid_of_noise_in_a_sweep():
 
 
 @pytest.mark.parametrize(
-    ("method", "options", "sentence"),
+    ("method", "options", "message"),
     [
         (LOUD, {"epsilon_budget": 0.01}, "has no room for a round: one costs epsilon = 1.993"),
         (Noisy(local=LOCAL, noise=0.0), {"epsilon_budget": 3.0}, "the epsilon of a release without noise is infinite"),
@@ -176,8 +176,8 @@ def test_grid_of_noise_in_a_sweep():
         (LOUD, {"epsilon_budget": -1.0}, "run.epsilon_budget must be greater than 0"),
     ],
 )
-def test_budgets_without_accounting_are_rejected(method: Any, options: dict[str, Any], sentence: str, tmp_path: Path):
-    with pytest.raises(FedraxError, match=sentence):
+def test_budgets_without_accounting_are_rejected(method: Any, options: dict[str, Any], message: str, tmp_path: Path):
+    with pytest.raises(FedraxError, match=message):
         run(method, directory=tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
 

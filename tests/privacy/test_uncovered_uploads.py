@@ -29,12 +29,12 @@ class UploadsStatistic(FedAvg):
 
     def client(self, message: Any, state: Any, data: Any) -> ClientOutput:
         output = FedAvg.client(self, message, state, data)
-        told = {
+        printed = {
             "cohort_size": lambda: data.cohort_size,
             "size": lambda: data.size,
             "mean": lambda: data.samples.x.mean(),
         }[self.what]()
-        return output._replace(upload=jax.tree.map(lambda a: 0 * a + told.astype(a.dtype), output.upload))
+        return output._replace(upload=jax.tree.map(lambda a: 0 * a + printed.astype(a.dtype), output.upload))
 
 
 def test_private_clients_have_the_expected_cohort_size():

@@ -88,9 +88,9 @@ def test_late_uploads_have_the_weight_of_punctual_ones():
 def test_top_k_keeps_the_largest_magnitudes():
     x, error, negative = START, np.zeros_like(START), 0
     for _ in range(2):
-        wanted = error + descend(x, 0) - x
-        sent = np.where(np.abs(wanted) >= np.sort(np.abs(wanted), axis=None)[-2], wanted, 0)
-        x, error, negative = x + sent, wanted - sent, negative + (sent < 0).sum()
+        expected = error + descend(x, 0) - x
+        sent = np.where(np.abs(expected) >= np.sort(np.abs(expected), axis=None)[-2], expected, 0)
+        x, error, negative = x + sent, expected - sent, negative + (sent < 0).sum()
     result = run_cohorts(TopK(FedAvg(local=LOCAL), fraction=1 / 3), [[0], [0]])
     np.testing.assert_allclose(result.params, x, rtol=1e-10)
     assert negative  # and two of six indices

@@ -72,12 +72,12 @@ def test_server_optimizers_leave_running_statistics_alone():
 def test_a_resumed_run_keeps_the_round_and_the_state_of_the_server(tmp_path: Path):
     server = Adam(lr=0.1, schedule=optax.exponential_decay(1.0, 1, 0.5))
     method = FedAvg(local=LOCAL, server_optimizer=server)
-    whole = run(method, rounds=4)
+    uninterrupted = run(method, rounds=4)
     run(method, rounds=2, directory=tmp_path / "run")
     resumed = run(method, rounds=4, directory=tmp_path / "run", resume=True)
     assert [event["round"] for event in resumed.events] == [1, 2, 3, 4]
-    np.testing.assert_array_equal(resumed.params, whole.params)
-    np.testing.assert_array_equal(resumed.server.optimizer.m, whole.server.optimizer.m)
+    np.testing.assert_array_equal(resumed.params, uninterrupted.params)
+    np.testing.assert_array_equal(resumed.server.optimizer.m, uninterrupted.server.optimizer.m)
 
 
 def test_global_generators_are_neither_read_nor_moved():

@@ -270,7 +270,7 @@ def test_user_defined_aggregation_rule():
 
 
 @pytest.mark.parametrize(
-    ("method", "sentence"),
+    ("method", "message"),
     [
         (Robust(SecureAggregation(local=LOCAL)), "server of SecureAggregation receives only the sum"),
         (Robust(MIFA(local=LOCAL, memory="server")), "server of MIFA receives updates that it stores by client"),
@@ -283,8 +283,8 @@ def test_user_defined_aggregation_rule():
     ],
     ids=["sums", "remembered", "attacked sums", "order", "trim", "twice", "nobody", "classes"],
 )
-def test_misuse_raises_a_clear_error(method: Algorithm, sentence: str):
-    with pytest.raises(FedraxError, match=sentence):
+def test_misuse_raises_a_clear_error(method: Algorithm, message: str):
+    with pytest.raises(FedraxError, match=message):
         run(method, rounds=1)
 
 

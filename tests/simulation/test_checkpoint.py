@@ -51,7 +51,7 @@ def test_round_trip(saved: Path):
 def test_every_flipped_byte_and_truncation_is_rejected_or_harmless(saved: Path):
     """Bytes that no reader uses, such as dates, may change; loaded states are never wrong."""
     file = saved / checkpoint.FILE
-    whole, refused = file.read_bytes(), 0
+    whole, rejected = file.read_bytes(), 0
     damaged = [whole[:n] for n in range(0, len(whole), 7)]
     flips = (1, 0x80)  # one bit of each byte, alternately low and high
     damaged += [whole[:i] + bytes([whole[i] ^ flips[i % 2]]) + whole[i + 1 :] for i in range(len(whole))]
@@ -61,12 +61,12 @@ def test_every_flipped_byte_and_truncation_is_rejected_or_harmless(saved: Path):
             state, meta = checkpoint.load(saved, TEMPLATE)
         except FedraxError as error:
             assert str(file) in str(error)
-            refused += 1
+            rejected += 1
         else:
             assert meta == {"round": 3}
             np.testing.assert_array_equal(state["a"], STATE["a"])
             assert state["b"][0] == 4 and state["b"][1] == 1.5
-    assert refused > len(damaged) / 2
+    assert rejected > len(damaged) / 2
 
 
 @pytest.mark.parametrize(
@@ -156,10 +156,13 @@ except FedraxError as error:
     assert out.startswith(f"cannot write {tmp_path}") and "File too large" in out
     assert not list(tmp_path.rglob("*.part"))
     resumed = run(SCAFFOLD, rounds=90, checkpoint_every=10, directory=tmp_path, resume=True)
-    whole = run(SCAFFOLD, rounds=90)
-    evaluated = resumed.events.pop(3), whole.events.pop(3)  # an additional time in the last round, which is evaluated
+    uninterrupted = run(SCAFFOLD, rounds=90)
+    evaluated = (
+        resumed.events.pop(3),
+        uninterrupted.events.pop(3),
+    )  # an additional time in the last round, which is evaluated
     assert evaluated[0]["train_loss"] == evaluated[1]["train_loss"]
-    assert_identical(resumed, whole)
+    assert_identical(resumed, uninterrupted)
 
 
 @pytest.mark.parametrize("devices", [(1, 2), (2, 1)])
@@ -211,7 +214,7 @@ OLD_META = {"identity": {"versions": "fedrax 0.0.9 with jax 0.9.0"}}
 
 
 @pytest.mark.parametrize(
-    ("described", "says"),
+    ("described", "message"),
     [
         ({"round": 3}, "an older version of fedrax in format 1"),
         (
@@ -221,11 +224,11 @@ OLD_META = {"identity": {"versions": "fedrax 0.0.9 with jax 0.9.0"}}
         ({"format": 99, "fedrax": "9.0"}, "fedrax 9.0 in format 99.*resume the run with that version"),
     ],
 )
-def test_checkpoint_of_another_format_is_rejected_with_its_version(described: Any, says: str, saved: Path):
+def test_checkpoint_of_another_format_is_rejected_with_its_version(described: Any, message: str, saved: Path):
     with zipfile.ZipFile(saved / checkpoint.FILE, "w") as file, file.open("meta.npy", "w") as member:
         np.lib.format.write_array(member, np.frombuffer(json.dumps(described).encode(), np.uint8))
     for read in (lambda: checkpoint.load(saved, TEMPLATE), lambda: checkpoint.check_format(saved)):
-        with pytest.raises(checkpoint.CheckpointFormatError, match=says):
+        with pytest.raises(checkpoint.CheckpointFormatError, match=message):
             read()
 
 
@@ -282,12 +285,12 @@ def test_run_started_in_a_terminal_resumes_without_one(tmp_path: Path):
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "TERM": "xterm-256color",
     }
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code], env=environment, stdout=terminal, stderr=subprocess.PIPE, text=True
     )
     os.close(terminal)
     os.close(shown)
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
     run(SCAFFOLD, rounds=3, directory=tmp_path, resume=True)
 
 
@@ -326,9 +329,9 @@ def test_memory_of_checkpoints_and_resuming_is_bounded(tmp_path: Path):
     for rounds, most in ((3, 2.1), (4, 2.6)):  # with copies of all states on the host, 2.6 and 3.3
         command = [sys.executable, "-c", CODE, str(tmp_path / "run"), str(rounds)]
         path = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "JAX_PLATFORMS": "cpu"}
-        done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr
-        assert float(done.stdout) < most
+        completed = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, timeout=600)
+        assert completed.returncode == 0, completed.stderr
+        assert float(completed.stdout) < most
 
 
 @pytest.mark.parametrize("states", ["resident", "spilled"])

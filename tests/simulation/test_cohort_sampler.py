@@ -173,7 +173,7 @@ def test_trace_determines_the_available_clients(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("round,client\n0,1\n999999999999,1\n", "rounds 0 to 999999"),
         ("round,client\n0,8\n", "clients 0 to 7"),
@@ -190,10 +190,10 @@ def test_trace_determines_the_available_clients(tmp_path: Path):
         (None, "columns round, client"),
     ],
 )
-def test_malformed_traces_are_rejected(text: str | bytes | None, words: str, tmp_path: Path):
+def test_malformed_traces_are_rejected(text: str | bytes | None, message: str, tmp_path: Path):
     if text is not None:
         (tmp_path / "t.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(FedraxError, match=words) as caught:
+    with pytest.raises(FedraxError, match=message) as caught:
         run(participation=Availability(tmp_path / "t.csv"))
     assert "availability trace" in str(caught.value) and "t.csv" in str(caught.value)
 
@@ -245,7 +245,7 @@ def test_scripted_cohorts_replace_sampling():
 
 
 @pytest.mark.parametrize(
-    ("blocks", "words"),
+    ("blocks", "message"),
     [
         (np.zeros((1, 3, 2), int), r"shape \(2, 3, 2\)"),
         (np.zeros((2, 2, 2), int), r"shape \(2, 3, 2\)"),
@@ -256,8 +256,8 @@ def test_scripted_cohorts_replace_sampling():
         (np.full((2, 3, 2), -1), "from 0 to 1"),
     ],
 )
-def test_invalid_scripted_blocks_are_rejected(blocks: np.ndarray, words: str):
-    with pytest.raises(FedraxError, match=words):
+def test_invalid_scripted_blocks_are_rejected(blocks: np.ndarray, message: str):
+    with pytest.raises(FedraxError, match=message):
         run(fedrax.FedAvg(local=BLOCKS), script=Script(blocks=blocks), rounds=2)
     with pytest.raises(FedraxError, match=r"no local\.blocks"):
         run(script=Script(blocks=blocks), rounds=2)

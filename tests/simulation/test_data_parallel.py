@@ -133,10 +133,12 @@ def test_messages_of_shared_clients_are_recorded():
 
 def test_resumed_run_is_bitwise_equal(tmp_path: Path):
     algorithm = Scaffold(local=LOCAL)
-    whole = run(algorithm, rounds=4)
+    uninterrupted = run(algorithm, rounds=4)
     run(algorithm, rounds=2, directory=tmp_path)
     actual = run(algorithm, rounds=4, directory=tmp_path, resume=True)
-    jax.tree.map(np.testing.assert_array_equal, (actual.params, actual.server), (whole.params, whole.server))
+    jax.tree.map(
+        np.testing.assert_array_equal, (actual.params, actual.server), (uninterrupted.params, uninterrupted.server)
+    )
 
 
 @pytest.mark.slow

@@ -290,8 +290,8 @@ def test_command_line_exits_with_the_status_of_the_signal(tmp_path: Path):
         time.sleep(0.1)
     assert child.returncode is None, child.communicate()
     child.send_signal(signal.SIGTERM)
-    _, said = child.communicate(timeout=1800)
-    assert child.returncode == 128 + signal.SIGTERM and "resume with: fedrax resume run" in said
+    _, printed = child.communicate(timeout=1800)
+    assert child.returncode == 128 + signal.SIGTERM and "resume with: fedrax resume run" in printed
     assert (tmp_path / "run" / "checkpoint" / "state.npz").exists()
 
 

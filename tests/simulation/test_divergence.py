@@ -78,8 +78,8 @@ def test_diverging_client_is_named(method: str, plan: str, tmp_path: Path):
     assert meta["round"] == 3 and meta["error"] in message
     with np.load(tmp_path / "failure" / checkpoint.FILE) as file:
         kept = [file[name] for name in sorted(file.files) if "params" in name]
-    for ours, theirs in zip(kept, [healthy.params["output"][n] for n in ("bias", "weight")], strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    for actual, desired in zip(kept, [healthy.params["output"][n] for n in ("bias", "weight")], strict=True):
+        np.testing.assert_array_equal(actual, desired)
 
 
 def test_state_is_written_before_the_samples_are_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -145,8 +145,8 @@ def test_infinite_upload_is_found_by_a_compiled_search(capsys: pytest.CaptureFix
     assert (
         message.startswith(f"InfiniteUpload, round 2, client {DIVERGING}: upload/output/") and "search" not in message
     )
-    said = "InfiniteUpload, round 2: the server state is not finite; looking for its source, for at most 20 s\n"
-    assert capsys.readouterr().err == said
+    printed = "InfiniteUpload, round 2: the server state is not finite; looking for its source, for at most 20 s\n"
+    assert capsys.readouterr().err == printed
 
 
 @pytest.mark.parametrize("kind", ["time", "memory"])
@@ -198,17 +198,17 @@ def test_task_without_nan_samples_does_not_diverge():
 
 
 @pytest.mark.parametrize(
-    ("kind", "sentence"),
+    ("kind", "message"),
     [
         ("metrics", "belong into the task's whole_set"),
         ("whole_set", "a metric is None where it is not defined"),
     ],
 )
-def test_undefined_sample_metric_ends_the_run_with_the_remedy(kind: str, sentence: str):
+def test_undefined_sample_metric_ends_the_run_with_the_remedy(kind: str, message: str):
     """Recall is defined for samples of one class only."""
     recall = {"metrics": lambda params, batch: jnp.where(batch.y == 0, 1.0, jnp.nan), "whole_set": lambda *_: np.nan}
     task = dataclasses.replace(TASK, **{kind: {"recall": recall[kind]}})
-    with pytest.raises(NonFiniteError, match=f"round 2: test_recall is not finite, though the loss is: .*{sentence}$"):
+    with pytest.raises(NonFiniteError, match=f"round 2: test_recall is not finite, though the loss is: .*{message}$"):
         run(fedrax.FedAvg(local=LOCAL), task=task, rounds=2, eval_every=2)
 
 

@@ -116,12 +116,12 @@ def test_by_default_about_twenty_rounds_are_evaluated(rounds: int):
 
 def test_every_executor_evaluates_the_same_rounds(tmp_path: Path):
     options: Any = {"rounds": 21, "cohort_size": 3}
-    wanted = [1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 21]
+    expected = [1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 21]
     rounds = lambda result: [round for round, _ in result.metric("test_accuracy")]  # noqa: E731
-    assert rounds(fedrax.simulate(fedrax.FedAvg(local=LOCAL), TASK, FEDERATION, **options)) == wanted
+    assert rounds(fedrax.simulate(fedrax.FedAvg(local=LOCAL), TASK, FEDERATION, **options)) == expected
     for mode in ("vectorized", "sequential"):
         ((swept,),) = fedrax.sweep([fedrax.FedAvg(local=LOCAL)], TASK, FEDERATION, mode=mode, **options)  # type: ignore[arg-type]
-        assert rounds(swept) == wanted
+        assert rounds(swept) == expected
     run(rounds=4, eval_every=None, directory=tmp_path / "run")
     longer = run(rounds=60, eval_every=None, directory=tmp_path / "run", resume=True)
     assert rounds(longer) == [1, 2, 3, 4, *range(6, 61, 3)]
@@ -185,9 +185,9 @@ def test_target_without_accuracy_is_rejected():
 
 def test_results_and_federations_print_as_a_few_lines():
     result = run(rounds=3, eval_every=2, per_client=True)
-    said = repr(result).splitlines()
-    assert said[0].startswith("Result: 3 rounds (rounds), scan") and "array" not in repr(result)
-    assert f"  test loss: {result.events[-1]['test_loss']:.4g}" in said
+    printed = repr(result).splitlines()
+    assert printed[0].startswith("Result: 3 rounds (rounds), scan") and "array" not in repr(result)
+    assert f"  test loss: {result.events[-1]['test_loss']:.4g}" in printed
     sizes = FEDERATION.sizes
     described = repr(FEDERATION).splitlines()
     assert described[0].endswith(f"8 clients of {sizes.min()} to {sizes.max()} training samples, {sizes.sum()} in all")

@@ -103,8 +103,8 @@ def test_memory_is_limited_by_the_control_group(
     (tmp_path / "cgroup").write_text(groups)
     place = tmp_path / file
     place.parent.mkdir(parents=True, exist_ok=True)
-    for said, expected in (("9223372036854771712\n", machine), ("max\n", machine), (f"{limit}\n", limit)):
-        place.write_text(said)
+    for printed, expected in (("9223372036854771712\n", machine), ("max\n", machine), (f"{limit}\n", limit)):
+        place.write_text(printed)
         assert host_memory.host_memory(tmp_path / "cgroup", tmp_path) == expected
     monkeypatch.setattr("fedrax.simulation.placement.memory_budget.host_memory", lambda: limit)
     assert MemoryBudget.of(execution_plan.make_mesh(2)).total == limit // 2

@@ -83,7 +83,7 @@ def test_recorded_messages_are_encoded(algorithm: fedrax.Algorithm) -> None:
 
 
 @pytest.mark.parametrize(
-    ("record", "sentence"),
+    ("record", "message"),
     [
         (MessageSelection(clients=(8,)), "no client 8 to record: they go from 0 to 7"),
         (MessageSelection(rounds=(0,)), "no round 0 to record: they go from 1 to 4"),
@@ -93,8 +93,8 @@ def test_recorded_messages_are_encoded(algorithm: fedrax.Algorithm) -> None:
         ((0, 1), "record must be a MessageSelection or None, not a tuple"),
     ],
 )
-def test_invalid_selections_are_rejected(record: Any, sentence: str) -> None:
-    with pytest.raises(fedrax.FedraxError, match=sentence):
+def test_invalid_selections_are_rejected(record: Any, message: str) -> None:
+    with pytest.raises(fedrax.FedraxError, match=message):
         run(record=record)
 
 

@@ -135,8 +135,8 @@ def test_bfloat16_parameters_become_float32_and_the_plan_says_so():
         lambda key: {"w": jnp.zeros((4, 3), jnp.bfloat16), "b": jnp.zeros(3)},
         lambda p, x, key=None: x @ p["w"] + p["b"],
     )
-    said = simulate(FedAvg(), classification(model), make_federation(), rounds=1, cohort_size=3)
-    assert said.plan.endswith(", parameters of bfloat16 held as float32")
-    assert {leaf.dtype for leaf in jax.tree.leaves(said.params)} == {np.dtype(np.float32)}
+    printed = simulate(FedAvg(), classification(model), make_federation(), rounds=1, cohort_size=3)
+    assert printed.plan.endswith(", parameters of bfloat16 held as float32")
+    assert {leaf.dtype for leaf in jax.tree.leaves(printed.params)} == {np.dtype(np.float32)}
     silent = classification(TwoNN().build((4,), 3))
     assert "held" not in simulate(FedAvg(), silent, make_federation(), rounds=1, cohort_size=3).plan

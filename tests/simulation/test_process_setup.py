@@ -47,8 +47,8 @@ def test_memory_freed_by_compilation_is_returned_to_the_system():
 
     script = FRAGMENTS.replace("SHORT", repr((_COMPILE_EVENT, 0.001))).replace("LONG", repr((_COMPILE_EVENT, 1.0)))
     script = script.replace("OTHER", repr(("/another/event", 1.0)))
-    made = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=1800, check=True)
-    short, other, long = (json.loads(line) for line in made.stdout.splitlines())
+    completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=1800, check=True)
+    short, other, long = (json.loads(line) for line in completed.stdout.splitlines())
     assert short < 20 and other < 20 and long > 150
 
 
@@ -103,12 +103,12 @@ print(result.events[-1]["seconds"])
 def test_devices_wait_for_each_other_without_a_time_limit():
     """By default XLA warns after 20 seconds and ends the process after 40."""
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}
-    made = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", UNEQUAL_DEVICES], capture_output=True, text=True, env=environment, check=False
     )
-    assert made.returncode == 0, made.stderr
-    assert float(made.stdout) > 45
-    assert not made.stderr
+    assert completed.returncode == 0, completed.stderr
+    assert float(completed.stdout) > 45
+    assert not completed.stderr
 
 
 ONE_CORE = """
@@ -123,8 +123,10 @@ fedrax.simulation.use_all_cores()
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_using_jax_before_fedrax_warns_of_idle_cores():
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    made = subprocess.run([sys.executable, "-c", ONE_CORE], capture_output=True, text=True, env=environment, check=True)
-    assert made.stderr.count("call fedrax.simulation.use_all_cores()") == 1
+    completed = subprocess.run(
+        [sys.executable, "-c", ONE_CORE], capture_output=True, text=True, env=environment, check=True
+    )
+    assert completed.stderr.count("call fedrax.simulation.use_all_cores()") == 1
 
 
 FORKED = """
@@ -149,8 +151,8 @@ with multiprocessing.get_context("fork").Pool(1) as pool:
 
 def test_process_forked_after_jax_has_started_raises_instead_of_hanging():
     """Its first child, forked before, runs."""
-    made = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=240, check=True)
-    before, after = made.stdout.splitlines()
+    completed = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=240, check=True)
+    before, after = completed.stdout.splitlines()
     assert before == "[None]" and 'get_context("spawn")' in after
 
 
@@ -174,8 +176,8 @@ print(json.dumps([len(during) > len(before), sorted(set(during.values())), all(a
 
 def test_lapack_has_one_thread_during_a_run():
     """Loaded before or during the run; other threads' settings are restored afterwards."""
-    made = subprocess.run([sys.executable, "-c", LAPACK], capture_output=True, text=True, timeout=1800, check=True)
-    loaded, during, restored = json.loads(made.stdout)
+    completed = subprocess.run([sys.executable, "-c", LAPACK], capture_output=True, text=True, timeout=1800, check=True)
+    loaded, during, restored = json.loads(completed.stdout)
     assert during == [1]
     assert restored
     if not loaded:

@@ -121,15 +121,15 @@ def test_process_waits_for_the_other_or_raises(event: str, port: int, tmp_path: 
         )
         for process in range(2)
     ]
-    (_, said), _ = [child.communicate(timeout=1800) for child in children]
+    (_, printed), _ = [child.communicate(timeout=1800) for child in children]
     first, second = (child.returncode for child in children)
     written = {int(event["round"]) for event in fedrax.simulation.read_events(tmp_path)}
     if event == "sleeps":
         assert (first, second) == (0, 0) and max(written) == 8
-        assert not [line for line in said.splitlines() if "Gloo" not in line]
+        assert not [line for line in printed.splitlines() if "Gloo" not in line]
     else:
         assert second == -signal.SIGKILL and first == 1 and max(written) < 8
-        assert "error: another process of this run has ended" in said and "Traceback" not in said
+        assert "error: another process of this run has ended" in printed and "Traceback" not in printed
         assert checkpoint.load_meta(tmp_path / "checkpoint")["round"] in (4, 6)
 
 
@@ -171,16 +171,16 @@ def run_code_in_two_processes(code: str, port: int, *arguments: Any) -> list[tup
         )
         for process in range(2)
     ]
-    said = [child.communicate(timeout=1800) for child in children]
-    return [(child.returncode, *texts) for child, texts in zip(children, said, strict=True)]
+    printed = [child.communicate(timeout=1800) for child in children]
+    return [(child.returncode, *texts) for child, texts in zip(children, printed, strict=True)]
 
 
 @pytest.mark.slow
 def test_all_processes_resume_from_one_checkpoint(port: int, tmp_path: Path) -> None:
     first, further = (run_in_two_processes(tmp_path / "run", port, rounds) for rounds in (4, 8))
-    whole = run_in_two_processes(tmp_path / "whole", port, 8)
-    assert [status for status, _, _ in (*first, *further, *whole)] == [0] * 6, further
-    ends = [[json.loads(out.splitlines()[-1]) for _, out, _ in said] for said in (further, whole)]
+    uninterrupted = run_in_two_processes(tmp_path / "whole", port, 8)
+    assert [status for status, _, _ in (*first, *further, *uninterrupted)] == [0] * 6, further
+    ends = [[json.loads(out.splitlines()[-1]) for _, out, _ in printed] for printed in (further, uninterrupted)]
     assert ends[0] == ends[1]
 
 
@@ -208,6 +208,6 @@ def test_callback_of_the_first_process_ends_the_run_of_all(port: int) -> None:
 
 @pytest.mark.slow
 def test_diverged_run_raises_a_clear_error_in_all_processes(port: int, tmp_path: Path) -> None:
-    for status, _, said in run_in_two_processes(tmp_path / "run", port, 20, 1e38):
-        assert status == 1 and " is not finite" in said and "Traceback" not in said
+    for status, _, printed in run_in_two_processes(tmp_path / "run", port, 20, 1e38):
+        assert status == 1 and " is not finite" in printed and "Traceback" not in printed
     assert (tmp_path / "run" / "failure" / "state.npz").exists()

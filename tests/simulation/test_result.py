@@ -133,13 +133,13 @@ def test_plain_state_dict_is_read_by_the_names_of_its_arrays(tmp_path):
 
     flat = fedrax.simulation.load_model(tmp_path / "plain", like=jax.tree.map(jnp.zeros_like, weights))
     assert set(flat) == set(weights)  # names with dots, as in a dictionary of the user
-    for file, structure, words in (
+    for file, structure, message in (
         ("norm", None, r"running statistics, bn/running_(mean|var): pass like=task\.init"),
         ("norm", params, "has no bn/running_(mean|var)"),
         ("plain", like, "bn/num_batches_tracked is not there, should be of shape"),
         ("plain", {"net": [{"weight": jnp.zeros((3, 2)), "bias": jnp.zeros(2)}]}, r"net/0/weight is of shape \(2, 3\)"),
     ):
-        with pytest.raises(FedraxError, match=words):
+        with pytest.raises(FedraxError, match=message):
             fedrax.simulation.load_model(tmp_path / file, like=structure)
     save_file({"a.b": np.zeros(1), "a/b": np.zeros(1)}, tmp_path / "twice")
     with pytest.raises(FedraxError, match="two arrays for the leaf a/b"):
@@ -204,7 +204,7 @@ def test_callback_receives_parameters_and_ends_the_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("mistake", "sentence"),
+    ("mistake", "message"),
     [
         (lambda: simulate(method, task, federation, round=5), "unknown setting 'round'; did you mean 'rounds'"),
         (lambda: Scaffold(lr=0.1), r"'lr' is a field of Scaffold.local: Scaffold\(local=LocalSGD\(lr=0.1\)\)"),
@@ -228,8 +228,8 @@ def test_callback_receives_parameters_and_ends_the_run(tmp_path):
         (lambda: simulate(method, Linear().build((4,), 3), federation), r"classification\(model\)"),
     ],
 )
-def test_invalid_arguments_raise_one_clear_message(mistake, sentence):
-    with pytest.raises(FedraxError, match=sentence):
+def test_invalid_arguments_raise_one_clear_message(mistake, message):
+    with pytest.raises(FedraxError, match=message):
         mistake()
 
 
@@ -259,12 +259,12 @@ def test_model_with_too_few_outputs_is_rejected():
 def test_models_without_arrays_are_rejected():
     from fedrax.models import Model
 
-    for model, says in (
+    for model, message in (
         (Model(lambda key: {"w": "text"}, lambda params, x, key=None: x), "parameters must be arrays: .*'str'"),
         (Model(lambda key: {"w": jnp.ones(3)}, lambda params, x, key=None: None), "outputs are an array, not NoneType"),
         (Model(lambda key: {}, lambda params, x, key=None: x), "has no parameters"),
     ):
-        with pytest.raises(FedraxError, match=says):
+        with pytest.raises(FedraxError, match=message):
             simulate(method, classification(model), federation, rounds=1, cohort_size=2)
 
 

@@ -42,15 +42,15 @@ print(json.dumps(found))
 def measure(*clients: int) -> list[dict[str, float]]:
     """CPU seconds of the fastest round, peak memory in GiB, and last loss, of configurations run in one process."""
     path = os.pathsep.join(p for p in sys.path if p)
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", CODE, *map(str, clients)],
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=1800,
     )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    assert completed.returncode == 0, completed.stderr
+    return json.loads(completed.stdout)
 
 
 @pytest.mark.slow

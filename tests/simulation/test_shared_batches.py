@@ -63,24 +63,26 @@ def run(algorithm: Any, module: nn.Module | None = None, **changes: Any) -> Any:
     return simulate(algorithm, task_of(module or WithDropout()), federation, **(settings | changes))
 
 
-def assert_close(found: Any, wanted: Any) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), found, wanted)
+def assert_close(found: Any, expected: Any) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), found, expected)
 
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("kind", [FedAvg, Scaffold, Episode, GradMA, MimeSVRG])
 def test_results_agree_with_one_device(kind: Any, share_small_batches: None) -> None:
     algorithm = kind(local=dataclasses.replace(kind().local, lr=0.05, epochs=2, steps=None, batch_size=7))
-    found, wanted = run(algorithm), run(algorithm, devices=1)
+    found, expected = run(algorithm), run(algorithm, devices=1)
     assert "left over on all of them together" in found.plan and "samples at a time" not in found.plan
-    assert_close((found.params, found.server), (wanted.params, wanted.server))
+    assert_close((found.params, found.server), (expected.params, expected.server))
 
 
 def test_resumed_run_is_bitwise_equal(tmp_path: Path, share_small_batches: None) -> None:
-    whole = run(Scaffold(local=LOCAL), rounds=4)
+    uninterrupted = run(Scaffold(local=LOCAL), rounds=4)
     run(Scaffold(local=LOCAL), rounds=2, directory=tmp_path)
     found = run(Scaffold(local=LOCAL), rounds=4, directory=tmp_path, resume=True)
-    jax.tree.map(np.testing.assert_array_equal, (found.params, found.server), (whole.params, whole.server))
+    jax.tree.map(
+        np.testing.assert_array_equal, (found.params, found.server), (uninterrupted.params, uninterrupted.server)
+    )
 
 
 def test_batches_with_batch_norm_are_not_shared(share_small_batches: None) -> None:

@@ -326,15 +326,15 @@ print(json.dumps({"peak": peak, "store": store, "samples": x.nbytes, "busy": bus
 def measure(directory: Path, method: str, clients: int, cohort: int, rounds: int) -> dict[str, Any]:
     """Peak memory, size of the states and of the samples, of a run in a process, in bytes."""
     path = os.pathsep.join(p for p in sys.path if p)
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", CODE, str(directory), method, str(clients), str(cohort), str(rounds)],
         env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
         timeout=1800,
     )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    assert completed.returncode == 0, completed.stderr
+    return json.loads(completed.stdout)
 
 
 def mapped_file(directory: Path, rows: int, features: int) -> None:

@@ -60,10 +60,10 @@ threading.Thread(target=work).start()
 
 def test_run_may_begin_after_the_main_thread_has_ended():
     paths = os.pathsep.join(path for path in sys.path if path)
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", LATER], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
     )
-    assert done.stdout == "4\n", done.stderr
+    assert completed.stdout == "4\n", completed.stderr
 
 
 def test_ctrl_c_reaches_a_thread_that_waits_for_a_run():

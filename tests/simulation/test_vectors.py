@@ -220,8 +220,8 @@ def test_divergence_in_one_shard_stops_all_devices(plan, tmp_path):
     healthy = run(StoresUpdates(local=LOCAL), rounds=2, plan=plan)
     with np.load(tmp_path / "failure" / "state.npz") as file:
         kept = [file[name] for name in sorted(file.files) if "server" in name]
-    for ours, theirs in zip(kept, jax.tree.leaves(healthy.server), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    for actual, desired in zip(kept, jax.tree.leaves(healthy.server), strict=True):
+        np.testing.assert_array_equal(actual, desired)
 
 
 @hyperparameters

@@ -41,9 +41,9 @@ def test_vectorized_sweep_equals_sequential_one(algorithms: list) -> None:
         for one, reference in zip(row, other, strict=True):
             assert one.plan.startswith("vectorized: 3 x 2 runs")
             assert [event.keys() for event in one.events] == [event.keys() for event in reference.events]
-            for mine, theirs in zip(one.events, reference.events, strict=True):
-                for key in mine.keys() - {"seconds"}:
-                    assert mine[key] == pytest.approx(theirs[key], rel=1e-4), key
+            for actual, desired in zip(one.events, reference.events, strict=True):
+                for key in actual.keys() - {"seconds"}:
+                    assert actual[key] == pytest.approx(desired[key], rel=1e-4), key
             np.testing.assert_allclose(
                 one.params["output"]["weight"], reference.params["output"]["weight"], rtol=1e-4, atol=1e-6
             )
@@ -74,10 +74,10 @@ def test_events_before_divergence_are_kept() -> None:
     together, in_turn = ends
     sound = len(in_turn.events)
     assert 1 < sound < 7 and [event["round"] for event in together.events] == list(range(1, sound + 1))
-    for mine, theirs in zip(together.events, in_turn.events, strict=True):
-        assert mine.keys() == theirs.keys()
-        for key in mine.keys() - {"seconds"}:
-            assert mine[key] == pytest.approx(theirs[key], rel=1e-4), key
+    for actual, desired in zip(together.events, in_turn.events, strict=True):
+        assert actual.keys() == desired.keys()
+        for key in actual.keys() - {"seconds"}:
+            assert actual[key] == pytest.approx(desired[key], rel=1e-4), key
     for end in ends:
         assert end.stopped == "diverged" and np.isfinite(end.params["output"]["weight"]).all()
         with pytest.raises(fedrax.FedraxError, match="the run diverged"):
@@ -121,9 +121,9 @@ def test_plans_with_several_programs_are_sequential(plan: str) -> None:
 
 def test_sweep_uses_the_requested_devices() -> None:
     methods = grid(fedrax.FedAvg, steps=1)[:2]
-    for devices, said in ((None, "on 2 devices"), (1, "on 1 device"), (2, "on 2 devices")):
+    for devices, printed in ((None, "on 2 devices"), (1, "on 1 device"), (2, "on 2 devices")):
         for (result,) in fedrax.sweep(methods, TASK, FEDERATION, rounds=1, devices=devices, mode="vectorized"):
-            assert result.plan.endswith(said)
+            assert result.plan.endswith(printed)
             assert len(jax.tree.leaves(result.params)) == 2
     for mode in ("auto", "vectorized", "sequential"):
         with pytest.raises(fedrax.FedraxError, match="99 devices are asked for"):
@@ -142,12 +142,12 @@ def test_seed_argument_is_the_seed() -> None:
     """In the settings or by name, unless seeds are given."""
     method = fedrax.FedAvg(local=fedrax.LocalSGD(lr=0.1, steps=1))
     options: dict[str, Any] = {"rounds": 1, "cohort_size": 3}
-    wanted = fedrax.simulate(method, TASK, FEDERATION, seed=7, **options).events[0]["train_loss"]
+    expected = fedrax.simulate(method, TASK, FEDERATION, seed=7, **options).events[0]["train_loss"]
     for mode in ("vectorized", "sequential"):
         named = fedrax.sweep([method], TASK, FEDERATION, seed=7, mode=mode, **options)
         set_so = fedrax.sweep([method], TASK, FEDERATION, None, fedrax.Settings(seed=7), mode=mode, **options)
         for ((result,),) in (named, set_so):
-            assert result.events[0]["train_loss"] == pytest.approx(wanted, rel=1e-5)
+            assert result.events[0]["train_loss"] == pytest.approx(expected, rel=1e-5)
     with pytest.raises(fedrax.FedraxError, match="seeds and seed are both given"):
         fedrax.sweep([method], TASK, FEDERATION, seeds=(1, 2), seed=7)
     with pytest.raises(fedrax.FedraxError, match="seeds and seed are both given"):
@@ -194,8 +194,8 @@ def test_settings_have_the_same_effect_in_sweeps(name: str) -> None:
     for method, (result,) in zip(methods, fedrax.sweep(methods, TASK, FEDERATION, **options), strict=True):
         alone = fedrax.simulate(method, TASK, FEDERATION, **options)
         assert [event.keys() for event in result.events] == [event.keys() for event in alone.events]
-        for mine, theirs in zip(result.events, alone.events, strict=True):
-            for key in mine.keys() - {"seconds"}:
-                assert mine[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), key
+        for actual, desired in zip(result.events, alone.events, strict=True):
+            for key in actual.keys() - {"seconds"}:
+                assert actual[key] == pytest.approx(desired[key], rel=1e-4, abs=1e-6), key
         assert result.stopped == alone.stopped and result.spent == alone.spent
         assert result.params["output"]["weight"].dtype == alone.params["output"]["weight"].dtype

@@ -181,12 +181,12 @@ HOOKS = {
 }
 
 
-@pytest.mark.parametrize("sentence", HOOKS)
-def test_outputs_of_hooks_are_checked(sentence: str):
+@pytest.mark.parametrize("message", HOOKS)
+def test_outputs_of_hooks_are_checked(message: str):
     for use in (lambda method: run(method, rounds=1, devices=1), check_algorithm):
         with pytest.raises(FedraxError) as caught:
-            use(HOOKS[sentence])
-        assert sentence in str(caught.value)
+            use(HOOKS[message])
+        assert message in str(caught.value)
 
 
 def wrapper_class(name: str, made: Callable) -> Callable[[], type]:
@@ -235,12 +235,12 @@ MISTAKES: dict[str, tuple[str, Callable]] = {
 }
 
 
-@pytest.mark.parametrize("sentence", MISTAKES)
-def test_invalid_wrappers_raise_a_clear_error(sentence: str):
+@pytest.mark.parametrize("message", MISTAKES)
+def test_invalid_wrappers_raise_a_clear_error(message: str):
     for use in (lambda method: run(method, rounds=1, devices=1), check_algorithm):
         with pytest.raises(FedraxError) as caught:
-            use(wrapper_class(*MISTAKES[sentence])()(inner=AVERAGE))
-        assert sentence in str(caught.value), str(caught.value)
+            use(wrapper_class(*MISTAKES[message])()(inner=AVERAGE))
+        assert message in str(caught.value), str(caught.value)
 
 
 def test_mutable_default_raises_a_clear_error():

@@ -107,10 +107,10 @@ UNSUPPORTED = {
 }
 
 
-@pytest.mark.parametrize("sentence", UNSUPPORTED)
-def test_unsupported_combinations_are_rejected(sentence: str):
-    with pytest.raises(FedraxError, match=sentence):
-        run(UNSUPPORTED[sentence], task=TASK, rounds=1, weights="uniform")
+@pytest.mark.parametrize("message", UNSUPPORTED)
+def test_unsupported_combinations_are_rejected(message: str):
+    with pytest.raises(FedraxError, match=message):
+        run(UNSUPPORTED[message], task=TASK, rounds=1, weights="uniform")
 
 
 def test_ditto_has_its_own_number_of_personal_steps():

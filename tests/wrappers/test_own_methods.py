@@ -93,8 +93,8 @@ WRAPPED_METHODS = [
 def test_wrappers_without_effect_are_bitwise_identities(wrap: str, method: str):
     inside = METHODS[method]
     one, other = (short(m, trajectory=True, rounds=3) for m in (inside, WRAPS[wrap](inside)))
-    for mine, theirs in zip(one.trajectory, other.trajectory, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, mine, theirs)
+    for actual, desired in zip(one.trajectory, other.trajectory, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, actual, desired)
 
 
 def test_nested_wrappers_draw_independent_noise():

@@ -47,9 +47,9 @@ def assert_agrees(function: Any, *args: Any, rtol: float = 2e-5, twice: bool = F
     second = lambda f: jax.grad(lambda *args: sum(jnp.sum(g**2) for g in jax.grad(loss(f), real)(*args)), real)  # noqa: E731
     first = lambda f: lambda *args: (f(*args), jax.grad(loss(f), real)(*args))  # noqa: E731
     for made in (first, second) if twice else (first,):
-        wanted = jax.jit(made(function))(*args)
+        expected = jax.jit(made(function))(*args)
         found = jax.jit(optimize(made(optimize_forward(function))))(*args)
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             assert (a.shape, a.dtype) == (b.shape, b.dtype)
             np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * float(jnp.abs(b).max() + 1e-3))
 

@@ -25,9 +25,9 @@ def number_of_loops(function, *args) -> int:
     return sum(equation.primitive.name == "scan" for equation in equations_in(jax.make_jaxpr(function)(*args)))
 
 
-def assert_same(found, wanted) -> None:
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+def assert_same(found, expected) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
         if jnp.issubdtype(one.dtype, jnp.floating):
             np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-7)

@@ -48,9 +48,9 @@ def test_sums_over_leading_axes(left: tuple, right: tuple, axes: int, dtype):
         function = lambda a, b: lax.dot_general(a, b, numbers, precision="highest")  # noqa: E731
         found = jax.jit(optimize(function))(a, b)
         assert products_in(optimize(function), a, b) == [ONE_PRODUCT]
-        wanted = np.tensordot(np.float64(a), np.float64(b), (range(axes), range(axes)))
-        assert (found.shape, found.dtype) == (wanted.shape, dtype)
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5 if dtype is np.float32 else 1e-12)
+        expected = np.tensordot(np.float64(a), np.float64(b), (range(axes), range(axes)))
+        assert (found.shape, found.dtype) == (expected.shape, dtype)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 if dtype is np.float32 else 1e-12)
 
 
 @pytest.mark.parametrize("spec", ["bti,btij->btj", "bti,tbj->ij", "bi,bj->ij", "bit,bjt->ij"])
@@ -139,9 +139,9 @@ def test_narrower_factor_of_a_sum_over_rows_is_first(spec: str, exchanged: bool,
         function = lambda a, b: lax.dot_general(a, b, dims, precision="highest")  # noqa: E731
         fast = optimize(function)
         found = jax.jit(fast)(left, right)
-        wanted, rounding = function(left, right), 1e-5 if dtype is np.float32 else 1e-13
-        np.testing.assert_allclose(found, wanted, rtol=rounding, atol=rounding)
-        assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+        expected, rounding = function(left, right), 1e-5 if dtype is np.float32 else 1e-13
+        np.testing.assert_allclose(found, expected, rtol=rounding, atol=rounding)
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
         made = list(equations_in(jax.make_jaxpr(fast)(left, right)))
         (product,) = [e for e in made if e.primitive.name == "dot_general"]
         assert any(e.primitive.name == "optimization_barrier" for e in made)  # otherwise XLA exchanges them again

@@ -130,8 +130,8 @@ def arguments() -> tuple[tuple[Array, Array], Array]:
     return (draw(WIDTH, WIDTH), draw(3, 3, CHANNELS, CHANNELS)), draw(ROWS, SIZE, SIZE, CHANNELS)
 
 
-def assert_agrees(found: object, wanted: object) -> None:
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+def assert_agrees(found: object, expected: object) -> None:
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4 * float(jnp.abs(b).max(initial=1)))
 
@@ -139,11 +139,11 @@ def assert_agrees(found: object, wanted: object) -> None:
 def check(steps: list[tuple[int, int, int]], single_pass: list[str]) -> None:
     losses, (weights, x), key = program(steps), arguments(), jax.random.key(0)
     objective = lambda weights, x: losses(weights, x, key).sum()  # noqa: E731
-    wanted = jax.jit(jax.value_and_grad(objective, (0, 1)))(weights, x)
+    expected = jax.jit(jax.value_and_grad(objective, (0, 1)))(weights, x)
     for kept in (IN_PIPELINE, *([name] for name in single_pass)):
         options = Options(ALL_PASSES - set(kept), LOW_LIMITS)
         gradient = jax.value_and_grad(optimize_forward(objective, options), (0, 1))
-        assert_agrees(jax.jit(optimize(gradient, options=options))(weights, x), wanted)
+        assert_agrees(jax.jit(optimize(gradient, options=options))(weights, x), expected)
 
 
 SETTINGS = settings(

@@ -82,7 +82,7 @@ def test_random_scans_and_their_gradients_agree_with_jax(seed: int) -> None:
     function, args = random_scan(seed)
     loss = lambda *args: sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(function(*args)))  # noqa: E731
     for each in (function, jax.grad(loss, (0, 1, 2))):
-        wanted, found = jax.jit(each)(*args), jax.jit(optimize(each))(*args)
-        for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
+        expected, found = jax.jit(each)(*args), jax.jit(optimize(each))(*args)
+        for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
             assert (a.shape, a.dtype) == (b.shape, b.dtype)
             np.testing.assert_allclose(b, a, rtol=1e-9, atol=1e-10)

@@ -41,9 +41,9 @@ def sequential(x: Any) -> Any:
 @pytest.mark.parametrize("function", [bias, table, counted, pooled, sequential, jax.vmap(bias)])
 def test_sums_are_rounded_once(function: Any, dtype: Any):
     short = jnp.asarray(X, dtype)
-    wanted, found = function(short.astype(jnp.float32)), jax.jit(optimize(function))(short)
+    expected, found = function(short.astype(jnp.float32)), jax.jit(optimize(function))(short)
     assert found.dtype == dtype
-    np.testing.assert_allclose(found.astype(jnp.float32), wanted, rtol=2 * float(jnp.finfo(dtype).eps), atol=1e-3)
+    np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=2 * float(jnp.finfo(dtype).eps), atol=1e-3)
 
 
 def test_maximum_of_an_empty_array():

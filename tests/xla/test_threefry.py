@@ -14,12 +14,12 @@ def assert_same(function, *args, ulps: int = 0):
     """Assert equality, also in a loop and compiled, up to ``ulps`` units in the last place."""
     rewritten = optimize(function)
     assert str(jax.make_jaxpr(rewritten)(*args)) != str(jax.make_jaxpr(function)(*args))
-    for found, wanted in ((rewritten(*args), function(*args)), (jax.jit(rewritten)(*args), jax.jit(function)(*args))):
-        assert found.dtype == wanted.dtype
+    for found, expected in ((rewritten(*args), function(*args)), (jax.jit(rewritten)(*args), jax.jit(function)(*args))):
+        assert found.dtype == expected.dtype
         if ulps:
-            np.testing.assert_array_max_ulp(np.asarray(found), np.asarray(wanted), ulps)
+            np.testing.assert_array_max_ulp(np.asarray(found), np.asarray(expected), ulps)
         else:
-            np.testing.assert_array_equal(found, wanted)
+            np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.slow(keep=3)

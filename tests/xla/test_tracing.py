@@ -103,17 +103,17 @@ def test_equal_new_functions_are_compiled_once(caplog: pytest.LogCaptureFixture)
         "a constant": lambda by: lambda x: x["w"] + jnp.asarray(table)[1],
     }
     for name, make in makers.items():
-        wanted = jax.jit(make(2.0))(x)
+        expected = jax.jit(make(2.0))(x)
         with jax.log_compiles():
             caplog.clear()
             ours = [run_cached(make(2.0), x) for _ in range(2)]
             if name in ("arguments", "new"):
-                said = [record.getMessage() for record in caplog.records]
-                assert sum("Compiling jit(jaxpr_as_fun)" in line for line in said) == (name == "new")
-                assert not any("Compiling jit(<lambda>)" in line for line in said)
+                printed = [record.getMessage() for record in caplog.records]
+                assert sum("Compiling jit(jaxpr_as_fun)" in line for line in printed) == (name == "new")
+                assert not any("Compiling jit(<lambda>)" in line for line in printed)
         for found in ours:
-            assert jax.tree.structure(found) == jax.tree.structure(wanted)
-            for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            assert jax.tree.structure(found) == jax.tree.structure(expected)
+            for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
                 assert isinstance(a, jax.Array) and jax.typeof(a) == jax.typeof(b)
                 np.testing.assert_array_equal(a, b)
     np.testing.assert_array_equal(run_cached(makers["new"](3.0), x)["some"], 3 * x["w"])

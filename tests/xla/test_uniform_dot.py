@@ -53,10 +53,10 @@ def test_results_agree_with_uncompiled_ones(name: str, dtype: Any):
     with jax.enable_x64():  # float32 constants, and float64 numbers computed here
         x, s = jnp.asarray(X, dtype), jnp.asarray(1.25, dtype)
         with jax.disable_jit():
-            wanted = jax.tree.map(np.asarray, function(x.astype(jnp.float64), s.astype(jnp.float64)))
+            expected = jax.tree.map(np.asarray, function(x.astype(jnp.float64), s.astype(jnp.float64)))
         found = jax.jit(optimize(function))(x, s)
         tolerance = {jnp.float32: 1e-5, jnp.float64: 1e-12, jnp.bfloat16: 2**-7}[dtype]  # two roundings to 8 bits
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a.astype(jnp.float64), b, rtol=tolerance, atol=tolerance)
 
 
@@ -84,8 +84,8 @@ def test_function_called_with_constant_and_other_factors(held: Callable):
 
     w = jnp.arange(32.0).reshape(16, 2)
     with jax.disable_jit():
-        wanted = both(jnp.float32(X), w)
-    np.testing.assert_allclose(jax.jit(optimize(both))(jnp.float32(X), w), wanted, rtol=1e-5)
+        expected = both(jnp.float32(X), w)
+    np.testing.assert_allclose(jax.jit(optimize(both))(jnp.float32(X), w), expected, rtol=1e-5)
     left = [e for e in equations_in(jax.make_jaxpr(optimize(both))(X, w)) if e.primitive.name == "dot_general"]
     assert len(left) == 1
 
@@ -106,5 +106,5 @@ def test_other_products_are_unchanged(other: Callable):
     made = jax.make_jaxpr(fast)(jnp.float32(X), jnp.float32(2))
     assert [e for e in equations_in(made) if e.primitive.name == "dot_general"]
     with jax.disable_jit():
-        wanted = other(jnp.float32(X), jnp.float32(2))
-    np.testing.assert_allclose(jax.jit(fast)(jnp.float32(X), jnp.float32(2)), wanted, rtol=1e-5)
+        expected = other(jnp.float32(X), jnp.float32(2))
+    np.testing.assert_allclose(jax.jit(fast)(jnp.float32(X), jnp.float32(2)), expected, rtol=1e-5)

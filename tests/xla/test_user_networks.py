@@ -99,10 +99,10 @@ def test_overflow_of_a_sample_does_not_affect_others():
     w = {"a": jnp.float32(1), "k": 0.01 * jax.random.normal(jax.random.key(0), (200, 1, 2))}
     x = jax.random.normal(jax.random.key(1), (8, 400)).at[3, 7].set(1e4)
     found = jax.jit(optimize(jax.vmap(jax.grad(long_kernel), (None, 0)), per_example=True))(w, x)
-    wanted = jax.vmap(jax.grad(long_kernel), (None, 0))(w, x)
+    expected = jax.vmap(jax.grad(long_kernel), (None, 0))(w, x)
     others = np.arange(8) != 3
     assert not np.isfinite(found["k"][3]).all() and np.isfinite(found["k"][others]).all()
-    np.testing.assert_allclose(found["k"][others], wanted["k"][others], rtol=2e-5, atol=1e-4)
+    np.testing.assert_allclose(found["k"][others], expected["k"][others], rtol=2e-5, atol=1e-4)
 
 
 def test_references_in_loops():
@@ -176,8 +176,8 @@ def test_dropout_before_a_product_in_a_loop(weights: Any, kind: str):
 
     x = jax.random.normal(jax.random.key(1), (6, 4, 256))
     loss = lambda w: recurrent(w, x, dropped, jax.random.split(jax.random.key(2, impl=kind), 6))  # noqa: E731
-    found, wanted = jax.jit(optimize(jax.grad(loss)))(weights), jax.grad(loss)(weights)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
+    found, expected = jax.jit(optimize(jax.grad(loss)))(weights), jax.grad(loss)(weights)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
 
 
 def test_callbacks_before_a_product_in_a_loop(weights: Any):
@@ -188,8 +188,8 @@ def test_callbacks_before_a_product_in_a_loop(weights: Any):
 
     x = jax.random.normal(jax.random.key(1), (6, 4, 256))
     loss = lambda w: recurrent(w, x, called, jnp.zeros(6))  # noqa: E731
-    found, wanted = jax.jit(optimize(jax.grad(loss)))(weights), jax.grad(loss)(weights)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
+    found, expected = jax.jit(optimize(jax.grad(loss)))(weights), jax.grad(loss)(weights)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
 
 
 def test_networks_before_a_product_stay_in_the_loop():
