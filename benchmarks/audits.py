@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 RAW = RESULTS / "audits.jsonl"
 NOISES, RATES, ROUNDS = (0.5, 1.0, 1.5, 2.5, 4.0), (0.05, 0.1, 0.2, 0.5), 2
 DELTAS = {"always": 1e-5, "fixed": 1e-2, "poisson": 1e-2}
-"""By the sampling of the client. Bounds from error rates need a delta that the number of runs can resolve."""
+"""delta by the sampling of the client. Bounds from error rates need a delta that the number of runs can resolve."""
 CONFIDENCE = 0.95
 BROKEN_NOISES = (1.0, 1.5, 2.5)
 """Noise multipliers of mechanisms that are broken on purpose: with less or more noise, this number of runs does not

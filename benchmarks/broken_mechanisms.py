@@ -29,7 +29,7 @@ class Broken(ClientDP):
     def around_client(
         self, client: Callable, message: Any, state: Any, own: Tree, data: ClientData, last: bool
     ) -> tuple[ClientOutput, Tree]:
-        """The clipped upload, with this noise."""
+        """Upload the clipped update with the incorrect noise."""
         output, own = ClientDP.around_client(self._exact, client, message, state, own, data, last)
         if self.at == "server":
             return output, own
@@ -37,7 +37,7 @@ class Broken(ClientDP):
         return output._replace(upload=upload), own
 
     def _with_independent_noise(self, cohort: Cohort, bound: Any) -> Cohort:
-        """The mean of clipped uploads, with this noise."""
+        """The mean of clipped uploads with the incorrect noise."""
         exact = ClientDP._with_independent_noise(self._exact, cohort, bound)
         deviation = self._per_phase(bound)[1] / exact.size
         return exact._replace(mean=self.noisy(cohort.key("noise"), exact.mean, deviation))
@@ -48,8 +48,8 @@ class Broken(ClientDP):
 
 
 @hyperparameters
-class TooQuiet(Broken):
-    """Noise of half the variance."""
+class HalfVariance(Broken):
+    """Noise with half of the variance."""
 
     def noisy(self, key: Array, exact: Tree, deviation: Any) -> Tree:
         """The standard deviation is too small by the square root of two."""
@@ -57,7 +57,7 @@ class TooQuiet(Broken):
 
 
 @hyperparameters
-class LeafLeftOut(Broken):
+class UnprotectedLeaf(Broken):
     """One leaf gets no noise."""
 
     def noisy(self, key: Array, exact: Tree, deviation: Any) -> Tree:
@@ -68,7 +68,7 @@ class LeafLeftOut(Broken):
 
 @hyperparameters
 class SameKeyTwice(Broken):
-    """Leaves of one shape get the same noise."""
+    """Leaves of equal shape get the same noise."""
 
     def noisy(self, key: Array, exact: Tree, deviation: Any) -> Tree:
         """All leaves use one key."""
@@ -76,8 +76,8 @@ class SameKeyTwice(Broken):
 
 
 BROKEN: dict[str, type[Broken]] = {
-    "noise too small by √2": TooQuiet,
-    "a leaf left out": LeafLeftOut,
+    "noise too small by √2": HalfVariance,
+    "a leaf left out": UnprotectedLeaf,
     "the same key twice": SameKeyTwice,
 }
 """Broken mechanisms by their fault."""

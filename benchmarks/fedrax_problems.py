@@ -75,7 +75,7 @@ def parameters_of(workload: Workload, initial: dict[str, np.ndarray]) -> dict[st
 
 
 def federation_of(arrays: Arrays) -> Federation:
-    """The workload's arrays (images with channels last) as they are, in stored order."""
+    """The workload's arrays (images with channels last), in stored order."""
     return Federation.from_arrays(
         arrays.x,
         arrays.y,

@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def classifier(layers: int) -> Any:
-    """BERT with adapters: from token numbers [B, T] to logits [B, 3]."""
+    """BERT with adapters: token indices [B, T] -> logits [B, 3]."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import BertConfig, BertForSequenceClassification
@@ -90,13 +90,13 @@ def classifier(layers: int) -> Any:
 
 
 def samples() -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [n, T] and labels [n] of all clients, in the order of the clients."""
+    """Tokens [n, T] and labels [n] of all clients, ordered by client."""
     rng, rows = np.random.default_rng(0), CLIENTS * STEPS * BATCH
     return rng.integers(0, WORDS, (rows, TOKENS)).astype(np.int32), rng.integers(0, 3, rows)
 
 
 def peak() -> float:
-    """Gigabytes: the largest resident memory of this process so far."""
+    """Peak resident memory of this process in gigabytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
@@ -158,13 +158,13 @@ def measure_pytorch(layers: int, rounds: int) -> dict[str, float]:
         with torch.no_grad():
             for name, p in trained.items():
                 p.copy_(start[name])
-            module(x[:BATCH])  # as the evaluation
+            module(x[:BATCH])  # as in evaluation
         ends.append(time.monotonic() - begun)
     return {"first": ends[0], "round": float(np.median(np.diff(ends))), "peak": peak(), "imported": imported}
 
 
 def sections(session: Session) -> list[str]:
-    """The page."""
+    """Sections of the page."""
     rows = []
     for side in SIDES:
         runs = [run for run in session.runs if run["side"] == side]

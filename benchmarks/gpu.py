@@ -32,10 +32,10 @@ from benchmarks.simulators import OURS, Setting
 from benchmarks.workloads import ON_A_GPU, WORKLOADS
 
 TOLERANCE = 5e-3
-"""Of the test losses, relative: TensorFloat-32 has 10 bits of mantissa."""
+"""Relative tolerance of test losses; TensorFloat-32 has 10 bits of mantissa."""
 SHORT = ("--precision", "tensorfloat32")
 WHOLE = "1,500 rounds"
-"""All of pfl-research's CIFAR-10 benchmark, from the start of the process to its end."""
+"""pfl-research's complete CIFAR-10 benchmark, from the start of the process to its end."""
 
 
 def main() -> int:
@@ -75,7 +75,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def settings(device: str, cache: Path) -> list[Setting]:
-    """Every simulator in TensorFloat-32, the default of PyTorch's convolutions, and W11 in float32 as well."""
+    """Every simulator in TensorFloat-32, the default of PyTorch's convolutions, and W11 also in float32."""
     on = ("--device", device)
     ours = {"FEDRAX_CACHE": str(cache / "fedrax-gpu")}
     # No preallocation: otherwise the peak memory would be all of the GPU's memory

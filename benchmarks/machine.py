@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def describe() -> dict[str, str | int | float]:
-    """Hardware and software of the machine, without its name."""
+    """Hardware and software of the machine, without its host name."""
     return {
         "cpu": processor(),
         "cores": cores(),
@@ -51,10 +51,10 @@ def describe() -> dict[str, str | int | float]:
 
 
 def measure() -> dict[str, float]:
-    """GEMM peak in GFLOP/s and copy bandwidth (read plus write) in GB/s, each best of a few seconds.
+    """GEMM peak in GFLOP/s and copy bandwidth (read plus write) in GB/s, each the best of several seconds.
 
-    The peak is the faster of NumPy's BLAS and XLA, which differ by a factor of two where one of them does not know
-    the processor. Every thread count needs a process of its own: libraries read theirs when they load.
+    The peak is the faster of NumPy's BLAS and XLA, which differ by a factor of two if one of them does not recognize
+    the processor. Each thread count is measured in a separate process, because libraries read it when they are loaded.
     """
     figures = {}
     for label, threads in (("1_thread", 1), ("all_cores", cores())):
@@ -69,11 +69,11 @@ def measure() -> dict[str, float]:
 
 
 def measure_here(threads: int) -> dict[str, float]:
-    """The figures in this process, whose BLAS has been told to use ``threads``."""
-    if hasattr(os, "sched_setaffinity"):  # XLA would use other cores for a product of one device
+    """The figures in this process, whose BLAS is configured for ``threads``."""
+    if hasattr(os, "sched_setaffinity"):  # otherwise XLA would use other cores for a product on one device
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
     gflops = max(blas_gflops(), xla_gflops(threads))
-    # Ones: pages of zeros that nobody has written are all one page, and that one sits in the cache.
+    # Ones: unwritten pages of zeros are all mapped to one page, which stays in the cache.
     source, target = np.ones(COPY_BYTES // 4, np.float32), np.ones(COPY_BYTES // 4, np.float32)
     parts = list(zip(np.array_split(target, threads), np.array_split(source, threads), strict=True))
     with ThreadPoolExecutor(threads) as pool:
@@ -92,7 +92,7 @@ def blas_gflops() -> float:
 
 
 def xla_gflops(threads: int) -> float:
-    """Large square matrix products of XLA, one on each of ``threads`` devices of one thread."""
+    """Large square matrix products of XLA, one on each of ``threads`` single-threaded devices."""
     from fedrax.profiling import machine_limits
     from fedrax.simulation.executors.execution_plan import make_mesh
 

@@ -44,12 +44,12 @@ def ensure_arrays(name: str, directory: Path) -> Path:
 
 
 def source_of(name: str) -> str:
-    """Where the samples of workload ``name`` come from: ``synthetic``, and for W1 ``mnist`` or ``gaussian``."""
+    """Origin of the samples of workload ``name``: ``synthetic``, and for W1 ``mnist`` or ``gaussian``."""
     return "synthetic" if name != "W1" else "mnist" if mnist_directory() else "gaussian"
 
 
 def source_text(source: str | None) -> str:
-    """A page's sentence about the samples of W1; None for sessions that do not record their source."""
+    """A sentence about the samples of W1 for a page; None for sessions that do not record their source."""
     return {
         "mnist": "W1 uses MNIST.",
         "gaussian": "W1 uses Gaussian classes instead of MNIST, which was not available.",
@@ -86,9 +86,7 @@ def inputs(name: str, x: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def shards_by_label(workload: Workload, rng: np.random.Generator) -> Samples:
-    """W1: McMahan et al.'s pathological split. Sort by label, cut into shards of 30, deal two to each
-    client.
-    """
+    """W1: the pathological split of McMahan et al. Sort by label, cut into shards of 30, assign two to each client."""
     directory = mnist_directory()
     x, y, x_test, y_test = read_mnist(directory) if directory else gaussian_classes(rng)
     n = workload.clients
@@ -100,8 +98,8 @@ def shards_by_label(workload: Workload, rng: np.random.Generator) -> Samples:
 
 
 def synthetic_1_1(workload: Workload, rng: np.random.Generator) -> Samples:
-    """W2: synthetic(1,1) of the FedProx paper. Sizes are lognormal with mean about 100 and multiples of the
-    batch, so that no simulator meets a ragged last batch; 20 test samples a client.
+    """W2: synthetic(1,1) of the FedProx paper. Sizes are lognormal with mean about 100 and multiples of the batch size,
+    so that there are no incomplete batches; 20 test samples per client.
     """
     raw = rng.lognormal(0.0, 0.8, workload.clients)
     sizes = np.maximum(10, np.round(raw / raw.mean() * 10) * 10).astype(int)
@@ -128,7 +126,7 @@ def synthetic_1_1(workload: Workload, rng: np.random.Generator) -> Samples:
 
 
 def image_templates(workload: Workload, rng: np.random.Generator, samples: int = 320) -> Samples:
-    """W3, W5, W6, W8, W9, W11: a smooth template a class and unit noise; so many samples a client, iid; 2000 test
+    """W3, W5, W6, W8, W9, W11: a smooth template per class plus unit noise; ``samples`` per client, iid; 2000 test
     samples.
     """
     train = workload.clients * samples
@@ -140,7 +138,7 @@ def image_templates(workload: Workload, rng: np.random.Generator, samples: int =
 
 
 def noise_sequences(workload: Workload, rng: np.random.Generator) -> Samples:
-    """W4: sequences of noise, told apart by a small drift; 160 samples a client, iid; 2000 test samples."""
+    """W4: noise sequences whose class is a small drift; 160 samples per client, iid; 2000 test samples."""
     train = workload.clients * 160
     x = rng.standard_normal((train + 2000, 25, 50)).astype(np.float32)
     direction = rng.standard_normal(50).astype(np.float32)
@@ -150,8 +148,8 @@ def noise_sequences(workload: Workload, rng: np.random.Generator) -> Samples:
 
 
 def markov_chains(workload: Workload, rng: np.random.Generator) -> Samples:
-    """W7: 80 symbols of a Markov chain, in which three of the 90 follow each, and the next one as the label; 64
-    samples a client, iid; 2000 test samples.
+    """W7: 80 symbols of a Markov chain in which each of 90 symbols has three successors, with the next one as label; 64
+    samples per client, iid; 2000 test samples.
     """
     train = workload.clients * 64
     followers = rng.integers(0, 90, (90, 3))
@@ -165,8 +163,8 @@ def markov_chains(workload: Workload, rng: np.random.Generator) -> Samples:
 
 
 def ragged_clients(workload: Workload, rng: np.random.Generator) -> Samples:
-    """W10: Gaussian inputs labeled by a random network, 1 to 500 samples a client in geometric progression, iid;
-    2000 test samples.
+    """W10: Gaussian inputs labeled by a random network, 1 to 500 samples per client in geometric progression, iid; 2000
+    test samples.
     """
     sizes = np.round(np.geomspace(1, 500, workload.clients)).astype(int)
     offsets = np.concatenate([[0], np.cumsum(sizes)])
@@ -178,7 +176,7 @@ def ragged_clients(workload: Workload, rng: np.random.Generator) -> Samples:
 
 
 def mnist_directory() -> Path | None:
-    """``$FEDRAX_DATA/mnist`` if all four files are there."""
+    """``$FEDRAX_DATA/mnist`` if it has all four files."""
     root = os.environ.get("FEDRAX_DATA")
     directory = Path(root) / "mnist" if root else None
     complete = directory is not None and all((directory / name).is_file() for name in MNIST_FILES)
@@ -194,7 +192,7 @@ MNIST_FILES = (
 
 
 def read_mnist(directory: Path) -> tuple[np.ndarray, ...]:
-    """MNIST as flat float32 rows with the usual mean and deviation taken out: x, y, x_test, y_test."""
+    """MNIST as flat float32 rows, standardized with the usual mean and deviation: x, y, x_test, y_test."""
 
     def read(name: str, header: int, shape: tuple[int, ...]) -> np.ndarray:
         size = int(np.prod(shape))
@@ -215,7 +213,7 @@ def read_mnist(directory: Path) -> tuple[np.ndarray, ...]:
 
 
 def gaussian_classes(rng: np.random.Generator) -> tuple[np.ndarray, ...]:
-    """Ten Gaussian classes in MNIST's shapes, exactly balanced in neither half, as MNIST is not."""
+    """Ten Gaussian classes with MNIST's shapes, not exactly balanced, as in MNIST."""
     y = rng.integers(0, 10, 70000)
     means = rng.standard_normal((10, 784)).astype(np.float32) * 0.1
     x = rng.standard_normal((70000, 784)).astype(np.float32)

@@ -88,7 +88,7 @@ def first_training_message() -> bytes:
 
 
 def measure(path: Path) -> dict[str, float]:
-    """Seconds of each part, in a process that handles the message twice: the second time without the first's set-up."""
+    """Seconds of each part, in a process that handles the message twice, the second time without set-up."""
     from flwr.app import Context, RecordDict
     from flwr.common.serde import message_from_proto
     from flwr.proto.message_pb2 import Message as Proto

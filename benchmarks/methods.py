@@ -114,7 +114,7 @@ def method(name: str) -> Algorithm:
 
 
 def adapted(algorithm: Algorithm) -> Algorithm:
-    """The algorithm with this benchmark's local work, where the method does not fix it."""
+    """The algorithm with this benchmark's local work, if the method does not determine it."""
     if hasattr(algorithm, "inner"):
         return dataclasses.replace(algorithm, inner=adapted(algorithm.inner))  # type: ignore[call-arg]
     local = getattr(algorithm, "local", None)

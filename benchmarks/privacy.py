@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 RAW = RESULTS / "privacy.jsonl"
 BATCH = 64
 SAMPLES = 60
-"""Of a client of W1."""
+"""Samples of a client of W1."""
 MODELS = {
     "W1": ("2NN 784-200-200-10", (784,), 100),
     "W3": ("LeNet on 32x32x3", (32, 32, 3), 8),
     "W5": ("3x3 convolutions, group norm", (32, 32, 3), 4),
     "W6": ("ResNet-20, group norm", (32, 32, 3), 2),
 }
-"""Text, a sample's shape in fedrax, and the steps of a round."""
+"""Description, shape of a sample in fedrax, and number of steps in a round."""
 ROUNDS = 8
 OURS = {"fedrax": "plain", "fedrax, SampleDP": "private"}
 THEIRS = {"PyTorch": "plain", "Opacus": "hooks", "Opacus, ghost clipping": "ghost"}
 AT = {"FedAvg": None, "ClientDP, noise at the server": "server", "ClientDP, noise at the clients": "client"}
-"""Variants of a round of W1: where the noise is added."""
+"""Variants of a round of W1, with the place where noise is added."""
 BLOCK, BLOCKS, TURNS = 20, 3, 5
 """Rounds in a timed block, blocks in a run after one for warm-up, and runs of each variant in turn."""
 ONE_THREAD: dict[str, Any] = {
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace) -> Session:
-    """All models and variants in turn; exits if a run fails."""
+    """All models and variants one after the other; exits if a run fails."""
     python = ensure_environment("opacus", arguments.cache) / "python"
     session = Session.start(RAW)
     for repeat in range(1, arguments.repeats + 1):
@@ -128,7 +128,7 @@ def measure_rounds() -> dict[str, Any]:
     task = classification(model_of(w))
     settings: dict[str, Any] = {"rounds": BLOCK * (BLOCKS + 1), "cohort_size": w.cohort, "eval_every": BLOCK}
     found: dict[str, Any] = {name: {"processor": [], "wall": []} for name in AT}
-    for turn in range(TURNS + 1):  # in the first one all are compiled
+    for turn in range(TURNS + 1):  # the first one compiles all variants
         for name, at in AT.items():
             clocks = Clocks()
             algorithm = plain if at is None else ClientDP(plain, at=at)  # type: ignore[arg-type]

@@ -38,7 +38,7 @@ def run_quietly(command: list[str], environment: dict[str, str], max_wait: float
     output, finished = run(command, environment, timeout, tree)
     wall, busy = time.monotonic() - start, busy_cpu_seconds() - busy_before
     tree.stop()
-    # Samples miss a process's last moments; the system's own count misses what was re-parented away.
+    # Sampling misses the end of a process; the system's count misses re-parented processes.
     own = max(tree.cpu_seconds(), children_cpu_seconds() - children_before)
     result = printed_result(output) if finished else None
     return (result or {"failed": output[-2000:], "timed_out": not finished}) | {
@@ -111,7 +111,7 @@ class ProcessTree(threading.Thread):
             self.sample()
 
     def stop(self) -> None:
-        """Stop sampling, and kill the processes that the command has left behind."""
+        """Stop sampling, and kill remaining processes of the command."""
         self._stopped.set()
         self.join()
         deadline = time.monotonic() + 5

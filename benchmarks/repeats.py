@@ -89,9 +89,10 @@ def outcome(output: str) -> dict[str, Any]:
 
 
 def compared(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Distances to the first run of the first process, relative to how far that run moved; 0 means equal bits.
+    """Distances to the first run of the first process, relative to the change of parameters by that run; 0 means
+    bitwise equal.
 
-    The digests tell whether the other process has equal bits.
+    Digests show whether the other process is bitwise equal.
     """
     return {**first["apart"], "digests": [first["digest"], second["digest"]], "moved": first["moved"]}
 

@@ -51,7 +51,7 @@ class Setting:
 
 
 def settings() -> list[Setting]:
-    n = min(cores(), 8)  # more than a cohort of ten can use helps nobody
+    n = min(cores(), 8)  # a cohort of ten cannot use more
     threads = ("--threads", str(n))
     jax_on_cpu = {"JAX_PLATFORMS": "cpu"}
     flower = {

@@ -1,4 +1,4 @@
-"""The workloads' starting weights, by PyTorch's names and in its layout."""
+"""Initial weights of the workloads, with PyTorch's names and layout."""
 
 from __future__ import annotations
 

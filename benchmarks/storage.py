@@ -49,7 +49,7 @@ class Case:
 
     @property
     def rounds(self) -> int:
-        """Of a pass over all clients."""
+        """Rounds of a pass over all clients."""
         return self.clients // self.cohort
 
 
@@ -108,7 +108,7 @@ def measure(arguments: argparse.Namespace) -> Session:
             for repeat in range(1, arguments.repeats + 1):
                 for place in case.places:
                     point = {"case": asdict(case), "place": place, "path": str(path)}
-                    # TMPDIR: states are spilled there, and the usual place may be in memory
+                    # states are spilled to TMPDIR; the default directory may be in memory
                     result = measure_point("benchmarks.storage", point, arguments.max_wait, TMPDIR=scratch)
                     session.add({"case": case.name, "place": place, "repeat": repeat} | result)
                     if "failed" in result:
@@ -211,9 +211,9 @@ class Row:
     case: str
     place: str
     round: float
-    ratio: float  # to the case's first place
+    ratio: float  # relative to the first placement of the case
     bulk: float
-    moved: float  # a round, in its place or to the devices
+    moved: float  # per round, to or from disk, or to the devices
     first_round_with_import: float
     peak_pss_mb: float
     foreign_cpu: float

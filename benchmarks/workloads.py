@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-WARMUP_ROUNDS = 1  # the first round includes compilation, actors, lazy imports: it is reported separately
+WARMUP_ROUNDS = 1  # the first round includes compilation, actors and lazy imports: it is reported separately
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ WORKLOADS = {
             batch=32,
             learning_rate=0.5,
             rounds=5,
-            macs=(0, 80 * 128 * 384, 80 * 128 * 384, 128 * 90),  # the embedding takes no product
+            macs=(0, 80 * 128 * 384, 80 * 128 * 384, 128 * 90),  # the embedding has no matrix product
         ),
         Workload(
             name="W8",

@@ -1,4 +1,4 @@
-"""Flower's client side, in a module of its own so that Ray's actors can import it."""
+"""Flower's client side, in a separate module so that Ray's actors can import it."""
 
 # pyright: reportMissingImports=false
 
@@ -18,7 +18,7 @@ app = ClientApp()
 
 @cache
 def resident(workload: str, arrays_path: str, threads: int):
-    """Model and samples stay in the actor's process between clients."""
+    """Model and samples, which stay in the actor's process between clients."""
     torch.set_num_threads(threads)
     arrays = Arrays(arrays_path)
     return build(WORKLOADS[workload]), torch.from_numpy(arrays.x), torch.from_numpy(arrays.y), arrays

@@ -1,6 +1,4 @@
-"""The models of W1 to W4 and evaluation in plain JAX, for simulators that bring no models of their own; the others are
-Flax's.
-"""
+"""Models of W1 to W4 and evaluation in plain JAX, for simulators without a model zoo; the other models are in Flax."""
 
 from __future__ import annotations
 
@@ -14,13 +12,13 @@ from jax import lax
 
 from benchmarks.workloads import Arrays, Workload
 
-Params = dict[str, Any]  # of Flax's modules a tree
+Params = dict[str, Any]  # for Flax modules a tree
 
 
 def parameters(workload: Workload, initial: dict[str, np.ndarray]) -> Params:
     """PyTorch's weights in JAX's layout: inputs before outputs, images with channels last."""
     if workload.name not in MODELS:
-        from benchmarks.runners import linen_models  # which takes seconds; only these workloads shall pay for it
+        from benchmarks.runners import linen_models  # imported only for these workloads, because it takes seconds
 
         return linen_models.parameters(initial)
     params = {}
@@ -28,7 +26,7 @@ def parameters(workload: Workload, initial: dict[str, np.ndarray]) -> Params:
         if value.ndim == 4:
             value = value.transpose(2, 3, 1, 0)
         elif name == "fc1.weight" and workload.name == "W3":
-            # It reads a flattened [64, 5, 5] image there, a flattened [5, 5, 64] one here.
+            # The weights expect a flattened [64, 5, 5] image, the input here is a flattened [5, 5, 64] one.
             value = value.reshape(512, 64, 5, 5).transpose(2, 3, 1, 0).reshape(1600, 512)
         elif value.ndim == 2:
             value = value.T

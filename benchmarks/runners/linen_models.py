@@ -1,6 +1,6 @@
-"""The models of W5 to W11 in Flax Linen, as a user writes them, and PyTorch's weights as their parameters.
+"""Models of W5 to W11 in Flax Linen, as a user writes them, and PyTorch's weights as their parameters.
 
-fedrax takes them through its adapter, FedJAX as functions. Layers have PyTorch's names.
+fedrax uses them by its adapter, FedJAX as functions. Layers have PyTorch's names.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def parameters(initial: dict[str, np.ndarray]) -> dict[str, Any]:
 
 
 def arrays(layers: list[str], array: str, value: np.ndarray) -> Iterator[tuple[list[str], np.ndarray]]:
-    """Flax's paths and arrays of one of PyTorch's: inputs before outputs, channels last, gates and heads apart."""
+    """Flax's paths and arrays for an array of PyTorch: inputs first, channels last, gates and heads separated."""
     layer = layers[-1] if layers else ""
     if layer == "gru":
         gates = ["r", "z", "n"] if array != "bias_hn" else ["n"]

@@ -346,7 +346,7 @@ def long_context(x: Array) -> Array:
 
 
 class Network(nn.Module):
-    """A module from a function of the inputs."""
+    """A module defined by a function of the inputs."""
 
     function: Callable
 
@@ -356,6 +356,6 @@ class Network(nn.Module):
 
 
 def network(name: str) -> Any:
-    """The network of a name."""
+    """The network with this name."""
     made = globals()[name]
     return made() if isinstance(made, type) else Network(made)

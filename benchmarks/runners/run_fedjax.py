@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-if not hasattr(jax, "tree_map"):  # FedJAX 0.0.17 still calls what newer JAX has moved
+if not hasattr(jax, "tree_map"):  # FedJAX 0.0.17 uses names that newer JAX has moved
     setattr(jax, "tree_map", jax.tree_util.tree_map)  # noqa: B010 - FedJAX looks it up there
 
 import fedjax
@@ -23,7 +23,7 @@ from benchmarks.timing import RoundClock, report, runner_arguments
 
 
 class RestoredJax:
-    """JAX with functions that the pmap backend calls and JAX 0.10 has removed, and shards without a device axis."""
+    """JAX with functions that the pmap backend calls and JAX 0.10 removed, and shards without a device axis."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(jax, name)
@@ -46,7 +46,7 @@ for_each_client.jax = RestoredJax()
 
 
 class Ragged(fedjax.ClientDataset):
-    """A client whose last batch of an epoch is padded with a mask; FedJAX fills it from the next epoch."""
+    """A client whose last batch of an epoch is padded with a mask, where FedJAX fills it from the next epoch."""
 
     def shuffle_repeat_batch(self, hparams: Any = None, **kwargs):
         batches = self.padded_batch(batch_size=hparams.batch_size)

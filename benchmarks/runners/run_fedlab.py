@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 from unittest import mock
 
-# FedLab imports torchvision, for its dataset downloaders only; nothing here calls it.
+# FedLab imports torchvision for its dataset downloaders, which are not used here.
 for name in ("torchvision", "torchvision.transforms", "torchvision.datasets"):
     sys.modules[name] = mock.MagicMock()
 
@@ -24,7 +24,7 @@ from benchmarks.workloads import Arrays  # noqa: E402
 
 
 class ClientSummary:
-    """FedLab's interface of a federated dataset: one loader for each client."""
+    """FedLab's interface of a federated dataset, with one loader per client."""
 
     def __init__(self, arrays: Arrays) -> None:
         self.arrays = arrays

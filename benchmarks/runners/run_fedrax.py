@@ -10,7 +10,7 @@ from benchmarks.timing import report, runner_arguments
 
 def main() -> None:
     arguments, workload, arrays = runner_arguments("fedrax.", channels_last=True, forget=0, plain=0)
-    if arguments.forget:  # the compiled programs of earlier runs, which JAX keeps on disk
+    if arguments.forget:  # compiled programs of earlier runs on disk
         shutil.rmtree(os.path.join(os.environ["FEDRAX_CACHE"], "compiled"), ignore_errors=True)
 
     import jax

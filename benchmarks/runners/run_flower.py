@@ -65,7 +65,7 @@ def main() -> None:
     arguments, workload, arrays = runner_arguments("Flower's simulation.", actors=2, threads=1)
     logging.getLogger("flwr").setLevel(logging.ERROR)
     cores = os.cpu_count() or 1
-    torch.set_num_threads(cores)  # of the server, which only averages
+    torch.set_num_threads(cores)  # threads of the server, which only averages
     strategy = TimedFedAvg(workload, arrays, os.path.abspath(arguments.arrays), arguments.threads)
     model = build(workload, arrays.initial)
     server_app = ServerApp()

@@ -1,6 +1,6 @@
 """A round of `benchmarks.networks` as a user of Flax would write it without fedrax: ``... run_jax_network NAME``.
 
-A jitted step of SGD, called for one batch after another and one client after another.
+A jitted SGD step, called for each batch of each client.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def time_steps(model: str, how: str, batch: int, steps: int, rounds: int) -> list[float]:
-    """Processor seconds of each round but the first two.
+    """Processor seconds of each round except the first two.
 
     how: "plain", or Opacus's ``grad_sample_mode``: "hooks" or "ghost".
     """

@@ -49,8 +49,8 @@ def federated_dataset(workload: Workload, arrays: Arrays, device: torch.device) 
     users = [
         PyTorchTensorDataset((x[arrays.rows(k)], y[arrays.rows(k)]), user_id=str(k)) for k in range(workload.clients)
     ]
-    # Balancing workers by data size makes pfl look thousands of users ahead: the sampler must never end. Without it
-    # workers share out whole cohorts only where their number divides them.
+    # Balancing workers by data size makes pfl prefetch thousands of users, so that the sampler must be endless. Without
+    # balancing, workers can only share cohorts whose size is a multiple of their number.
     order = itertools.cycle(arrays.cohorts.ravel().tolist())
     uneven = len(set(np.diff(arrays.offsets).tolist())) > 1 or workload.cohort % 2 > 0
     sizes = {k: arrays.size(k) for k in range(workload.clients)} if uneven else None
@@ -72,7 +72,7 @@ def model_class(workload: Workload) -> type:
 def main() -> None:
     arguments, workload, arrays = runner_arguments("Apple's pfl-research.", threads=1)
     torch.set_num_threads(arguments.threads)
-    np.random.seed(0)  # noqa: NPY002 - pfl draws from the global generator
+    np.random.seed(0)  # noqa: NPY002 - pfl uses the global generator
     os.environ["PFL_PYTORCH_DEVICE"] = arguments.device
     device = on_device(arguments.device, arguments.precision)
     module = model_class(workload)().to(device)
@@ -87,7 +87,7 @@ def main() -> None:
         model=model,
         algorithm_params=NNAlgorithmParams(
             central_num_iterations=workload.total_rounds,
-            evaluation_frequency=10**6,  # the first round evaluates all the same: pfl has no "never"
+            evaluation_frequency=10**6,  # the first round is evaluated anyway, because pfl cannot disable it
             train_cohort_size=workload.cohort,
             val_cohort_size=0,
         ),
@@ -103,7 +103,7 @@ def main() -> None:
     if os.environ.get("RANK", "0") == "0":
         versions = {"pfl": pfl_version, "torch": torch.__version__}
         report(clock, versions, *evaluate(module, arrays), device_peak_mb(device))
-    if torch.distributed.is_initialized():  # a process that just ends now and then aborts in its communication thread
+    if torch.distributed.is_initialized():  # a process that exits normally sometimes aborts in its communication thread
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
 

@@ -1,6 +1,4 @@
-"""A plain PyTorch loop: one module, weights copied in for each client, tensor slices as batches, a running
-mean.
-"""
+"""A plain PyTorch loop: one module, weights copied for each client, tensor slices as batches, a running mean."""
 
 # pyright: reportMissingImports=false
 

@@ -1,5 +1,5 @@
-"""fedrax: many rounds of a workload, with cohorts drawn at random and an evaluation every ten, as pfl-research's
-benchmarks have.
+"""fedrax: many rounds of a workload with random cohorts and an evaluation every ten rounds, as in pfl-research's
+benchmarks.
 """
 
 from __future__ import annotations

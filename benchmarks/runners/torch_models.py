@@ -1,6 +1,6 @@
-"""The models, local SGD and evaluation in PyTorch, shared by every simulator that is built on it."""
+"""Models, local SGD and evaluation in PyTorch, for all simulators that use it."""
 
-# Every simulator lives in an environment of its own, so its imports are unknown to the type checker here.
+# Each simulator has its own environment, whose packages the type checker does not find here.
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import nn
 
 from benchmarks.workloads import Arrays, Workload
 
-EPSILON = 1e-6  # of the norms of W5 to W9, as Flax has it
+EPSILON = 1e-6  # of the norms of W5 to W9, as in Flax
 
 
 def on_device(name: str, precision: str) -> torch.device:
-    """The device called ``name``, with float32 products of TensorFloat-32 ("tensorfloat32") or not ("highest")."""
+    """The device called ``name``, with TensorFloat-32 products ("tensorfloat32") or float32 ones ("highest")."""
     short = precision == "tensorfloat32"
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = short
     return torch.device(name)
@@ -123,8 +123,8 @@ class ResNet20(nn.Module):
 
 
 class GRU(nn.Module):
-    """``nn.GRU`` of one layer with Flax's biases: one of a reset and an update gate, where ``nn.GRU`` has two whose
-    sum is what counts, so that plain SGD moves it twice as far.
+    """``nn.GRU`` of one layer with Flax's biases: a reset and an update gate have one bias each, where ``nn.GRU`` has
+    the sum of two, which plain SGD moves twice as far.
     """
 
     def __init__(self, inputs: int, hidden: int) -> None:
@@ -137,7 +137,7 @@ class GRU(nn.Module):
         hidden = len(self.bias_hn)
         weights = (self.weight_ih, self.weight_hh, self.bias_ih, F.pad(self.bias_hn, (2 * hidden, 0)))
         start = x.new_zeros(1, len(x), hidden)
-        # has_biases, num_layers, dropout, train, bidirectional, batch_first: what nn.GRU calls
+        # has_biases, num_layers, dropout, train, bidirectional, batch_first: arguments of nn.GRU
         return torch.gru(x, start, weights, True, 1, 0.0, self.training, False, True)[0]
 
 

@@ -16,7 +16,7 @@ Conv3 = partial(nn.Conv2d, kernel_size=3, padding=1)
 
 
 class Function(nn.Module):
-    """A layer from a function of the input and of given layers."""
+    """A layer defined by a function of the input and of given layers."""
 
     def __init__(self, function: Callable, *layers: nn.Module) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ def unet() -> nn.Module:
     twice = lambda into, out: nn.Sequential(Conv3(into, out), nn.ReLU(), Conv3(out, out), nn.ReLU())  # noqa: E731
 
     def around(into: int, channels: int, inner: nn.Module, inside: int) -> nn.Module:
-        """Down to ``inner`` and up again, beside what went down."""
+        """Downsample to ``inner`` and upsample again, concatenated with the input."""
         path = nn.Sequential(nn.MaxPool2d(2), inner, nn.ConvTranspose2d(inside, channels, 2, 2))
         join = lambda x, first, path, last: last(torch.cat([path(y := first(x)), y], 1))  # noqa: E731
         return Function(join, twice(into, channels), path, twice(2 * channels, channels))
@@ -386,5 +386,5 @@ def resnext() -> nn.Module:
 
 
 def network(name: str) -> nn.Module:
-    """The network of a name."""
+    """The network with this name."""
     return globals()[name]()
