@@ -1,4 +1,4 @@
-"""What the papers' commands are told: numbers that mean something, and folders that files can be put into."""
+"""Arguments of the papers' commands: valid numbers, and writable folders."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fedrax import FedraxError
 
 
 def count(text: str) -> int:
-    """A whole number of 1 or more."""
+    """An integer of at least 1."""
     return _whole(text, 1)
 
 
 def seed(text: str) -> int:
-    """A whole number of 0 or more."""
+    """An integer of at least 0."""
     return _whole(text, 0)
 
 
@@ -27,20 +27,20 @@ def _whole(text: str, least: int) -> int:
 
 
 class Different(argparse.Action):
-    """Values of which none may be given twice: it would count twice in means and deviations."""
+    """An action for values without duplicates, which would count twice in means and deviations."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
-        """Keep them, or end in a sentence."""
+        """Store the values, or exit with an error."""
         if len(set(values)) < len(values):
             parser.error(f"{self.option_strings[0]} has a value twice: {' '.join(map(str, values))}")
         setattr(namespace, self.dest, values)
 
 
 def folders(arguments: argparse.Namespace, name: str, tried: bool) -> None:
-    """Where ``--out`` and ``--results`` do not say it, keep runs in runs/NAME and write tables beside the command.
+    """Set the defaults of ``--out`` and ``--results``: runs/NAME, and a folder beside the command.
 
-    A command that is ``tried`` out on less has a folder of its own for both: its tables would take the place of the
-    whole ones, and its runs would be in the way of theirs. FedraxError where tables cannot be written.
+    A shortened run (``tried``) has its own folders, so that it neither replaces complete tables nor mixes with their
+    runs. Raises FedraxError if tables cannot be written.
     """
     runs = Path("runs", name)
     arguments.out = getattr(arguments, "out", None) or (runs / "tried" if tried else runs)
@@ -49,7 +49,7 @@ def folders(arguments: argparse.Namespace, name: str, tried: bool) -> None:
 
 
 def writable(folder: Path) -> Path:
-    """``folder``, made if it is not there; FedraxError where no file can be put into it, before hours are spent."""
+    """Create ``folder`` if necessary; raises FedraxError if it is not writable, before hours of computation."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

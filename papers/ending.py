@@ -1,4 +1,4 @@
-"""How the papers' commands end that cannot go on: in a sentence, as the library's own."""
+"""Exit of the papers' commands after errors: with one clear message, as the command line of fedrax."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from fedrax import FedraxError
 
 
 def in_a_sentence(name: str) -> Callable[[Callable[[], int]], Callable[[], int]]:
-    """A decorator for the main function of a command: bad input gives status 1, an interruption that of its signal."""
+    """A decorator for the main function of a command: status 1 for invalid input, that of the signal for an
+    interruption.
+    """
 
     def decorated(main: Callable[[], int]) -> Callable[[], int]:
         @functools.wraps(main)

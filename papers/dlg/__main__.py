@@ -1,4 +1,4 @@
-"""``python -m papers.dlg lenet|methods``: data from messages, as published and for every method; write results/."""
+"""``python -m papers.dlg lenet|methods``: reconstruct data from messages, as published and for all methods."""
 
 from __future__ import annotations
 

@@ -41,16 +41,16 @@ ROUNDS: dict[str, fedrax.Algorithm] = {
     "ClientDP, z = 1": fedrax.privacy.ClientDP(fedrax.algorithms.FedSGD(), at="client"),
     "SampleDP, z = 1": fedrax.privacy.SampleDP(ONE_STEP),
 }
-"""What the client takes part in; those with noise z, times a bound of 1, of its own."""
+"""Methods of the attacked round; with "z", noise with standard deviation z times a bound of 1."""
 DELTA = 1e-5
 SHOWN = ("inverting gradients",)
-"""Of a private round, in the picture; its bound is nothing to a cosine."""
+"""Attacks on a private round in the picture; clipping does not change the cosine similarity."""
 
 
 def sigmoid_lenet(input_shape: tuple[int, ...], classes: int, channels: int = 12) -> Model:
-    """Three 5x5 convolutions with sigmoid, strides 2, 2 and 1, and a dense layer; all uniform in [-1/2, 1/2].
+    """Three 5x5 convolutions with sigmoid, strides 2, 2 and 1, and a dense layer, initialized uniformly in [-1/2, 1/2].
 
-    As in the authors' code: smooth, so that it can be differentiated twice, and nothing is lost to pooling.
+    As in the authors' code: smooth, so that it can be differentiated twice, and without pooling.
     """
     height, width, *rest = input_shape
     depths, strides = [rest[0] if rest else 1, channels, channels, channels], (2, 2, 1)
@@ -80,7 +80,7 @@ def sigmoid_lenet(input_shape: tuple[int, ...], classes: int, channels: int = 12
 def one_gradient(
     task: fedrax.Task, x: np.ndarray, y: np.ndarray, seed: int, method: fedrax.Algorithm
 ) -> tuple[dict, dict]:
-    """(parameters, gradient) of the one client of a round, as the server gets it."""
+    """(parameters, gradient) of a round with one client, as the server receives it."""
     federation = fedrax.Federation.from_arrays(x, y, np.zeros(len(y), int), num_classes=10)
     settings: dict[str, Any] = {"rounds": 1, "cohort_size": 1, "seed": seed, "weights": "uniform"}
     (sent,) = fedrax.simulate(
@@ -93,7 +93,7 @@ def one_gradient(
 def attacked(
     task: fedrax.Task, params: dict, gradient: dict, shape: tuple[int, ...], seed: int, steps: dict[str, int]
 ) -> dict[str, Reconstruction]:
-    """What each attack makes of a gradient."""
+    """Reconstruction by each attack from a gradient."""
     view, labels = as_gradient(task, params, gradient), recover_labels(gradient, shape[0])
     return {
         "DLG": dlg(steps["DLG"]).invert(view, shape, 10, seed=seed),
@@ -105,7 +105,7 @@ def attacked(
 
 
 def lenet(arguments: argparse.Namespace) -> int:
-    """A random MNIST image from what a client with one sample sends in one round, for each seed."""
+    """Reconstruct a random MNIST image from the upload of a client with one sample, for each seed."""
     train = load("mnist", arguments.data_dir).train
     task = fedrax.classification(sigmoid_lenet(train.x.shape[1:], 10), fedrax.contract.rescale())
     steps = {name: arguments.steps or count for name, count in STEPS.items()}
@@ -135,7 +135,7 @@ def lenet(arguments: argparse.Namespace) -> int:
 
 
 def _epsilon(method: fedrax.Algorithm) -> str:
-    """To the one that sees a client's message: a server that is to add the noise sees it without."""
+    """Epsilon against an adversary that observes the client's message, which has no noise if the server adds it."""
     releases = private_releases(method)
     if not releases or any(release.seen == "public" for release in releases):
         return "∞"
@@ -155,7 +155,7 @@ def _cells(scores: list[ReconstructionScore]) -> list[str]:
 
 
 def draw(pictures: list[list[np.ndarray]], names: list[str]) -> Figure:
-    """A row for each image, a column for each attack beside the true one."""
+    """A row for each image, with a column for the true one and each attack."""
     sketch = Figure(figsize=(1.6 * len(names), 1.5 * len(pictures) + 0.3), layout="constrained")
     grid = sketch.subplots(len(pictures), len(names), squeeze=False)
     for row, images in zip(grid, pictures, strict=True):

@@ -1,4 +1,4 @@
-"""What each method of the library sends, and what was recovered from it."""
+"""What each method uploads, and what an attacker reconstructs from it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ METHODS: dict[str, fedrax.Algorithm] = {
     "RandomK (10 %) of FedAvg": fedrax.compression.RandomK(inner=fedrax.FedAvg(local=FULL), fraction=0.1),
     "EFSign of FedAvg": fedrax.compression.EFSign(inner=fedrax.FedAvg(local=FULL)),
 }
-"""Full batches, T = 3, step size 0.1 (FedLion's 0.001); each with one block of memory where it has blocks."""
+"""Full batches, T = 3, learning rate 0.1 (FedLion: 0.001), and one block for methods with blocks."""
 
 ALIKE: dict[str, tuple[str, ...]] = {
     "FedAvg": (
@@ -71,12 +71,12 @@ ALIKE: dict[str, tuple[str, ...]] = {
     "GradMA-W": ("GradMA",),
     "MimeSVRG": ("Mime",),
 }
-"""The other methods of the library, by the row that sends what they send: a vector made in the same way, or it with
-its length, the number of its steps or its delay beside it."""
+"""Other methods of the library by the row with an equivalent upload: a vector of the same kind, also with its norm, its
+number of steps or its staleness."""
 
 
 def methods(arguments: argparse.Namespace) -> int:
-    """One row a method; those that are done are kept below --out and not run again."""
+    """A row for each method; finished rows are stored below --out and not computed again."""
     rows = []
     for name, method in METHODS.items():
         kept = arguments.out / "methods" / f"{name}.json"
@@ -111,10 +111,10 @@ def methods(arguments: argparse.Namespace) -> int:
 
 
 def _kept(path: Path) -> dict[str, Any]:
-    """A row that an earlier command has written."""
+    """A row of an earlier command."""
     try:
         with files.open_regular_file(path, files.MAX_JSON) as file:
-            row = json.loads(file.read())  # NaN is among its numbers where an attack has diverged
+            row = json.loads(file.read())  # NaN if an attack diverged
         return {key: row[key] for key in ("seeds", "steps", "restarts", "psnr", "labels", "sends")}
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise FedraxError(f"{path} holds no row of this table; take it out and go on.") from error
@@ -153,9 +153,10 @@ def study(method: fedrax.Algorithm, seeds: list[int], steps: int) -> dict[str, A
 
 
 def _by_program(method: Any, task: Any, run: Any, params: Any, shape: Any, seed: int, attack: Any) -> Any:
-    """The method's own client matched; of a wrapper that rounds, the client inside, of one with noise, without it.
+    """Attack by matching the client's program; for wrappers with rounding that of the inner method, with noise that
+    without it.
 
-    None without a derivative.
+    None if the program has no derivative.
     """
     inside = (
         method.inner
@@ -176,7 +177,7 @@ def _by_program(method: Any, task: Any, run: Any, params: Any, shape: Any, seed:
 
 
 def sends(method: fedrax.Algorithm, run: fedrax.Result, params: Any) -> str:
-    """The vectors that go up, by phase, and their bytes a round and client."""
+    """Uploaded vectors by phase, and bytes per client and round."""
     first = [one for one in run.exchanges if one.round == 1]
     names = [", ".join(parameter_vectors(decode_upload(method, one), params)) or "-" for one in first]
     return "; ".join(names) + f" ({sum(tree.num_bytes(one.sent) for one in first)} B)"
@@ -188,5 +189,5 @@ def _fit(found: Any) -> float:
 
 @cache
 def _task() -> fedrax.Task:
-    """One for all methods, whose attacks on gradients are then compiled once."""
+    """One task for all methods, so that attacks on gradients are compiled once."""
     return fedrax.classification(MLP(hidden=(32,), activation="sigmoid").build((8, 8), 10))

@@ -1,4 +1,4 @@
-"""How the authors divide a training set among the workers."""
+"""The authors' partition of a training set among workers."""
 
 from dataclasses import dataclass
 
@@ -8,17 +8,17 @@ from fedrax.data import Dataset, Partition
 from fedrax.errors import FedraxError
 
 STREAM = 5363
-"""What the authors add to a run's seed for the random numbers of its partition."""
+"""Offset that the authors add to the seed of a run for its partition."""
 
 
 @dataclass(frozen=True)
 class DirichletWorkers:
-    """Each class is divided over the workers in proportions drawn from Dir(omega, ..., omega).
+    """Each class is divided among the workers in proportions from Dir(omega, ..., omega).
 
-    As in the authors' program every worker gets two rows of random classes first, so that none is left without: at
-    omega = 0.01 almost half of 100 workers have no more. Sizes are as uneven as labels. The random numbers are drawn
-    by the generator and in the order of that program, so that a seed's partition is its own: which classes share a
-    worker moves accuracies at omega = 0.01 by ten points and more.
+    As in the authors' program, every worker first gets two rows of random classes, so that none is empty: at omega =
+    0.01 almost half of 100 workers have no more. Sizes are as heterogeneous as labels. Random numbers are drawn by the
+    generator and in the order of that program, so that partitions are equal for equal seeds: which classes share a
+    worker changes accuracies at omega = 0.01 by ten points and more.
     """
 
     clients: int = 100
@@ -27,7 +27,7 @@ class DirichletWorkers:
     """Concentration; smaller is more heterogeneous."""
 
     def assign(self, dataset: Dataset, seed: int) -> Partition:
-        """The rows of each worker; all rows are dealt."""
+        """Rows of each worker; all rows are assigned."""
         labels, classes = dataset.train.y, dataset.num_classes
         if classes is None or labels.ndim != 1 or not 1 <= self.clients <= len(labels) // 4:
             raise FedraxError(f"{len(labels)} rows of {dataset.name!r} cannot be dealt to {self.clients} workers.")

@@ -31,9 +31,9 @@ HETEROGENEITY = (0, 25, 50, 75, 100)
 STEP_SIZES = (2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3, 6.4e-3, 1.28e-2, 2.56e-2, 5.12e-2, 0.1024)
 TUNED_AT = 100
 CONSTANTS = {"FedADMM": ("rho", (5.0, 50.0, 150.0, 500.0, 1500.0))}
-"""Constants that are tuned with the step size, which means little without them."""
+"""Constants that are tuned together with the learning rate."""
 UNTUNED = ("FedSaga (printed)",)
-"""FedSaga with a shorter server step; tuned is the one whose server steps as the others' do."""
+"""FedSaga with a smaller server step; the variant with the server step of the other methods is tuned."""
 
 
 @in_a_sentence("papers.losac")
@@ -73,13 +73,13 @@ def table2(arguments: argparse.Namespace) -> int:
 
 
 def table2_har(arguments: argparse.Namespace) -> int:
-    """The same on HAR's 561 features, which are not UCI's own but recomputed from its windows."""
+    """The same on the 561 features of HAR, recomputed from its windows."""
     flags = ["--data", sensitivity.HAR]
     return ablation(arguments, "HAR", run(HERE / "table2.toml", arguments.out / "table2-har", arguments, *flags))
 
 
 def ablation(arguments: argparse.Namespace, data: str, methods: list[MethodRuns]) -> int:
-    """Table 2's rows of a data set, and curves of those with M = 5."""
+    """Rows of Table 2 for a data set, and curves of those with M = 5."""
     printed = [row for row in csv.DictReader((HERE / "table2_printed.csv").open()) if row["data"] == data]
     rows = []
     for row in printed:
@@ -117,7 +117,7 @@ def against(paper: float, ours: Sequence[float], form: str, runs: int) -> list[s
 
 
 def figure2(arguments: argparse.Namespace) -> int:
-    """All methods at the paper's step size for five degrees of heterogeneity; the paper prints no numbers."""
+    """All methods at the paper's learning rate for five degrees of heterogeneity; the paper prints no numbers."""
     rows = []
     for percent in HETEROGENEITY:
         out = arguments.out / "figure2" / f"c={percent}"
@@ -132,11 +132,11 @@ def figure2(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# -- Tuned step sizes --------------------------------------------------------------------------------------------
+# -- Tuned learning rates -----------------------------------------------------------------------------------------
 
 
 def tuned(arguments: argparse.Namespace) -> int:
-    """Every method of Figure 2 at its own best step size of a grid, at c = 100 %."""
+    """Every method of Figure 2 at the best learning rate of a grid, at c = 100 %."""
     tried: dict[str, list[Tried]] = {}
     for lr in STEP_SIZES:
         out = arguments.out / "tuned" / f"lr={lr:g}"
@@ -167,12 +167,12 @@ class Tried(NamedTuple):
 
     lr: float
     constant: float | None
-    """Of CONSTANTS, None of a method that has none."""
+    """Value from CONSTANTS; None for a method without."""
     method: MethodRuns
 
 
 def with_constants(entries: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """([[compare]] with every value of CONSTANTS, label -> (method, value)); the file's value keeps its label."""
+    """([[compare]] with every value of CONSTANTS, label -> (method, value)); the value of the file keeps its label."""
     wider, made = [], {}
     for entry in entries:
         name = entry["label"]
@@ -185,7 +185,7 @@ def with_constants(entries: Sequence[dict[str, Any]]) -> tuple[list[dict[str, An
 
 
 def settings(name: str, best: Tried) -> str:
-    """The best settings in words, and which of them are at the end of their grid."""
+    """Text of the best settings, and which of them are at an end of their grid."""
     edge = lambda value, grid: "" if min(grid) < value < max(grid) else " (end of the grid)"  # noqa: E731
     said = f"{best.lr:g}{edge(best.lr, STEP_SIZES)}"
     if best.constant is None:
@@ -195,7 +195,7 @@ def settings(name: str, best: Tried) -> str:
 
 
 def score(method: MethodRuns) -> float:
-    """Mean final accuracy over seeds; a diverged run counts as zero."""
+    """Mean final accuracy over seeds; 0 for a diverged run."""
     _, _, accuracy = final(method)
     return sum(accuracy) / len(method.runs)
 

@@ -1,7 +1,7 @@
-"""Figure 6: deep leakage from gradients against five methods, and what its text leaves open.
+"""Figure 6: deep leakage from gradients for five methods, and variants that its text leaves open.
 
-Binary logistic regression on 100 clients, all of which take part with their whole data in every step; the attack is
-plain gradient descent on what the first client sent in the fifth round.
+Binary logistic regression on 100 clients, which all take part with all samples in every step; the attack is gradient
+descent on the upload of the first client in the fifth round.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ CLIENTS, ROUNDS, STEPS = 100, 5, 5
 ETA, ATTACK_ETA, ATTACK_STEPS, FRAMES = 1e-4, 1e-3, 100, 21
 SEEDS = (0, 1, 2)
 DATA = {"mnist": ("MNIST", 5), "har_inertial": ("HAR", 2)}
-"""By name in the library: the name in the paper, and the last of the classes, counted from 0, that become class 0."""
+"""Name in the paper, and the last of the classes (from 0) that become class 0, by name in the library."""
 LEAKS = {"DSGD": True, "FedAvg": False, "SCAFFOLD": False, "MimeSVRG": True, "LoSAC": False}
-"""Whether the printed curves fall: the estimate comes nearer to the true data."""
+"""Whether the printed curves decrease, so that the estimate approaches the true data."""
 READINGS = {"printed": 1.0, "sign turned": -1.0, "per step": -1.0 / STEPS}
-"""What the change of the model, over eta, is multiplied with. The text says (x_1^+ - x) / eta; with the sign turned it
-points along the gradient, and divided by the number of steps it is the mean gradient that the text calls it."""
+"""Factors of the change of the model divided by eta. The text says (x_1^+ - x) / eta; with the opposite sign it points
+along the gradient, and divided by the number of steps it is the mean gradient, as the text calls it."""
 
 
 class Choice(NamedTuple):
-    """What the paper does not print."""
+    """Choices that the paper does not print."""
 
     reduction: Literal["sum", "mean"] = "sum"
-    """Of a client's losses."""
+    """Reduction of a client's losses."""
     start: Literal["normal", "uniform"] = "normal"
-    """Of the data that are looked for: N(0, 1), or uniform in [0, 1]."""
+    """Initial estimate of the data: N(0, 1), or uniform in [0, 1]."""
     labels: Literal["known", "sought"] = "known"
     reading: str = "sign turned"
 
 
 class Problem(NamedTuple):
-    """A data set on its clients."""
+    """A data set divided among clients."""
 
     federation: fedrax.Federation
     task: fedrax.Task
@@ -60,7 +60,7 @@ class Problem(NamedTuple):
 
 
 def problem(name: str, data_dir: str | None, seed: int, samples: int | None = None) -> Problem:
-    """Two classes, divided evenly at random; ``samples`` a client, or all there are."""
+    """Two classes, divided evenly at random; ``samples`` per client, or all."""
     whole = _loaded(name, data_dir)
     rows = None if samples is None else np.random.default_rng(seed).permutation(len(whole.train.y))[: CLIENTS * samples]
     if rows is not None:
@@ -87,7 +87,7 @@ def _task(name: str, data_dir: str | None) -> tuple[fedrax.Task, Any]:
 
 
 def methods(reduction: Literal["sum", "mean"]) -> dict[str, fedrax.Algorithm]:
-    """The five methods at the paper's step size, with full local batches (M = 1)."""
+    """The five methods at the paper's learning rate, with full local batches (M = 1)."""
     local = fedrax.LocalSGD(lr=ETA, steps=STEPS, batch_size="full", reduction=reduction)
     once = dataclasses.replace(local, steps=1)
     return {
@@ -100,20 +100,20 @@ def methods(reduction: Literal["sum", "mean"]) -> dict[str, fedrax.Algorithm]:
 
 
 def first_client(given: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """Its data as the model reads them, and its labels."""
+    """Features of the first client as the model reads them, and labels."""
     x, y = (a[: int(given.federation.sizes[0])] for a in given.federation.train)
     return (x.astype(np.float32) / 255 if x.dtype == np.uint8 else x), y
 
 
 def exchanges(given: Problem, method: fedrax.Algorithm, rounds: int) -> list[Any]:
-    """What the first client was sent and sent."""
+    """Messages to and from the first client."""
     settings: dict[str, Any] = {"rounds": rounds, "cohort_size": CLIENTS, "weights": "uniform", "eval_every": rounds}
     settings |= {"params": given.params, "record": fedrax.simulation.MessageSelection(clients=(0,))}
     return fedrax.simulate(method, given.task, given.federation, **settings).exchanges
 
 
 def target(label: str, method: fedrax.Algorithm, seen: list[Any], params: Any, reading: str) -> tuple[Any, Any]:
-    """(parameters, what is taken for the gradient there): the gradient where one is sent, else the model's change."""
+    """(parameters, assumed gradient there): the gradient if it is uploaded, otherwise the change of the model."""
     names = ("phase 1, upload, last", "phase 1, upload/params, last")
     one = next(one for one in candidate_gradients(method, seen, params) if one.name in names)
     factor = 1.0 if LEAKS[label] else READINGS[reading] / ETA
@@ -123,7 +123,7 @@ def target(label: str, method: fedrax.Algorithm, seen: list[Any], params: Any, r
 def attacked(
     given: Problem, label: str, seen: list[Any], choice: Choice, seed: int, frames: int = FRAMES
 ) -> np.ndarray:
-    """|D^ - D|_F [frames] on the attack's way."""
+    """|D^ - D|_F during the attack [frames]."""
     x, y = first_client(given)
     params, gradient = target(label, methods(choice.reduction)[label], seen, given.params, choice.reading)
     rng = np.random.default_rng(seed)
@@ -142,7 +142,7 @@ def attacked(
 
 
 def percent(path: np.ndarray) -> float:
-    """The change of the distance from start to end, in percent."""
+    """Change of the distance from start to end in percent."""
     return float(100 * (path[-1] / path[0] - 1))
 
 
@@ -150,7 +150,9 @@ def percent(path: np.ndarray) -> float:
 
 
 def figure(arguments: argparse.Namespace) -> int:
-    """The figure with summed losses, as elsewhere in the paper, where MNIST has its shape; beside the mean gradient."""
+    """The figure with summed losses, as elsewhere in the paper, with which MNIST has its shape; and with the mean
+    gradient.
+    """
     use_all_cores()
     rows, drawn = [], {}
     seeds, rounds = arguments.seeds or SEEDS, arguments.rounds or ROUNDS
@@ -182,7 +184,7 @@ def figure(arguments: argparse.Namespace) -> int:
 
 
 def search(arguments: argparse.Namespace) -> int:
-    """What the paper does not print, in all combinations, with one seed."""
+    """All combinations of the choices that the paper does not print, with one seed."""
     use_all_cores()
     rows = []
     seed, rounds = (arguments.seeds or SEEDS)[0], arguments.rounds or ROUNDS
@@ -206,7 +208,7 @@ def search(arguments: argparse.Namespace) -> int:
 
 
 def draw(found: dict[str, dict[tuple[str, str], list[np.ndarray]]]) -> Figure:
-    """A row for each data set: as the paper reads the messages, and with the mean gradient."""
+    """A row for each data set: with the paper's reading of the messages, and with the mean gradient."""
     sketch = Figure(figsize=(9, 3.1 * len(found) + 0.5), layout="constrained")
     grid = sketch.subplots(len(found), 2, squeeze=False, sharex=True, sharey="row")
     titles = {"sign turned": "(x − x₁⁺)/η for the gradient", "per step": "(x − x₁⁺)/(ηT), the mean gradient"}

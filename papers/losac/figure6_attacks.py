@@ -1,4 +1,4 @@
-"""The attacks that Figure 6 does not make: increments summed up over rounds, and the client's own program matched."""
+"""Attacks beyond Figure 6: increments summed over rounds, and matching the client's program."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS = 300
 
 
 def attacks(arguments: argparse.Namespace) -> int:
-    """How near a server comes to the first client's gradient, and to its data where it has one sample."""
+    """Errors of a server's estimates of the first client's gradient, and of its data if it has one sample."""
     use_all_cores()
     rows = []
     seeds, rounds = arguments.seeds or SEEDS, arguments.rounds or ROUNDS
@@ -55,7 +55,7 @@ def attacks(arguments: argparse.Namespace) -> int:
 
 
 def gradient_errors(given: Problem, method: fedrax.Algorithm, rounds: int) -> list[float]:
-    """[of the last round's messages, of the sums over all rounds]; see the table's note."""
+    """[last round's messages, sums over all rounds]; see the note of the table."""
     seen = candidate_gradients(method, exchanges(given, method, rounds), given.params)
     x, y = first_client(given)
     view = as_gradient(given.task, seen[0].params, seen[0].vector, "sum")
@@ -73,12 +73,12 @@ def gradient_errors(given: Problem, method: fedrax.Algorithm, rounds: int) -> li
 
 
 def data_errors(given: Problem, method: fedrax.Algorithm, rounds: int, seed: int) -> list[float]:
-    """[last message as a gradient, history as a gradient, client program]; see the table's note."""
+    """[last message as a gradient, history as a gradient, client program]; see the note of the table."""
     sent = exchanges(given, method, rounds)
     x, _ = first_client(given)
     attack, made = dlg(STEPS), {}
     for one in candidate_gradients(method, sent, given.params):
-        if "negative" not in one.name:  # which the other label stands for
+        if "negative" not in one.name:  # of the other label
             view = as_gradient(given.task, one.params, one.vector, "sum")
             made[one.name] = _both_labels(Attack(attack.optimizer, STEPS, "cosine"), view, x.shape, seed)
     view = as_client_program(given.task, method, given.params, sent, CLIENTS, CLIENTS)
@@ -89,6 +89,6 @@ def data_errors(given: Problem, method: fedrax.Algorithm, rounds: int, seed: int
 
 
 def _both_labels(attack: Attack, view: Observation, shape: tuple[int, ...], seed: int) -> Reconstruction:
-    """Of a single sample: the label that is matched better."""
+    """For a single sample: the label with the better match."""
     found = [attack.invert(view, shape, y=np.asarray([label], np.int32), seed=seed) for label in (0, 1)]
     return min(found, key=lambda one: one.distance)

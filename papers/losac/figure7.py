@@ -1,4 +1,4 @@
-"""Figure 7: low-rank matrix sensing, and the search for the constants that the paper does not print."""
+"""Figure 7: low-rank matrix sensing, and a search for the constants that the paper does not print."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ VARIED: dict[str, tuple] = {
     "start": (0.1, 1.0),
     "losses": ("sum",),
 }
-"""One at a time, from the values of the file: lambda 0.2, n_i 100, T 5, start at zero, mean losses."""
+"""Varied one at a time from the values of the file: lambda 0.2, n_i 100, T 5, zero initialization, mean losses."""
 
 
 def figure(arguments: argparse.Namespace) -> int:
-    """Every method at every rank; error and rank against rounds, as the figure shows them, and the last values."""
+    """Every method at every rank; error and rank over rounds, as in the figure, and final values."""
     found, rows = {}, []
     for rank in RANKS:
         flags = ["--data.rank", str(rank)]
@@ -47,7 +47,7 @@ def figure(arguments: argparse.Namespace) -> int:
 
 
 def search(arguments: argparse.Namespace) -> int:
-    """The methods at rank 4 with one constant after another changed; the table is written after each."""
+    """The methods at rank 4 with one constant changed at a time; the table is written after each."""
     columns = ["constants", "method", "rank", "exact from round", "error", "diverged"]
     note = "True rank 4, one seed; one constant at a time differs from those of `figure7.toml`."
     rows = []
@@ -65,7 +65,7 @@ def search(arguments: argparse.Namespace) -> int:
 
 
 def settings() -> Iterator[tuple[str | None, Any]]:
-    """Which constant is changed to what; first of all none."""
+    """The changed constant and its value, beginning with no change."""
     yield None, None
     for what, values in VARIED.items():
         for value in values:
@@ -76,7 +76,7 @@ def changed(table: dict[str, Any], what: str | None, value: Any) -> dict[str, An
     """The experiment's table with one constant changed."""
     if what == "lambda":
         base = table["compare"][0]["local"]["prox"]["weight"]
-        for entry in table["compare"]:  # each method's weight is a multiple of lambda
+        for entry in table["compare"]:  # the weight of each method is a multiple of lambda
             prox = entry["prox"] if "prox" in entry else entry["local"]["prox"]
             prox["weight"] *= value / base
     elif what == "n_i":
@@ -91,7 +91,7 @@ def changed(table: dict[str, Any], what: str | None, value: Any) -> dict[str, An
 
 
 def outcome(method: MethodRuns, rank: int) -> list[str]:
-    """Last rank, the round from which it was the true one, last error and runs that diverged, as text."""
+    """Text of the final rank, the round from which it was correct, the final error and the number of diverged runs."""
     whole = [one for one in method.runs if one.failure is None]
     last = [last_values(one.events) for one in whole]
     since = [exact_from(one, rank) for one in whole]
@@ -105,7 +105,7 @@ def outcome(method: MethodRuns, rank: int) -> list[str]:
 
 
 def exact_from(one: SavedRun, rank: int) -> int | None:
-    """The first evaluation from which on the rank was the true one to the end; None if it was not in the end."""
+    """The first evaluation from which on the rank was correct until the end; None if it was wrong at the end."""
     since = None
     for event in one.events:
         if "rank" in event:

@@ -1,4 +1,4 @@
-"""Pictures of several settings beside each other."""
+"""Figures of several settings side by side."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def draw(
 ) -> Figure:
     """A column for each title of ``found``, with the methods' curves over their seeds.
 
-    metrics: two of them and what their axes say. The first is above, on a logarithmic scale; the second below, from
-    zero, with a dashed line at the column's value in ``marks``. top: where the second ends; all columns then have the
-    same axes. legend: methods in a line of it.
+    metrics: two metrics and their axis labels. The first one is at the top, on a logarithmic scale; the second one
+    below, from zero, with a dashed line at the column's value in ``marks``. top: upper end of the second axis; all
+    columns then have equal axes. legend: methods per line of the legend.
     """
     sketch = Figure(figsize=(2.4 * len(found), 5), layout="constrained")
     grid = sketch.subplots(2, len(found), squeeze=False, sharex=True, sharey="none" if top is None else "row")

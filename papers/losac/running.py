@@ -1,4 +1,4 @@
-"""What the commands share: running a comparison, reading its runs back, writing a table."""
+"""Shared code of the commands: running a comparison, reading its runs, writing a table."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from fedrax.report.runs import MethodRuns, SavedRun, find_runs, last_values
 from fedrax.simulation.results.result import cost_to_target
 
 TARGET = 0.85
-"""The accuracy of Table 2."""
+"""Target accuracy of Table 2."""
 SEEDS = 3
-"""What the files have."""
+"""Number of seeds in the files."""
 
 
 def run(file: Path, out: Path, arguments: argparse.Namespace, *flags: str) -> list[MethodRuns]:
-    """``fedrax compare`` on a file, and the runs it left."""
+    """``fedrax compare`` on a file, and the resulting runs."""
     command = [str(file), *flags, "--out", str(out), "--quiet"]
     if arguments.rounds:
         command += ["--run.rounds", str(arguments.rounds)]
@@ -35,13 +35,13 @@ def run(file: Path, out: Path, arguments: argparse.Namespace, *flags: str) -> li
     if arguments.data_dir:
         command += ["--data-dir", arguments.data_dir]
     status = fedrax_main(["compare", *command])
-    if status > 1:  # 1: a method diverged, which its row says
+    if status > 1:  # 1: a method diverged, as shown in its row
         sys.exit(status)
     return stored(out)
 
 
 def stored(out: Path) -> list[MethodRuns]:
-    """The methods and seeds of the comparison last made in a directory, in its order; runs of others may lie there."""
+    """Methods and seeds of the latest comparison in a directory, in its order; it may contain other runs."""
     made = json.loads((out / "comparison.json").read_text())
     found: dict[str, list[SavedRun]] = {row["label"]: [] for row in made["methods"]}
     for one in find_runs(out):
@@ -51,7 +51,7 @@ def stored(out: Path) -> list[MethodRuns]:
 
 
 def final(method: MethodRuns) -> tuple[list[float], list[float], list[float]]:
-    """Rounds to the target, final test loss and accuracy of every run that reached the end."""
+    """Rounds to the target, final test loss and accuracy of all finished runs."""
     events = [one.events for one in method.runs if one.failure is None]
     reached = [cost_to_target(e, "test_accuracy", TARGET) for e in events]
     last = [last_values(e) for e in events]
@@ -59,7 +59,7 @@ def final(method: MethodRuns) -> tuple[list[float], list[float], list[float]]:
 
 
 def summary(method: MethodRuns) -> list[str]:
-    """Rounds to the target, loss, accuracy and runs that diverged, as text."""
+    """Text of rounds to the target, loss, accuracy and number of diverged runs."""
     rounds, loss, accuracy = final(method)
     reached = f"{spread(rounds, '.0f')}" + ("" if len(rounds) == len(method.runs) else f" ({len(rounds)} runs)")
     diverged = sum(one.failure is not None for one in method.runs)
@@ -67,7 +67,7 @@ def summary(method: MethodRuns) -> list[str]:
 
 
 def few_seeds(methods: Sequence[MethodRuns]) -> str:
-    """A sentence for a table's note, with a blank before it, where methods have fewer seeds than the files'."""
+    """A sentence for the note of a table, after a blank, if methods have fewer seeds than the files."""
     seeds = sorted({one.seed for method in methods for one in method.runs})
     if len(seeds) >= SEEDS:
         return ""
@@ -76,7 +76,7 @@ def few_seeds(methods: Sequence[MethodRuns]) -> str:
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """Mean ± standard deviation; one value by itself, which says nothing of a deviation."""
+    """Mean ± standard deviation; a single value without deviation."""
     if not values:
         return "-"
     mean = f"{statistics.mean(values):{form}}"
@@ -92,7 +92,7 @@ def write_table(
     rows: list[list[str]],
     package: str = "papers.losac",
 ) -> None:
-    """A Markdown table in results/ and on the terminal; ``python -m package name`` with the flags given made it."""
+    """Write a Markdown table to results/ and print it; it names ``python -m package name`` with the given flags."""
     command = f"python -m {package} {name}"
     for flag in ("rounds", "steps"):
         command += f" --{flag} {value}" if (value := getattr(arguments, flag, None)) else ""
@@ -106,14 +106,14 @@ def write_table(
 
 
 def markdown(columns: str, rows: list[list[str]]) -> list[str]:
-    """A Markdown table's lines; columns are divided by |."""
+    """Lines of a Markdown table; columns are separated by |."""
     names = columns.split("|")
     head = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
     return head + ["| " + " | ".join(row) + " |" for row in rows]
 
 
 def processor() -> str:
-    """The name of the accelerator that JAX computes on, or the processor's."""
+    """Name of JAX's accelerator, or of the CPU."""
     device = jax.devices()[0]
     if device.platform != "cpu":
         return device.device_kind

@@ -1,7 +1,7 @@
-"""Figures 3 to 5: how many clients take part (S) and how many steps they take (T), IID and sorted by label.
+"""Figures 3 to 5: cohort size (S) and number of local steps (T), IID and sorted by label.
 
-All are Figure 2's experiment with other constants. The paper's text does not print the values of S and T that it draws,
-but T = 2 and T = 8 on HAR, nor HAR's rounds.
+All are Figure 2's experiment with other constants. The paper's text does not print the values of S and T except T = 2
+and T = 8 on HAR, nor the rounds for HAR.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HAR = "har_features"
 RECOMPUTED = "HAR's 561 features are recomputed from its windows; they are not UCI's own."
 METRICS = {"test_loss": "test loss", "test_accuracy": "test accuracy"}
 COMPARED = ("FedAvg", "FedSaga", "FedCM", "SCAFFOLD", "MimeSVRG", "LoSAC (printed)", "LoSAC (consistent)")
-"""MimeSVRG is on MNIST alone, as in the paper."""
+"""MimeSVRG is only compared on MNIST, as in the paper."""
 HAR_SETTINGS = {"rounds": 500, "eval_every": 5}
 HAR_ETA, HAR_CLIENTS = 1e-4, 100
 
@@ -32,7 +32,7 @@ class Panel(NamedTuple):
     """A setting of Figure 2's experiment."""
 
     percent: int
-    """Of the data sorted by label; 0 is IID."""
+    """Percentage of the data sorted by label; 0 is IID."""
     cohort: int = 50
     steps: int = 5
     data: str = "MNIST"
@@ -55,7 +55,7 @@ TITLES = {
 
 
 def figure(arguments: argparse.Namespace) -> int:
-    """All panels of a figure: a table of what the methods reach, and their loss and accuracy against rounds."""
+    """All panels of a figure: a table of final values, and loss and accuracy over rounds."""
     what, rows = arguments.what, []
     found: dict[Panel, list[MethodRuns]] = {}
     for panel in FIGURES[what]:
@@ -75,14 +75,14 @@ def figure(arguments: argparse.Namespace) -> int:
 
 
 def measured(panel: Panel, arguments: argparse.Namespace) -> list[MethodRuns]:
-    """A panel's methods; figures that have a panel in common have its runs in common."""
+    """Methods of a panel; figures with a common panel share its runs."""
     out = arguments.out / "panels" / f"{panel.data},c={panel.percent},S={panel.cohort},T={panel.steps}"
     files.write_text(out / "comparison.toml", tomlkit.dumps(experiment(panel)))
     return run(out / "comparison.toml", out, arguments)
 
 
 def experiment(panel: Panel) -> dict:
-    """Figure 2's table with a panel's constants and methods."""
+    """Figure 2's table with the constants and methods of a panel."""
     table = files.read_toml(FILE)
     table["partition"]["percent"] = float(panel.percent)
     table["run"]["cohort_size"] = panel.cohort
@@ -98,7 +98,7 @@ def experiment(panel: Panel) -> dict:
 
 
 def title(panel: Panel, panels: list[Panel]) -> str:
-    """What a panel has otherwise than the ones beside it."""
+    """The settings in which a panel differs from those beside it."""
     shown = {
         "percent": {0: "IID", 100: "sorted"}.get(panel.percent, f"c = {panel.percent} %"),
         "cohort": f"S = {panel.cohort}",

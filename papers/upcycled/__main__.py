@@ -1,7 +1,7 @@
-"""``python -m papers.upcycled WHAT``: the synthetic columns of Tables 1 (90 % stragglers) and 3 (30 %), and the
-private methods of Figures 3 (output perturbation) and 4 (objective perturbation).
+"""``python -m papers.upcycled WHAT``: the synthetic columns of Tables 1 (90 % stragglers) and 3 (30 %), and the private
+methods of Figures 3 (output perturbation) and 4 (objective perturbation).
 
-Every sweep is kept below --out and not run again: break the command off when you like, and type it again to go on.
+Every sweep is stored below --out and not repeated: an interrupted command continues.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def table(arguments: argparse.Namespace) -> None:
-    """The tables of the published sets and of our generator's."""
+    """Tables of the published sets and of those of our generator."""
     own = [data for data in arguments.data if data.startswith("own ")]
     names = {
         f"{arguments.what}.md": [data for data in arguments.data if data not in own],
@@ -69,7 +69,7 @@ def table(arguments: argparse.Namespace) -> None:
 
 
 def one_table(arguments: argparse.Namespace, sets: list[str], name: str) -> str:
-    """Every sweep that is missing, and the table after each method."""
+    """Run missing sweeps, and write the table after each method."""
     stragglers, rows, gains = STRAGGLERS[arguments.what], [], []
     with (HERE / "tables_printed.csv").open() as file:
         printed = {(r["data"], r["method"]): r for r in csv.DictReader(file) if int(r["stragglers"]) == stragglers}
@@ -93,30 +93,30 @@ def one_table(arguments: argparse.Namespace, sets: list[str], name: str) -> str:
 
 
 def kept(arguments: argparse.Namespace, data: str, method: str) -> list[bool]:
-    """Whether each of a method's two sweeps has been run, at every point."""
+    """Whether both sweeps of a method have been run at every point."""
     where = (arguments.out, data, STRAGGLERS[arguments.what], method)
     return [has_all(place_of(*where, part), method) for part in ("test", "held out")]
 
 
 def sweep_of(arguments: argparse.Namespace, data: str, method: str, part: str) -> Found:
-    """A method's grid on a set."""
+    """Sweep of a method's grid on a set."""
     where = (arguments.out, data, STRAGGLERS[arguments.what], method, part)
     return measured(*where, arguments.seeds, arguments.rounds, arguments.data_dir)
 
 
 def kind(found: Found) -> str:
-    """What the paper compares: a personal method's own models."""
+    """The models that the paper compares: personal ones for a personalized method."""
     return "personal " if "personal devices" in found[0][1] else ""
 
 
 def choose(found: Found, upcycled: bool, over: str = "devices") -> int:
-    """The point with the highest mean accuracy over devices or samples, among those with or without extrapolation."""
+    """The point with the highest mean accuracy over devices or samples, with or without extrapolation."""
     allowed = [i for i, (point, _) in enumerate(found) if "a" not in point or (point["a"] > 0) == upcycled]
     return max(allowed, key=lambda i: found[i][1][kind(found) + over].mean())
 
 
 def row_of(data: str, method: str, test: Found, printed: dict[str, str] | None) -> list[str]:
-    """Paper beside ours, chosen on the test rows as the paper says."""
+    """Values of the paper and of fedrax, chosen on the test rows as in the paper."""
     plain, up = choose(test, False), choose(test, True)
     ours = [test[i][1][kind(test) + "devices"] for i in (plain, up)]
     samples = [test[choose(test, up, "samples")][1][kind(test) + "samples"] for up in (False, True)]
@@ -136,7 +136,7 @@ def held_out_row(data: str, method: str, test: Found, held: Found) -> list[str]:
 
 
 def server_step_row(data: str, test: Found, held: Found) -> list[str]:
-    """FedAvg with a server step of its own, against FedAvg."""
+    """FedAvg with a tuned server learning rate, compared with FedAvg."""
     plain = lambda found: max(  # noqa: E731
         (i for i, (p, _) in enumerate(found) if p["server lr"] == 1), key=lambda i: found[i][1]["devices"].mean()
     )
@@ -144,7 +144,9 @@ def server_step_row(data: str, test: Found, held: Found) -> list[str]:
 
 
 def chosen(test: Found, held: Found, plain: int, up: int) -> list[str]:
-    """Test accuracies over devices at two points chosen on held-out rows, the second one's gain, both over samples."""
+    """Test accuracies over devices at two points chosen on held-out rows, the gain of the second one, and both over
+    samples.
+    """
     devices = [test[i][1][kind(test) + "devices"] for i in (plain, up)]
     samples = [test[i][1][kind(test) + "samples"].mean() for i in (plain, up)]
     gain = devices[1] - devices[0]
@@ -158,7 +160,7 @@ def chosen(test: Found, held: Found, plain: int, up: int) -> list[str]:
 
 
 def shown(found: Found, index: int) -> str:
-    """A point as text; a value at its axis's end that no other value equals is marked."""
+    """Text of a point; values at an end of their axis are marked unless another value is equally good."""
     point, values = found[index]
     best, parts = values[kind(found) + "devices"].mean(), []
     for axis, value in point.items():
@@ -174,12 +176,12 @@ def shown(found: Found, index: int) -> str:
 
 
 def without(point: Point, axis: str) -> Point:
-    """The point's other axes."""
+    """The other axes of the point."""
     return {name: value for name, value in point.items() if name != axis}
 
 
 def written(arguments: argparse.Namespace, sets: list[str], rows: list[list[str]], gains: list[list[str]]) -> str:
-    """Both tables, and how they came about."""
+    """Write both tables, with the settings of their runs."""
     stragglers = STRAGGLERS[arguments.what]
     command = f"python -m papers.upcycled {arguments.what}"
     for option, value in (("data", sets), ("methods", arguments.methods)):

@@ -1,4 +1,4 @@
-"""``figure3`` and ``figure4``: the tables and the picture of what :mod:`papers.upcycled.private` measured."""
+"""``figure3`` and ``figure4``: tables and figures of the measurements of :mod:`papers.upcycled.private`."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ WAYS: dict[str, tuple[str, Callable[[Point], bool]]] = {
     "upcycled": ("upcycled", lambda point: point["a"] > 0),
     "server step": ("server step", lambda point: True),
 }
-"""What is compared, by the kind whose grid it is part of: all but the first have the same epsilon."""
+"""Compared variants, by the kind whose grid contains them; all except the first have the same epsilon."""
 STRONGER = 2.0
-"""A difference counts from so many of its standard errors on."""
+"""Number of standard errors from which on a difference counts."""
 
 
 class Sweeps(NamedTuple):
-    """What was measured of a method on a set, by way."""
+    """Measurements of a method on a set, by variant."""
 
     test: dict[str, Found]
     held_out: dict[str, Found]
     sizes: np.ndarray
     """Training samples of each device."""
     largest: float
-    """The larger class's share of the test rows in percent, which needs no model."""
+    """Share of the larger class in the test rows, in percent: the accuracy of a constant prediction."""
 
     def chosen(self, way: str, by: str, held_out: bool, **fixed: float) -> tuple[Point, np.ndarray, np.ndarray]:
-        """The best point, and its losses and accuracies on test rows [seeds, MEASURED]."""
+        """The best point, with its losses and accuracies on test rows [seeds, MEASURED]."""
         index = (self.held_out if held_out else self.test)[way].best(by, **fixed)
         found = self.test[way]
         return found.points[index], found.loss[index], found.accuracy[index]
@@ -66,7 +66,7 @@ Every = dict[tuple[str, str], Sweeps]
 
 
 def figure(arguments: argparse.Namespace) -> None:
-    """Every sweep that is missing, and the tables and the picture after each method."""
+    """Run missing sweeps, and write tables and figure after each method."""
     if other := [method for method in arguments.methods if method not in METHODS]:
         raise FedraxError(f"the figures' methods are {', '.join(METHODS)}, and not {', '.join(other)}")
     if arguments.rounds % (2 * MEASURED):
@@ -88,7 +88,7 @@ def figure(arguments: argparse.Namespace) -> None:
 
 
 def sweeps_of(arguments: argparse.Namespace, data: str, method: str) -> Sweeps | None:
-    """A method's sweeps on a set; None where one is not there and none is to be run."""
+    """Sweeps of a method on a set; None if one is missing and none is to be run."""
     options = {"out": arguments.out, "seeds": arguments.seeds, "rounds": arguments.rounds}
     options |= {"data_dir": arguments.data_dir, "only_kept": arguments.only_write}
     parts: list[dict[str, Found]] = []
@@ -108,7 +108,7 @@ def sweeps_of(arguments: argparse.Namespace, data: str, method: str) -> Sweeps |
 
 
 def epsilons(of: Figure, method: str, level: float, rounds: int, sizes: np.ndarray) -> tuple[list[str], list[str]]:
-    """(by the paper, sound) of the plain method at ``level`` and of the others, as text."""
+    """Text of (epsilon of the paper, sound epsilon) for the plain method at ``level`` and for the others."""
     some = {"lr": 1.0, "tau": 1.0}
     pairs = [
         spent(of.at(method, some | {of.level: share * level}), of_rounds, sizes)
@@ -119,12 +119,12 @@ def epsilons(of: Figure, method: str, level: float, rounds: int, sizes: np.ndarr
 
 
 def difference(new: np.ndarray, old: np.ndarray, form: str) -> str:
-    """Mean ± deviation of the differences over the same seeds."""
+    """Mean ± standard deviation of the differences over equal seeds."""
     return spread((new - old).tolist(), "+" + form).replace("± +", "± ")
 
 
 def printed_rows(arguments: argparse.Namespace, of: Figure) -> list[list[str]]:
-    """The paper's epsilons of Syn(iid), and what its theorems give; nothing without that set."""
+    """The paper's epsilons of Syn(iid), and those of its theorems; empty without that set."""
     if "iid" not in arguments.data:
         return []
     with (Path(__file__).parent / "epsilons_printed.csv").open() as file:
@@ -178,33 +178,33 @@ def noise_rows(arguments: argparse.Namespace, of: Figure, every: Every, held_out
 
 
 def at(of: Figure, way: str, level: float, as_printed: bool) -> Point:
-    """What is held fixed of a way at a plain method's level; as printed also what comes with it."""
+    """Fixed values of a variant at a level of the plain method; as printed, also the accompanying ones."""
     own = level if WAYS[way][0] == "plain" else of.share * level
     return {**(of.printed if as_printed else {}), of.level: own}
 
 
 def shown(point: Point) -> str:
-    """A point as text."""
+    """Text of a point."""
     return ", ".join(f"{axis} {value:.3g}" for axis, value in point.items())
 
 
 class Compared(NamedTuple):
-    """Accuracies [seeds] at one level of a method on a set, by way, at points chosen on held-out rows."""
+    """Accuracies [seeds] at one level of a method on a set, by variant, at points chosen on held-out rows."""
 
     data: str
     method: str
     level: float
     largest: float
-    """The larger class's share."""
+    """Share of the larger class."""
     found: dict[str, np.ndarray]
 
     def gain(self, over: str) -> np.ndarray | None:
-        """Of the upcycled method, [seeds]."""
+        """Gain of the upcycled method [seeds]."""
         return self.found["upcycled"] - self.found[over] if over in self.found else None
 
 
 def compared(of: Figure, every: Every) -> list[Compared]:
-    """At every level."""
+    """Comparison at every level."""
     made = []
     for (data, method), sweeps in every.items():
         for level in of.levels:
@@ -226,7 +226,7 @@ def level_rows(arguments: argparse.Namespace, of: Figure, every: Every) -> Itera
 
 
 def summary_rows(of: Figure, every: Every) -> Iterator[list[str]]:
-    """The gains of upcycling over all sets and levels at which anything is learned."""
+    """Gains of upcycling over all sets and levels at which the model learns."""
     cells = [one for one in compared(of, every) if max(a.mean() for a in one.found.values()) > one.largest]
     for method in dict.fromkeys(one.method for one in cells):
         for over in (way for way in WAYS if way != "upcycled"):
@@ -240,7 +240,7 @@ def summary_rows(of: Figure, every: Every) -> Iterator[list[str]]:
 
 
 def write(arguments: argparse.Namespace, every: Every) -> str:
-    """The tables and the picture in results/."""
+    """Write the tables and the figure to results/."""
     of = FIGURES[arguments.what]
     curves.save_curves(draw(arguments, of, every), arguments.results / arguments.what)
     ways = "|".join(WAYS)
@@ -291,7 +291,7 @@ AGAINST = (
 
 
 def note(arguments: argparse.Namespace, of: Figure, every: Every) -> str:
-    """What was run, and by which command."""
+    """The settings of the runs, and the command."""
     command = f"python -m papers.upcycled {arguments.what}"
     data, methods = (list(dict.fromkeys(names)) for names in zip(*every, strict=True))
     for option, value, default in (("data", data, SETS), ("methods", methods, METHODS)):
@@ -309,13 +309,13 @@ def note(arguments: argparse.Namespace, of: Figure, every: Every) -> str:
     )
 
 
-# -- the picture ---------------------------------------------------------------------------------------------------
+# -- the figure ----------------------------------------------------------------------------------------------------
 
 _DASHES = {"plain": "--", "half the rounds": ":", "upcycled": "-", "server step": "-."}
 
 
 def draw(arguments: argparse.Namespace, of: Figure, every: Every) -> matplotlib.figure.Figure:
-    """A column for each set: loss against iterations as printed, and accuracy against either epsilon."""
+    """A column for each set: loss over iterations as printed, and accuracy over both epsilons."""
     sets = list(dict.fromkeys(data for data, _ in every))
     rows = 3 if of.number == 3 else 2
     sketch = matplotlib.figure.Figure(figsize=(1.2 + 3.9 * len(sets), 2.9 * rows + 0.8), layout="constrained")
@@ -342,7 +342,7 @@ def draw(arguments: argparse.Namespace, of: Figure, every: Every) -> matplotlib.
 
 
 def _losses(axes: Any, arguments: argparse.Namespace, of: Figure, methods: dict[str, Sweeps]) -> None:
-    """Loss against iterations, at points chosen by it."""
+    """Loss over iterations at points chosen by the loss."""
     at_iteration = arguments.rounds / MEASURED * np.arange(1, MEASURED + 1)
     for method, sweeps in methods.items():
         for way in ("plain", "upcycled"):
@@ -357,7 +357,7 @@ def _losses(axes: Any, arguments: argparse.Namespace, of: Figure, methods: dict[
 def _accuracies(
     axes: Any, arguments: argparse.Namespace, of: Figure, mine: list[Compared], every: Every, sound: bool
 ) -> None:
-    """Accuracy against epsilon, sound or by the paper, where there is one."""
+    """Accuracy over epsilon, the sound one or that of the paper, if there is one."""
     lines: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
     for one in mine:
         papers, sounds = epsilons(of, one.method, one.level, arguments.rounds, every[one.data, one.method].sizes)

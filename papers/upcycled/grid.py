@@ -24,15 +24,15 @@ from fedrax.models import Logistic
 from fedrax.optim.server import SGD, Yogi
 
 STEPS = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""Local step sizes."""
+"""Local learning rates."""
 EXTRAPOLATIONS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)
-"""a of `upcycle`; 0 is the method without it."""
+"""Extrapolation coefficients a of `upcycle`; 0 is the method without it."""
 SERVER_STEPS = (0.3, 0.5, 0.7, 1.0, 1.1, 1.3, 1.5, 1.7, 1.9, 2.5, 3.0, 4.0, 6.0)
-"""FedAvg's: 1.1 to 1.9 are what `upcycle` with a = 0.1 to 0.9 makes of it."""
+"""Server learning rates of FedAvg; 1.1 to 1.9 correspond to `upcycle` with a = 0.1 to 0.9."""
 HELD_OUT = 0.2
-"""Share of each device's training rows on which points are chosen in the second place."""
+"""Share of each device's training rows that are held out for the second choice of points."""
 TOGETHER = 120
-"""Points that are run in one program."""
+"""Number of points in one program."""
 
 Point = dict[str, float]
 
@@ -66,7 +66,7 @@ def _pfedme(point: Point) -> Algorithm:
 
 
 def _contracts(point: Point) -> bool:
-    """Whether neither pFedMe's inner steps leap over the device's model nor its outer ones over their result."""
+    """Whether pFedMe's inner and outer steps are contractions."""
     return point["inner lr"] * point["lambda"] < 2 and point["lr"] * point["lambda"] < 1
 
 
@@ -80,20 +80,20 @@ def _server_step(point: Point) -> Algorithm:
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A method and what is tuned of it besides the local step and a."""
+    """A method and its tuned settings other than the local learning rate and a."""
 
     make: Callable[[Point], Algorithm]
     axes: dict[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
     weights: str = "samples"
-    """Of the aggregation; SCAFFOLD's and FedDyn's are plain."""
+    """Aggregation weights; uniform for SCAFFOLD and FedDyn."""
     steps: tuple[float, ...] = STEPS
     upcycled: bool = True
     allowed: Callable[[Point], bool] = lambda point: True
-    """Which points make sense."""
+    """Whether a point is valid."""
 
     @property
     def points(self) -> list[Point]:
-        """Every point of the grid."""
+        """All points of the grid."""
         axes = {"lr": self.steps, **self.axes, **({"a": EXTRAPOLATIONS} if self.upcycled else {})}
         points = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
         return [point for point in points if self.allowed(point)]
@@ -122,7 +122,7 @@ METHODS = {
     ),
 }
 SERVER_STEP = Method(_server_step, {"server lr": SERVER_STEPS}, upcycled=False)
-"""FedAvg with a tuned server step and nothing upcycled."""
+"""FedAvg with a tuned server learning rate, without upcycling."""
 EVERY = {**METHODS, "FedAvg, server step": SERVER_STEP}
 
 DATA = {
@@ -133,13 +133,13 @@ DATA = {
     "own 0.5_0.5": ("synthetic", {"alpha": 0.5, "beta": 0.5, "features": 20, "classes": 2}),
     "own 1_1": ("synthetic", {"alpha": 1.0, "beta": 1.0, "features": 20, "classes": 2}),
 }
-"""The published sets, and our generator's of the same kind: 30 devices, 20 features, two classes as published."""
+"""The published sets, and equivalent ones of our generator: 30 devices, 20 features, two classes."""
 
 
 def federation_of(
     data: str, part: str, data_dir: str | None, change: Callable[[Dataset], Dataset] | None = None
 ) -> Federation:
-    """A set's federation, changed first; of the part "held out" the test rows are held out of the training rows."""
+    """Federation of a set after ``change``; for the part "held out", test rows are held out of the training rows."""
     name, options = DATA[data]
     dataset = load(name, data_dir, **options)
     dataset = dataset if change is None else change(dataset)
@@ -149,7 +149,7 @@ def federation_of(
 
 
 def held_out(dataset: Dataset) -> Dataset:
-    """The training rows alone, a share of each device's for the test."""
+    """The training rows, with a share of each device's rows as test rows."""
     owner = dataset.train_clients
     if owner is None:
         raise FedraxError(f"{dataset.name!r} has no devices.")
@@ -162,9 +162,9 @@ def held_out(dataset: Dataset) -> Dataset:
 def measured(
     out: Path, data: str, stragglers: int, method: str, part: str, seeds: list[int], rounds: int, data_dir: str | None
 ) -> list[tuple[Point, dict[str, np.ndarray]]]:
-    """Final accuracies of every point of a method's grid, {name: [seeds]} in percent, kept in a file of their own.
+    """Final accuracies of all points of a method's grid, {name: [seeds]} in percent, stored in a separate file.
 
-    Points that the file lacks are run, some at a time, and added to it.
+    Missing points are run, several at a time, and added to the file.
     """
     spec, place = EVERY[method], place_of(out, data, stragglers, method, part)
     facts = {"seeds": seeds, "rounds": rounds, "data": list(DATA[data])}
@@ -178,26 +178,26 @@ def measured(
         kept["points"] += some
         files.write_text(place, json.dumps(kept) + "\n")
     found = [kept["found"][kept["points"].index(point)] for point in spec.points]
-    names = dict.fromkeys(name for values in found for name in values)  # a point that diverged lacks some
+    names = dict.fromkeys(name for values in found for name in values)  # incomplete for a diverged point
     of = lambda values: {name: np.array(values.get(name, [0.0] * len(seeds))) for name in names}  # noqa: E731
     return [(point, of(values)) for point, values in zip(spec.points, found, strict=True)]
 
 
 def has_all(place: Path, method: str) -> bool:
-    """Whether a file has every point of a method's grid."""
+    """Whether a file contains all points of a method's grid."""
     points = files.read_json(place)["points"] if place.exists() else []
     return all(point in points for point in EVERY[method].points)
 
 
 def place_of(out: Path, data: str, stragglers: int, method: str, part: str) -> Path:
-    """Where a method's grid is kept."""
+    """File of a method's grid."""
     return out / f"{data} {part} {stragglers} {method}.json".replace(" ", "-").replace(",", "")
 
 
 def run(
     spec: Method, points: list[Point], federation: Federation, stragglers: int, seeds: list[int], rounds: int
 ) -> list[dict[str, Any]]:
-    """One compiled program for all points."""
+    """Run all points in one compiled program."""
     task = classification(Logistic().build(federation.train.x.shape[1:], federation.num_classes or 1))
     settings = Settings(
         rounds=rounds,
@@ -213,9 +213,7 @@ def run(
 
 
 def final(events: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Accuracies in percent over devices and over samples, of personal models where there are any; 0 of a run that
-    diverged.
-    """
+    """Accuracies in percent over devices and over samples, of personal models if there are any; 0 if diverged."""
     names = {"devices": "accuracy_client_mean", "samples": "accuracy"}
     kinds = {"": "test_", "personal ": "test_personal_"}
     return {

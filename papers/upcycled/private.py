@@ -1,4 +1,4 @@
-"""Figures 3 and 4: private methods, with output and with objective perturbation; their grids and compiled sweeps."""
+"""Figures 3 and 4: private methods with output and objective perturbation, their grids and compiled sweeps."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from fedrax.privacy.accounting import Accountant
 from papers.upcycled.grid import DATA, Point, federation_of
 
 SETS = ("iid", "0.5_0.5", "own 0_0", "own 1_1")
-"""The figures' four: the published ones that are at hand, and our generator's for the others."""
+"""The four sets of the figures: published ones if available, otherwise those of our generator."""
 DELTA = 1e-4
 MU = 0.5
-"""FedProx's, in the caption of Figure 4."""
+"""mu of FedProx in the caption of Figure 4."""
 STEPS = 63
-"""SCAFFOLD's local steps: ten epochs of a client of Syn(iid) with the mean number of samples."""
+"""Local steps of SCAFFOLD: ten epochs of a client of Syn(iid) with the mean number of samples."""
 EXTRAPOLATIONS = (0.0, 0.1, 0.5, 0.9)
-"""a of `upcycle`; 0 is the method itself, with half of the rounds."""
+"""Extrapolation coefficients a of `upcycle`; 0 is the method itself with half of the rounds."""
 SERVER_STEPS = (0.3, 0.6, 1.0, 1.5, 2.5)
-"""FedAvg's, with half of the rounds and nothing upcycled."""
+"""Server learning rates of FedAvg with half of the rounds, without upcycling."""
 MEASURED = 8
-"""How often a run's loss and accuracy are measured, at even distances."""
+"""Number of evaluations of a run, equally spaced."""
 
 
 def _fedavg(point: Point) -> Algorithm:
@@ -58,8 +58,8 @@ def _fedprox(point: Point) -> Algorithm:
 
 
 def _scaffold(point: Point) -> Algorithm:
-    """Of so many plain steps, for only then follows all that a client sends from its noised model: c_i is divided by
-    their number, and epochs would tell how many samples there are.
+    """A fixed number of plain steps, so that everything a client uploads follows from its noisy model: c_i is divided
+    by the number of steps, and epochs would reveal the number of samples.
     """
     return Scaffold(local=LocalSGD(lr=point["lr"], steps=STEPS, batch_size=32))
 
@@ -74,34 +74,34 @@ KINDS: dict[str, dict[str, tuple[float, ...]]] = {
     "upcycled": {"a": EXTRAPOLATIONS},
     "server step": {"server lr": SERVER_STEPS},
 }
-"""Ways to run a method, by what is tuned of them; only the first takes all the rounds, the others half."""
+"""Kinds of runs of a method, with their tuned settings; only the first one has all rounds, the others half."""
 
 
 def kinds_of(method: str) -> list[str]:
-    """Server steps are tuned of FedAvg alone."""
+    """Kinds for a method; server learning rates are tuned for FedAvg only."""
     return [kind for kind in KINDS if kind != "server step" or method == "FedAvg"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """A figure's mechanism, and what is tried of it."""
+    """Mechanism and grid of a figure."""
 
     number: int
     mechanism: str
     wrap: Callable[[Algorithm, Point], Algorithm]
     level: str
-    """The name of what says how strong the noise is."""
+    """Name of the noise parameter."""
     levels: tuple[float, ...]
-    """Of the plain methods with all rounds."""
+    """Levels of the plain methods with all rounds."""
     share: float
-    """The level of all others over it, as in the paper."""
+    """Level of all others relative to it, as in the paper."""
     axes: dict[str, tuple[float, ...]]
-    """What else is tuned."""
+    """Other tuned settings."""
     printed: Point
-    """The paper's level and what comes with it, of plain methods."""
+    """Level of plain methods in the paper, with accompanying settings."""
 
     def points(self, kind: str) -> list[Point]:
-        """Every point of a kind's grid."""
+        """All points of a kind's grid."""
         factor = 1.0 if kind == "plain" else self.share
         axes = self.axes | {self.level: tuple(factor * level for level in self.levels)} | KINDS[kind]
         return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
@@ -112,7 +112,7 @@ class Figure:
         return upcycle(private, a=point["a"]) if "a" in point else private
 
     def task(self, federation: Federation) -> Task:
-        """Softmax of both classes as published, or the one logit that Theorem 6.3 is about."""
+        """Softmax of both classes as published, or a single logit, to which Theorem 6.3 applies."""
         shape = federation.train.x.shape[1:]
         return (
             classification(Logistic().build(shape, 2))
@@ -126,7 +126,7 @@ def _output(inner: Algorithm, point: Point) -> Algorithm:
 
 
 def _objective(inner: Algorithm, point: Point) -> Algorithm:
-    """Theorem 6.3 speaks of losses with a prox: of the three methods, of FedProx."""
+    """Theorem 6.3 applies to losses with a proximal term: of the three methods, to FedProx."""
     return ObjectivePerturbation(inner, point["alpha"], "paper" if isinstance(inner, FedProx) else "none")
 
 
@@ -152,17 +152,17 @@ FIGURES = {
         {"alpha": 10.0},
     ),
 }
-"""sigma is 1 and 0.8, alpha 10 and 20; tau = 10 is the authors' program's, the paper does not print it."""
+"""sigma is 1 and 0.8, alpha 10 and 20; tau = 10 is from the authors' program and not printed in the paper."""
 
 
 class Found(NamedTuple):
-    """A grid's measurements on test rows, over all of them; nan where a run had diverged."""
+    """Measurements of a grid on test rows, over all points; NaN if a run diverged."""
 
     points: list[Point]
     loss: np.ndarray
     """[points, seeds, MEASURED]."""
     accuracy: np.ndarray
-    """In percent, of the same shape."""
+    """In percent, with the same shape."""
 
     def best(self, by: str, **fixed: float) -> int:
         """The point with the best final mean over seeds among those at ``fixed``; by "loss" or "accuracy"."""
@@ -172,25 +172,27 @@ class Found(NamedTuple):
         return max(allowed, key=lambda i: worth[i])
 
     def only(self, allowed: Callable[[Point], bool]) -> Found:
-        """The points that are allowed."""
+        """The allowed points."""
         kept = [i for i, point in enumerate(self.points) if allowed(point)]
         return Found([self.points[i] for i in kept], self.loss[kept], self.accuracy[kept])
 
 
 def spent(algorithm: Algorithm, rounds: int, sizes: np.ndarray, delta: float = DELTA) -> tuple[float, float]:
-    """(epsilon, epsilon by the paper) of clients that send in ``rounds`` rounds; the latter the mean over clients."""
+    """(epsilon, epsilon of the paper) of clients that take part in ``rounds`` rounds; the latter is a mean over
+    clients.
+    """
     accountant = Accountant(algorithm.releases(), delta)
     claims = [accountant.epsilon_paper(rounds, int(size)) for size in sizes]
     return accountant.epsilon(rounds), float(np.mean([np.nan if claim is None else claim for claim in claims]))
 
 
 def federation_for(figure: Figure, data: str, part: str, data_dir: str | None) -> Federation:
-    """As for the tables; for Theorem 6.3 every row's features are cut to length 1."""
+    """As for the tables; for Theorem 6.3 feature rows are scaled to at most length 1."""
     return federation_of(data, part, data_dir, unit_rows if figure.number == 4 else None)
 
 
 def unit_rows(dataset: Dataset) -> Dataset:
-    """The same with each row of features divided by its length where that is above 1."""
+    """Divide each row of features by its length if that is above 1."""
     cut = lambda x: x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1).astype(x.dtype)  # noqa: E731
     parts = {name: Samples(cut(part.x), part.y) for name, part in (("train", dataset.train), ("test", dataset.test))}
     return dataclasses.replace(dataset, **parts)
@@ -209,7 +211,7 @@ def measured(
     data_dir: str | None,
     only_kept: bool = False,
 ) -> Found | None:
-    """A grid's measurements, kept in a file of their own; None where there is none and ``only_kept``."""
+    """Measurements of a grid, stored in a separate file; None if there is none and ``only_kept``."""
     figure = FIGURES[what]
     rounds = rounds if kind == "plain" else rounds // 2
     facts = {"points": figure.points(kind), "seeds": seeds, "rounds": rounds, "data": list(DATA[data])}
@@ -228,7 +230,7 @@ def measured(
 def _run(
     figure: Figure, method: str, points: list[Point], federation: Federation, seeds: list[int], rounds: int
 ) -> dict[str, Any]:
-    """One compiled program for the whole grid: every client takes part, and there are no stragglers."""
+    """Run the grid in one compiled program with full participation and without stragglers."""
     settings = Settings(
         rounds=rounds,
         cohort_size=federation.num_clients,
@@ -248,5 +250,5 @@ def _run(
 
 
 def rounded(value: float | None) -> float | None:
-    """To six digits."""
+    """Rounded to six digits."""
     return None if value is None else float(f"{value:.6g}")
