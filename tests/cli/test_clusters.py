@@ -27,7 +27,7 @@ from tests.cli.conftest import GRID_COMPARISON, events_by_run
 from tests.cli.conftest import Outcome as Printed
 
 ROOT = Path(__file__).parents[2]
-PRELOAD = "from tests.cli.test_workers import initialize_worker\nas_here()\n"
+PRELOAD = "from tests.cli.test_workers import initialize_worker\ninitialize_worker()\n"
 
 
 @contextlib.contextmanager
