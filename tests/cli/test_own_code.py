@@ -18,7 +18,7 @@ from pathlib import Path
 import fedrax
 from fedrax.config.hyperparameters import hyperparameters
 
-Path({proof!r}).write_text("ran")
+Path({evidence!r}).write_text("ran")
 
 @hyperparameters
 class Mine(fedrax.FedAvg):

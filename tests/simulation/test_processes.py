@@ -108,13 +108,13 @@ except fedrax.FedraxError as error:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("event", ["is killed", "sleeps"])
-def test_process_waits_for_the_other_or_raises(event: str, port: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("failure", ["is killed", "sleeps"])
+def test_process_waits_for_the_other_or_raises(failure: str, port: int, tmp_path: Path) -> None:
     """It waits silently, or the run ends with a clear error and a checkpoint."""
     path = os.pathsep.join(p for p in sys.path if p)
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", WAITING, str(port), str(process), event, str(tmp_path)],
+            [sys.executable, "-c", WAITING, str(port), str(process), failure, str(tmp_path)],
             env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
             stderr=subprocess.PIPE,
             text=True,
@@ -124,7 +124,7 @@ def test_process_waits_for_the_other_or_raises(event: str, port: int, tmp_path: 
     (_, printed), _ = [child.communicate(timeout=1800) for child in children]
     first, second = (child.returncode for child in children)
     written = {int(event["round"]) for event in fedrax.simulation.read_events(tmp_path)}
-    if event == "sleeps":
+    if failure == "sleeps":
         assert (first, second) == (0, 0) and max(written) == 8
         assert not [line for line in printed.splitlines() if "Gloo" not in line]
     else:
