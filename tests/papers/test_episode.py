@@ -1,4 +1,4 @@
-"""Figure 3 of the EPISODE paper: the task against NumPy, and the command on fewer seeds."""
+"""The commands of the EPISODE paper: tasks against NumPy, and small runs."""
 
 import itertools
 import json
@@ -25,7 +25,7 @@ HERE = Path(episode.__file__).parent
 
 
 @pytest.mark.parametrize("heterogeneity", [1, 8])
-def test_the_pair_is_the_papers_with_noise_of_mean_zero(heterogeneity: int) -> None:
+def test_pair_is_that_of_the_paper_with_zero_mean_noise(heterogeneity: int) -> None:
     data = load("quartic_pair", heterogeneity=heterogeneity, samples=50)
     task = objective(Polynomial().build((4,), 1))
     x, h = 1.3, heterogeneity
@@ -57,7 +57,9 @@ def test_impossible_pairs_are_rejected() -> None:
 
 
 @pytest.mark.slow
-def test_episode_arrives_and_celgc_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figure3_shows_that_episode_converges_and_celgc_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(episode, "HETEROGENEITY", (8,))
     command = ["episode", "fig3", "--seeds", "5", "--rounds", "60", "--results", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", command)
@@ -70,7 +72,7 @@ def test_episode_arrives_and_celgc_does_not(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_similarity_runs_a_file_at_each_similarity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_similarity_command_runs_the_file_at_each_similarity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "snli").mkdir()
     for part in ("dev", "test"):
         columns = {"sentence1": ["a b", "c", "b"] * 8, "sentence2": ["b", "a", "c c"] * 8}
@@ -95,7 +97,7 @@ def test_similarity_runs_a_file_at_each_similarity(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("name", ["fig3", "snli", "snli_small", "cifar10", "cifar10_small", "cifar10_resnet20"])
-def test_the_experiment_files_are_sound(name: str) -> None:
+def test_experiment_files_are_valid(name: str) -> None:
     spec = comparison.read([HERE / f"{name}.toml"])
     spec.check()
     for method in spec.methods:
@@ -106,7 +108,7 @@ def test_the_experiment_files_are_sound(name: str) -> None:
             assert clip / local.lr == pytest.approx({"fig": 5, "cif": 0.5}.get(name[:3], 1))
 
 
-def test_silos_hold_whole_users_sorted_by_their_share_of_positives() -> None:
+def test_silos_contain_whole_users_sorted_by_their_share_of_positives() -> None:
     rng = np.random.default_rng(0)
     users = np.repeat(np.arange(40), rng.integers(1, 6, 40))
     y = (rng.random(len(users)) < (users % 10) / 10).astype(np.int32)
@@ -116,7 +118,7 @@ def test_silos_hold_whole_users_sorted_by_their_share_of_positives() -> None:
         indices, offsets = UserSilos(8, percent).assign(dataset, 1)
         silos = [users[part] for part in np.split(indices, offsets[1:-1])]
         assert sorted(indices) == list(range(len(users)))
-        assert sum(len(np.unique(silo)) for silo in silos) == 40  # no user in two
+        assert sum(len(np.unique(silo)) for silo in silos) == 40  # no user is in two silos
         assert [len(np.unique(silo)) for silo in silos] == [5] * 8
     indices, offsets = UserSilos(8, 0.0).assign(dataset, 1)
     share = np.bincount(users, y) / np.bincount(users)
@@ -127,7 +129,7 @@ def test_silos_hold_whole_users_sorted_by_their_share_of_positives() -> None:
 
 
 def write_text_files(folder: Path) -> None:
-    """A few sentence pairs, tweets and word vectors."""
+    """Write a few sentence pairs, tweets and word vectors."""
     for name in ("snli", "sent140", "glove"):
         (folder / name).mkdir()
     for part in ("dev", "test"):
@@ -139,7 +141,7 @@ def write_text_files(folder: Path) -> None:
     (folder / "glove" / "glove.6B.50d.subset.txt").write_text("a 1 0\nb 0 1\nc 1 1\n")
 
 
-def test_table3_keeps_its_runs_and_simulates_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table3_stores_its_runs_and_simulates_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_text_files(tmp_path)
     table = files.read_toml(HERE / "table3.toml")
     table["data"]["length"] = 3
@@ -168,7 +170,7 @@ def test_table3_keeps_its_runs_and_simulates_times(tmp_path: Path, monkeypatch: 
     np.testing.assert_allclose(seconds, np.array([10, 20]) * (5 * 0.5 + 8 * 1e5 / 1e9 + 2e-3))
     before = (tmp_path / "table3.jsonl").read_text()
     assert episode.main() == 0
-    assert (tmp_path / "table3.jsonl").read_text() == before  # kept, not run again
+    assert (tmp_path / "table3.jsonl").read_text() == before  # stored, not run again
     monkeypatch.setattr(sys, "argv", [*command, "--data-dir", str(tmp_path), "--rounds", "3"])
     assert episode.main() == 1
 
@@ -190,7 +192,7 @@ def test_tweets_run_at_each_similarity(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("what", ["points", "speedup", "proposition1"])
-def test_polynomials(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_on_polynomials(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(synthetic, "HETEROGENEITY", (8,))
     monkeypatch.setattr(synthetic, "CLIENTS", (2, 4))
     monkeypatch.setattr(synthetic, "NOISES", (1.0,))

@@ -1,4 +1,4 @@
-"""The command for GradMA's Table 1 on stand-in files of MNIST's format: it runs, is broken off, and goes on."""
+"""The commands for GradMA's tables and figures on stand-in files in MNIST's format: they run and resume."""
 
 import dataclasses
 import datetime
@@ -22,7 +22,7 @@ from papers.gradma.search import METHODS, Cell, Runs, best_point, candidates
 HERE = Path(gradma.__file__).parent
 
 
-def test_workers_get_two_rows_and_shares_of_every_class() -> None:
+def test_workers_have_two_rows_and_shares_of_every_class() -> None:
     rng = np.random.default_rng(0)
     samples = as_samples(rng.normal(size=(3000, 2)), rng.integers(0, 5, 3000))
     dataset = Dataset("made", samples, samples, 5)
@@ -36,8 +36,8 @@ def test_workers_get_two_rows_and_shares_of_every_class() -> None:
     assert np.abs(even - 60).max() < 10
 
 
-def test_workers_are_those_of_the_authors_program() -> None:
-    # Drawn by hand in the order in which that program draws: shares, two rows a worker from each class's end, the rest.
+def test_partition_agrees_with_the_authors_program() -> None:
+    # Drawn in the order of that program: shares, two rows for each worker from the end of each class, the remainder.
     rng, labels = np.random.RandomState(5363 + 7), np.array([0, 1] * 6)
     shares = rng.dirichlet([0.5, 0.5], size=2)
     rows, first = {0: [0, 2, 4, 6, 8, 10], 1: [1, 3, 5, 7, 9, 11]}, {0: [], 1: []}
@@ -55,13 +55,13 @@ def test_workers_are_those_of_the_authors_program() -> None:
     assert found == [sorted(first[0]), sorted(first[1])]
 
 
-def test_a_class_that_runs_out_raises_a_clear_error() -> None:
+def test_exhausted_class_raises_a_clear_error() -> None:
     samples = as_samples(np.zeros((40, 2)), np.array([0] * 39 + [1]))
     with pytest.raises(FedraxError, match=r"class 1 of 'made' has too few rows for 10 workers\."):
         DirichletWorkers(10, 0.1).assign(Dataset("made", samples, samples, 2), 0)
 
 
-def test_the_search_walks_one_axis_after_another(tmp_path: Path) -> None:
+def test_search_varies_one_axis_after_another(tmp_path: Path) -> None:
     runs, cell = Runs(HERE / "mnist.toml", tmp_path / "kept.jsonl", None, None), Cell(10, 0.01)
 
     def ran(point: tuple, top: float) -> None:
@@ -77,7 +77,7 @@ def test_the_search_walks_one_axis_after_another(tmp_path: Path) -> None:
     ran((0.1, 1.0, 0.01), 70.0)
     assert best_point(runs, cell, "FedProx", [0]) == (0.1, 1.0, 0.01)
     assert candidates(runs, cell, "FedProx", 0, 2, "axes") == [(0.1, lr, 0.01) for lr in (0.1, 1.0, 10.0)]
-    ran((0.1, 10.0, 0.1), 90.0)  # off the way: the search goes the same way again
+    ran((0.1, 10.0, 0.1), 90.0)  # not on the path: a repeated search takes the same path
     assert candidates(runs, cell, "FedProx", 0, 1, "axes") == [(lr, 1.0, 0.01) for lr in (0.001, 0.01, 0.1)]
     assert best_point(runs, cell, "FedProx", [0]) == (0.1, 10.0, 0.1)
     assert len(candidates(runs, cell, "FedProx", 0, 1, "grid")) == 27
@@ -103,7 +103,7 @@ def write_mnist(folder: Path) -> None:
         (folder / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, rows) + labels.tobytes())
 
 
-def test_table1_prints_paper_ours_and_what_was_run(
+def test_table1_prints_paper_fedrax_and_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_mnist(tmp_path / "mnist")
@@ -125,7 +125,7 @@ def test_table1_prints_paper_ours_and_what_was_run(
     assert "| MOON | (5, 0.01) |" not in text and "Not run at (5, 0.01): " in text
     assert "seed 0" in capsys.readouterr().out
     assert gradma.main() == 0
-    assert "seed 0," not in capsys.readouterr().out  # kept, not run again
+    assert "seed 0," not in capsys.readouterr().out  # stored, not run again
     monkeypatch.setattr(sys, "argv", [*command, "--cells", "7,0.01"])
     assert gradma.main() == 1
     assert "--cells: the table's columns are 5,0.01, not 7,0.01." in capsys.readouterr().err
@@ -137,7 +137,7 @@ def test_table1_prints_paper_ours_and_what_was_run(
     assert "--small: mnist has no smaller budget; cifar10 has." in capsys.readouterr().err
 
 
-def test_the_smaller_budget_changes_rounds_and_batches_alone(tmp_path: Path) -> None:
+def test_smaller_budget_changes_rounds_and_batch_sizes_only(tmp_path: Path) -> None:
     whole, small = (
         Runs(HERE / "cifar10.toml", tmp_path / "kept.jsonl", None, None, changes=changes)
         for changes in (None, gradma.SMALLER["cifar10"])
@@ -155,20 +155,20 @@ def test_the_smaller_budget_changes_rounds_and_batches_alone(tmp_path: Path) -> 
     ("data", "rounds", "cells"),
     [("mnist", 500, 80), ("cifar10", 1000, 48), ("cifar100", 2000, 48), ("tiny_imagenet", 2000, 48)],
 )
-def test_the_experiment_files_are_the_papers(data: str, rounds: int, cells: int) -> None:
+def test_experiment_files_have_the_settings_of_the_paper(data: str, rounds: int, cells: int) -> None:
     spec = comparison.read([HERE / f"{data}.toml"])
     spec.check()
     assert [method.name for method in spec.methods] == list(METHODS)
     assert {(m.run.rounds, m.partition.clients) for m in spec.methods} == {(rounds, 100)}
     uniform = {method.name for method in spec.methods if method.run.weights == "uniform"}
-    assert uniform == {"Scaffold", "MIFA", "MIFAM", "FedDyn"}  # which are not defined for others
+    assert uniform == {"Scaffold", "MIFA", "MIFAM", "FedDyn"}  # which are not defined for other methods
     for method in spec.methods:
         local = method.algorithm.local  # type: ignore[attr-defined]
         assert (local.steps, local.batch_size) == (5, 64)
     assert len(gradma.read_printed(data)) == cells
 
 
-def test_a_search_that_is_broken_off_keeps_what_it_has_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_search_keeps_finished_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_mnist(tmp_path / "mnist")
     runs, points = Runs(HERE / "mnist.toml", tmp_path / "kept.jsonl", 1, str(tmp_path)), [(0.01, 1.0), (0.1, 1.0)]
 
@@ -199,7 +199,7 @@ def kept(runs: Runs, cell: Cell, method: str, point: tuple, seed: int, curve: li
         file.write(json.dumps(record) + "\n")
 
 
-def test_the_best_point_is_that_of_all_seeds_and_the_nearest_is_shown(tmp_path: Path) -> None:
+def test_best_point_is_that_of_all_seeds_and_the_nearest_is_shown(tmp_path: Path) -> None:
     runs, cell = Runs(HERE / "mnist.toml", tmp_path / "kept.jsonl", None, None), Cell(10, 0.01)
     for point, tops in {(0.1, 1.0): (80.0, 40.0), (0.01, 1.0): (70.0, 72.0), (0.001, 1.0): (90.0,)}.items():
         for seed, top in enumerate(tops):
@@ -214,7 +214,7 @@ def test_the_best_point_is_that_of_all_seeds_and_the_nearest_is_shown(tmp_path: 
     assert near == ((0.001, 1.0), "90.00 (1 seed)")
 
 
-def test_runs_without_a_curve_are_missing_where_curves_are_wanted(tmp_path: Path) -> None:
+def test_runs_without_a_curve_are_missing_if_curves_are_requested(tmp_path: Path) -> None:
     runs, cell = Runs(HERE / "mnist.toml", tmp_path / "kept.jsonl", None, None, curves=True), Cell(10, 0.01)
     kept(runs, cell, "FedAvg", (0.1, 1.0), 0, [30.0, 60.0, 50.0])
     assert runs.missing(cell, "FedAvg", [(0.1, 1.0), (0.01, 1.0)], 0) == [(0.01, 1.0)]
@@ -225,7 +225,9 @@ def test_runs_without_a_curve_are_missing_where_curves_are_wanted(tmp_path: Path
     assert runs.missing(cell, "FedAvg", [(0.1, 1.0)], 0) == [(0.1, 1.0)]
 
 
-def test_memory_and_betas_are_studied_at_the_best_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_and_betas_are_studied_at_the_best_learning_rates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_mnist(tmp_path / "mnist")
     monkeypatch.setattr(figures, "MEMORIES", (0, 10))
     monkeypatch.setattr(figures, "BETAS", (0.0, 0.9))
@@ -254,9 +256,7 @@ def test_memory_and_betas_are_studied_at_the_best_steps(tmp_path: Path, monkeypa
     assert len((tmp_path / "betas-mnist.jsonl").read_text().splitlines()) == 4
 
 
-def test_table2_counts_rounds_and_twice_where_a_round_sends_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_table2_counts_rounds_twice_if_a_round_sends_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs, cell = Runs(HERE / "mnist.toml", tmp_path / "table1-mnist.jsonl", None, None), Cell(10, 0.01)
     for method in ("FedAvg", "Scaffold"):
         for seed, curve in enumerate(([40.0, 46.0], [45.0, 40.0], [10.0, 20.0])):

@@ -45,17 +45,17 @@ def paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_page_is_that_of_the_lists_and_results() -> None:
+def test_page_is_up_to_date() -> None:
     assert page.PAGE.read_text(encoding="utf-8") == page.text(), "run `python -m papers.page`"
 
 
-def test_every_item_of_the_papers_is_there_once() -> None:
+def test_items_of_the_papers_are_listed_once() -> None:
     for part, (name, count) in enumerate(zip(items.PAPERS, (41, 32, 35, 33), strict=True), 1):
         assert [one.number for one in items.read(name).items] == [f"{part}.{i + 1}" for i in range(count)]
 
 
 @pytest.mark.parametrize("name", items.PAPERS)
-def test_figures_in_the_prose_of_a_readme_are_those_of_the_results(name: str) -> None:
+def test_figures_in_the_text_of_readmes_are_those_of_the_results(name: str) -> None:
     text = " ".join((items.ROOT / "papers" / name / "README.md").read_text(encoding="utf-8").split())
     for one in items.read(name).prose:
         assert items.sentence(name, one.found, one.values) in text
@@ -101,7 +101,7 @@ def test_values_are_found_by_row_column_and_section(paper: Path) -> None:
         ("number", "numbre", "unknown numbre"),
     ],
 )
-def test_a_list_cannot_outlive_its_results(paper: Path, before: str, after: str, message: str) -> None:
+def test_lists_with_missing_results_are_rejected(paper: Path, before: str, after: str, message: str) -> None:
     (one,) = items.read("p").items
     assert items.sentence("p", one.found, one.values) == "It is 2.5."
     (paper / "items.toml").write_text(LIST.replace(before, after))
