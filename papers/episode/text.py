@@ -135,7 +135,7 @@ def write_table3(arguments: argparse.Namespace, kept: Kept, printed: list[dict[s
         )
     note = (
         "Training loss and test accuracy after 25 epochs, mean ± standard deviation over the seeds run. Printed: the "
-        "paper's Table 3, with a network of 2,048 units and 550,000 pairs; ours has 48 units and 9,842 pairs "
+        "paper's Table 3, with a network of 2,048 units and 550,000 pairs; ours has 24 units and 9,842 pairs "
         "(`table3.toml`), so that rankings can be compared and numbers cannot. Clipped: % of rounds (EPISODE) or "
         f"steps. Runs on {kept.machines()}."
     )
