@@ -21,8 +21,8 @@ PAPERS = ("losac", "episode", "upcycled", "gradma")
 KINDS = ("table", "figure", "claim", "theorem", "method", "setting", "data")
 STATUSES = ("reproduced", "differs", "stand-in", "not here")
 VERDICTS = ("holds", "holds in part", "does not hold", "not tested")
-TYPED = r"`[^`]*`|\([^()]*\)|(?:Theorem|Lemma|Corollary|Section) \d+\.\d+"
-"""Where numbers may be typed: settings and what the paper prints, and the paper's own numbering."""
+TYPED = r"`[^`]*`|\([^()]*\)|(?:Theorem|Lemma|Corollary|Section|omega =|rate of|reports) \d+\.\d+"
+"""Where numbers may be typed: settings, what the paper prints, and the paper's own numbering."""
 STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": statistics.mean,
     "median": statistics.median,

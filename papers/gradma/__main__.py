@@ -148,7 +148,8 @@ def read_printed(data: str) -> Printed:
 
 
 def write(arguments: argparse.Namespace, runs: Runs, cells: list[Cell], printed: Printed) -> str:
-    """The table of the runs that there are, in results/."""
+    """The table of the runs that there are, in results/, whatever --seeds selects."""
+    seeds = runs.seeds() or arguments.seeds
     title = f"# GradMA, Table 1 ({figures.NAMES[arguments.data]})"
     command = f"python -m papers.gradma table1 --data {arguments.data} --search {arguments.search}"
     command += (" --small" if arguments.small else "") + (f" --rounds {arguments.rounds}" if arguments.rounds else "")
@@ -167,8 +168,8 @@ def write(arguments: argparse.Namespace, runs: Runs, cells: list[Cell], printed:
     )
     columns = "|(S, omega)|paper|ours|gap|second half|seeds|points tried|best point|run on|nearest|nearest point tried"
     every = list(itertools.product(METHODS, cells))
-    known = [pair for pair in every if runs.known(pair[1], pair[0], arguments.seeds[0])]
-    rows = [row_of(runs, cell, method, arguments.seeds, *printed[cell, method]) for method, cell in known]
+    known = [pair for pair in every if runs.known(pair[1], pair[0], seeds[0])]
+    rows = [row_of(runs, cell, method, seeds, *printed[cell, method]) for method, cell in known]
     lines = [title, "", note, "", *markdown(columns, rows)]
     for cell in cells:
         missing = [method for method in METHODS if (method, cell) not in known]
@@ -180,7 +181,7 @@ def write(arguments: argparse.Namespace, runs: Runs, cells: list[Cell], printed:
     tried = [
         row
         for (cell, method), (mean, deviation) in printed.items()
-        for row in tried_of(runs, cell, method, arguments.seeds, mean, deviation)
+        for row in tried_of(runs, cell, method, seeds, mean, deviation)
     ]
     if tried:
         lines += ["", "## Every point, where more than one was tried", ""]

@@ -41,11 +41,11 @@ def table2(arguments: argparse.Namespace, runs: Runs, file: Path) -> None:
     with file.open() as rows:
         printed = [row for row in csv.DictReader(rows) if row["data"] == arguments.data]
     cells = list(dict.fromkeys(Cell(int(row["S"]), float(row["omega"])) for row in printed))
-    table = []
+    table, seeds = [], runs.seeds() or arguments.seeds
     for row in printed:
         cell, method, goal = Cell(int(row["S"]), float(row["omega"])), row["method"], float(row["accuracy"])
-        point = best_point(runs, cell, method, arguments.seeds)
-        curves = [c for seed in arguments.seeds if (c := runs.curve(cell, method, point, seed))]
+        point = best_point(runs, cell, method, seeds)
+        curves = [c for seed in seeds if (c := runs.curve(cell, method, point, seed))]
         reached = [rounds for curve in curves if (rounds := rounds_to(curve, goal)) is not None]
         factor = 2 if method in TWICE else 1
         ours = spread([factor * rounds for rounds in reached], ".0f") if curves else "not run"
@@ -62,7 +62,7 @@ def table2(arguments: argparse.Namespace, runs: Runs, file: Path) -> None:
     columns = ["", "(S, omega)", "accuracy %", "paper", "ours", "gap", "reached"]
     title = f"GradMA, Table 2 ({NAMES[arguments.data]})"
     write_table(arguments, f"table2-{arguments.data}", title, note, columns, table, "papers.gradma")
-    save_curves(draw_groups(runs, cells, arguments.seeds), arguments.results / f"curves-{arguments.data}")
+    save_curves(draw_groups(runs, cells, seeds), arguments.results / f"curves-{arguments.data}")
 
 
 def draw_groups(runs: Runs, cells: Sequence[Cell], seeds: Sequence[int]) -> Figure:
@@ -108,17 +108,18 @@ def steps_of(runs: Runs, cell: Cell, seeds: Sequence[int]) -> Point:
 
 def betas(arguments: argparse.Namespace, table1: Runs, runs: Runs, cells: Sequence[Cell]) -> None:
     """Figures 5 and 21: top accuracy of GradMA-S for 36 pairs (beta1, beta2), with Table 1's MIFA and MIFAM beside."""
-    rows, pictures = [], {}
+    rows, pictures, before = [], {}, table1.seeds() or arguments.seeds
     for cell, seed in itertools.product(cells, arguments.seeds):
-        steps = steps_of(table1, cell, arguments.seeds)
+        steps = steps_of(table1, cell, before)
         points = [(*steps, *pair) for pair in itertools.product(BETAS, BETAS)]
         if not arguments.only_write:
             runs.run(cell, "GradMA-S", points, seed)
+    kept = runs.seeds() or arguments.seeds
     for cell in cells:
-        steps = steps_of(table1, cell, arguments.seeds)
+        steps = steps_of(table1, cell, before)
         mean = np.full((len(BETAS), len(BETAS)), np.nan)
         for (i, beta1), (j, beta2) in itertools.product(enumerate(BETAS), enumerate(BETAS)):
-            tops = [runs.top(cell, "GradMA-S", (*steps, beta1, beta2), seed) for seed in arguments.seeds]
+            tops = [runs.top(cell, "GradMA-S", (*steps, beta1, beta2), seed) for seed in kept]
             tops = [top for top in tops if top is not None]
             mean[i, j] = sum(tops) / len(tops) if tops else np.nan
         pictures[f"S = {cell.cohort}, omega = {cell.omega:g}"] = mean
@@ -129,14 +130,11 @@ def betas(arguments: argparse.Namespace, table1: Runs, runs: Runs, cells: Sequen
             shown = [f"{one:.2f}" for one in mean[i]]
             rows.append([f"({cell.cohort}, {cell.omega:g})", f"{beta1:g}", *shown, f"{best:g}"])
         for method in ("MIFA", "MIFAM"):
-            point = best_point(table1, cell, method, arguments.seeds)
-            tops = [table1.top(cell, method, point, seed) for seed in arguments.seeds]
+            point = best_point(table1, cell, method, before)
+            tops = [table1.top(cell, method, point, seed) for seed in before]
             ours = spread([top for top in tops if top is not None], ".2f")
             rows.append([f"({cell.cohort}, {cell.omega:g})", method, ours, *["-"] * len(BETAS)])
-    seeds = max(
-        len(seeds_with(runs, cell, (*steps_of(table1, cell, arguments.seeds), 0.0, 0.0), arguments.seeds))
-        for cell in cells
-    )
+    seeds = max(len(seeds_with(runs, cell, (*steps_of(table1, cell, before), 0.0, 0.0), kept)) for cell in cells)
     note = (
         "Top test accuracy in % of GradMA-S for each beta1 (rows) and beta2 (columns), mean over "
         f"{seeds} seed{'s' if seeds != 1 else ''}; m = 100, local and server steps of the best point of Table 1. The "
@@ -170,7 +168,7 @@ def draw_betas(pictures: dict[str, np.ndarray]) -> Figure:
 
 def memory(arguments: argparse.Namespace, table1: Runs, runs: Runs, cells: Sequence[Cell]) -> None:
     """Figures 6, 7 and 22: GradMA-S with m clients in its memory; m = 0 is FedAvgM."""
-    points = {cell: best_point(table1, cell, "GradMA-S", arguments.seeds) for cell in cells}
+    points = {cell: best_point(table1, cell, "GradMA-S", table1.seeds() or arguments.seeds) for cell in cells}
     if not arguments.only_write:
         for seed, cell, m in itertools.product(arguments.seeds, cells, MEMORIES):
             runs.run(cell, "GradMA-S", [(*points[cell], m)], seed)
@@ -179,7 +177,7 @@ def memory(arguments: argparse.Namespace, table1: Runs, runs: Runs, cells: Seque
     for axes, cell in zip(figure.subplots(1, len(cells), squeeze=False)[0], cells, strict=True):
         for i, m in enumerate(MEMORIES):
             point = (*points[cell], m)
-            seeds = seeds_with(runs, cell, point, arguments.seeds)
+            seeds = seeds_with(runs, cell, point, runs.seeds())
             tops = [runs.top(cell, "GradMA-S", point, seed) or 0.0 for seed in seeds]
             usual = [runs.usual(cell, "GradMA-S", point, seed) for seed in seeds]
             shown = [spread(values, ".2f") for values in (tops, usual)]

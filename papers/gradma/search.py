@@ -138,6 +138,10 @@ class Runs:
         """On which runs were made."""
         return sorted({record["processor"] for record in self._records().values()})
 
+    def seeds(self) -> list[int]:
+        """With which runs were made."""
+        return sorted({record["seed"] for record in self._records().values()})
+
     def run(self, cell: Cell, method: str, points: list[Point], seed: int) -> None:
         """Run what is not stored, and store it as it is done: the points of one method together where that pays."""
         points = self.missing(cell, method, points, seed)
