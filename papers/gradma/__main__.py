@@ -1,7 +1,8 @@
 """``python -m papers.gradma WHAT``: GradMA's tables and figures beside the paper's numbers.
 
 table1: top accuracies in a data set's columns; table2: rounds to an accuracy and all curves, from the runs
-of table1; betas: Figures 5 and 21; memory: Figures 6, 7 and 22; speedup: Corollary 1 on a quadratic problem.
+of table1; betas: Figures 5 and 21; memory: Figures 6, 7 and 22; partitions: Figure 8;
+speedup: Corollary 1 on a quadratic problem.
 
 Every run is kept as a line of ``table1-mnist.jsonl`` beside the table and not run again: break the command off when you
 like, and type it again to go on, on another machine too. The table is written after each run of a method, from what
@@ -63,6 +64,8 @@ def main() -> int:
     parser.add_argument("--server-step", type=float, choices=AXES["server step"][1], help="likewise")
     again = "run again what was kept without its curve, which Table 2 and the figures need"
     parser.add_argument("--curves", action="store_true", help=again)
+    every = list(figures.NAMES)
+    parser.add_argument("--partitions", nargs="+", choices=every, default=every, help="data sets of partitions")
     parser.add_argument("--data-dir", help="where data files lie; by default $FEDRAX_DATA")
     where = "where the table and its runs go; by default beside this command, or below runs/gradma with --rounds"
     parser.add_argument("--results", type=Path, help=where)
@@ -131,7 +134,15 @@ def memory(arguments: argparse.Namespace) -> None:
     figures.memory(arguments, runs, kept(arguments, f"memory-{arguments.data}", axes=figures.MEMORY_AXES), wanted)
 
 
-COMMANDS = {"table1": table1, "table2": table2, "betas": betas, "memory": memory, "speedup": speedup.speedup}
+COMMANDS = {
+    "table1": table1,
+    "table2": table2,
+    "betas": betas,
+    "memory": memory,
+    "partitions": figures.partitions,
+    "speedup": speedup.speedup,
+}
+"""What the command line can be asked for."""
 
 
 def name_of(arguments: argparse.Namespace) -> str:

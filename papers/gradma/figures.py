@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
+from fedrax.data import load
 from fedrax.report.curves import DASHES, PALETTE, save_curves
+from papers.gradma.partition import DirichletWorkers
 from papers.gradma.search import AXES, METHODS, Cell, Point, Runs, best_point
 from papers.losac.running import spread, write_table
 
@@ -27,6 +29,8 @@ GROUPS = {
 BETAS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)
 """Values of beta1 and beta2 in Figures 5 and 21."""
 MEMORIES = AXES["memory"][1]
+OMEGAS, WORKERS = (1.0, 0.1, 0.01), 100
+"""The partitions of Figure 8."""
 TWICE = ("Scaffold", "MimeLite")
 """Methods of which a round sends twice as much, which the paper counts twice in Table 2."""
 
@@ -198,6 +202,36 @@ def memory(arguments: argparse.Namespace, table1: Runs, runs: Runs, cells: Seque
     name = f"memory-{arguments.data}"
     write_table(arguments, name, "GradMA, Figures 6, 7 and 22 (memory)", note, columns, rows, "papers.gradma")
     save_curves(figure, arguments.results / name)
+
+
+def partitions(arguments: argparse.Namespace) -> None:
+    """Figure 8: the rows of each class at each worker."""
+    names = [name for name in NAMES if name in arguments.partitions]
+    figure = Figure(figsize=(3.4 * len(OMEGAS), 2.6 * len(names)), layout="constrained")
+    grid, rows = figure.subplots(len(names), len(OMEGAS), squeeze=False), []
+    for line, name in zip(grid, names, strict=True):
+        dataset = load(name, arguments.data_dir)
+        for axes, omega in zip(line, OMEGAS, strict=True):
+            indices, offsets = DirichletWorkers(WORKERS, omega).assign(dataset, 0)
+            owner = np.repeat(np.arange(WORKERS), np.diff(offsets))
+            counts = np.zeros((WORKERS, dataset.num_classes or 0), int)
+            np.add.at(counts, (owner, dataset.train.y[indices]), 1)
+            worker, label = counts.nonzero()
+            axes.scatter(worker, label, s=60 * counts[worker, label] / counts.max(), color=PALETTE[0], linewidths=0)
+            axes.set_title(f"{NAMES[name]}, omega = {omega:g}", fontsize="small")
+            axes.set_xlabel("worker", fontsize="small")
+            axes.set_ylabel("class", fontsize="small")
+            sizes = counts.sum(1)
+            classes = (counts > 0).sum(1)
+            shown = [f"{(sizes == 2).sum()}", f"{int(np.median(sizes)):,}", f"{sizes.max():,}", f"{classes.mean():.1f}"]
+            rows.append([NAMES[name], f"{omega:g}", *shown])
+    note = (
+        f"The rows of each class at each of {WORKERS} workers, seed 0: the size of a point is their number, relative "
+        "to the largest of a panel. The paper draws the same pictures without numbers."
+    )
+    columns = ["data", "omega", "workers with two rows", "median rows", "largest", "classes a worker"]
+    write_table(arguments, "partitions", "GradMA, Figure 8 (partitions)", note, columns, rows, "papers.gradma")
+    save_curves(figure, arguments.results / "partitions")
 
 
 MEMORY_AXES = {"GradMA-S": (*METHODS["GradMA-S"], "memory")}

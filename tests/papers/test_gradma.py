@@ -256,6 +256,17 @@ def test_memory_and_betas_are_studied_at_the_best_learning_rates(
     assert len((tmp_path / "betas-mnist.jsonl").read_text().splitlines()) == 4
 
 
+def test_partitions_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_mnist(tmp_path / "mnist")
+    command = ["gradma", "partitions", "--partitions", "mnist", "--results", str(tmp_path), "--data-dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
+    assert gradma.main() == 0
+    rows = [line.split(" | ") for line in (tmp_path / "partitions.md").read_text().splitlines() if "| MNIST" in line]
+    assert [row[1] for row in rows] == ["1", "0.1", "0.01"]
+    assert int(rows[0][2]) < int(rows[2][2])  # more workers with two rows only
+    assert (tmp_path / "partitions.png").stat().st_size > 10_000
+
+
 def test_table2_counts_rounds_twice_if_a_round_sends_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs, cell = Runs(HERE / "mnist.toml", tmp_path / "table1-mnist.jsonl", None, None), Cell(10, 0.01)
     for method in ("FedAvg", "Scaffold"):
