@@ -148,7 +148,7 @@ def test_table3_stores_its_runs_and_simulates_times(tmp_path: Path, monkeypatch:
     table["model"] |= {"hidden": 2, "classifier": 2}
     printed = (HERE / "table3_printed.csv").read_text().splitlines()
     (tmp_path / "table3.toml").write_text(tomlkit.dumps(table))
-    (tmp_path / "table3_printed.csv").write_text("\n".join([*printed[:4], printed[8]]))
+    (tmp_path / "table3_printed.csv").write_text("\n".join(printed[:4]))
     (tmp_path / "table2_printed.csv").write_text((HERE / "table2_printed.csv").read_text())
     monkeypatch.setattr(text, "HERE", tmp_path)
     command = ["episode", "table3", "--rounds", "2", "--seeds", "1", "--results", str(tmp_path)]
@@ -159,7 +159,6 @@ def test_table3_stores_its_runs_and_simulates_times(tmp_path: Path, monkeypatch:
         ("I = 1, s = 100 %", "NaiveParallelClip"),
         ("I = 2, s = 30 %", "CELGC"),
         ("I = 2, s = 30 %", "EPISODE"),
-        ("I = 4, s = 30 %", "CELGC"),
     ]
     assert lines[2]["megabytes"] == pytest.approx(2 * lines[1]["megabytes"], rel=0.05)
     shown = (tmp_path / "table3.md").read_text()
