@@ -138,7 +138,9 @@ def betas(arguments: argparse.Namespace, table1: Runs, runs: Runs, cells: Sequen
             tops = [table1.top(cell, method, point, seed) for seed in before]
             ours = spread([top for top in tops if top is not None], ".2f")
             rows.append([f"({cell.cohort}, {cell.omega:g})", method, ours, *["-"] * len(BETAS)])
-    seeds = max(len(seeds_with(runs, cell, (*steps_of(table1, cell, before), 0.0, 0.0), kept)) for cell in cells)
+    seeds = max(
+        len(seeds_with(runs, cell, (*steps_of(table1, cell, before), BETAS[0], BETAS[0]), kept)) for cell in cells
+    )
     note = (
         "Top test accuracy in % of GradMA-S for each beta1 (rows) and beta2 (columns), mean over "
         f"{seeds} seed{'s' if seeds != 1 else ''}; m = 100, local and server steps of the best point of Table 1. The "
