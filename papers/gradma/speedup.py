@@ -81,7 +81,7 @@ def speedup(arguments: argparse.Namespace) -> None:
         "corollary bounds it by a constant over sqrt(S T): as many times smaller as the last column says, which is "
         "linear speed-up in rounds."
     )
-    columns = ["method", "S", "mean of |f'|^2", f"smaller than at S = {COHORTS[0]} by", "sqrt(S) says"]
+    columns = ["method", "S", "mean squared gradient", f"smaller than at S = {COHORTS[0]} by", "sqrt(S) says"]
     write_table(arguments, "speedup", "GradMA, Corollary 1 (speed-up in S)", note, columns, rows, "papers.gradma")
     save_curves(draw(lines), arguments.results / "speedup")
 
