@@ -14,6 +14,7 @@ version = release = fedrax.__version__
 
 extensions = [
     "docs.mathml",
+    "docs.method_pages",
     "docs.navigation",
     "docs.paper_pages",
     "docs.reference_pages",

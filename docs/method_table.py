@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ batches of {BATCH} (methods with blocks: M = {BLOCKS} blocks of {SAMPLES // BLOC
 here with mean {STEPS}). Sizes are multiples of the size of the parameters. Gradients are per-sample gradients of a
 client in a round.
 
+"""
+HEAD = """\
 | method | down | up | phases | client state | server state | gradients | needs |
 |---|---|---|---|---|---|---|---|
 """
@@ -73,6 +76,7 @@ def copies(state: Any, parameters: int) -> str:
     return f"{tree.num_bytes(state) / parameters:.3g}"
 
 
+@cache
 def row(name: str, kind: type[Algorithm]) -> str:
     """The row of one method."""
     rng = np.random.default_rng(0)
@@ -104,7 +108,7 @@ def row(name: str, kind: type[Algorithm]) -> str:
 def write(path: Path) -> None:
     """Write the table to ``path``."""
     path.parent.mkdir(exist_ok=True)
-    path.write_text(INTRODUCTION + "".join(row(name, kind) for name, kind in algorithms().items()))
+    path.write_text(INTRODUCTION + HEAD + "".join(row(name, kind) for name, kind in algorithms().items()))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import pytest
 from fedrax import cli
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "methods").glob("*.md"))]
 FIRST_READ = ("README", "getting-started")
 NOT_RUN = ("make", "pip install", "python examples/")
 """Shell lines that are tested elsewhere: creating environments by continuous integration, examples by a test."""
@@ -85,7 +85,14 @@ def run_shell(block: Block) -> None:
 @pytest.mark.usefixtures("shared_tasks")
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, id=page.stem, marks=() if page.stem in FIRST_READ else pytest.mark.slow) for page in PAGES],
+    [
+        pytest.param(
+            page,
+            id="-".join(page.relative_to(ROOT).with_suffix("").parts),
+            marks=() if page.stem in FIRST_READ else pytest.mark.slow,
+        )
+        for page in PAGES
+    ],
 )
 def test_blocks_of_page_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -1,0 +1,132 @@
+"""Facts that the documentation build adds to each page of ``docs/methods``.
+
+The front matter of a page names its classes (``methods``), the entries of ``docs/references.bib`` (``cite``) and the
+folders of ``papers`` with results of the methods (``papers``). Below the prose the build appends an example, the
+hyper-parameters, the cost, the results, the code and the citations.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
+
+from docs import method_table
+from fedrax.config.annotations import fields_of
+from fedrax.experiments.method_registry import algorithms
+
+FOLDER = Path(__file__).parent / "methods"
+REFERENCES = Path(__file__).parent / "references.bib"
+TITLES = {"losac": "LoSAC", "episode": "EPISODE", "upcycled": "Upcycled-FL", "gradma": "GradMA"}
+
+
+def front_matter(text: str) -> dict[str, list[str]]:
+    """The lists of names at the top of a page."""
+    head = re.match(r"---\n(.*?)^---\n", text, re.DOTALL | re.MULTILINE)
+    lines = head[1].splitlines() if head else []
+    entries = (re.fullmatch(r"(\w+): \[(.*)\]", line) for line in lines)
+    return {entry[1]: [name.strip() for name in entry[2].split(",")] for entry in entries if entry}
+
+
+def references(text: str) -> dict[str, str]:
+    """Entries of a BibTeX file by key."""
+    entries = re.findall(r"^(@\w+\{([\w-]+),.*?^\})", text, re.DOTALL | re.MULTILINE)
+    return {key: entry for entry, key in entries}
+
+
+def facts(text: str) -> str:
+    """What is appended to a page with this text."""
+    matter = front_matter(text)
+    kinds = {kind.__name__: (name, kind) for name, kind in algorithms().items()}
+    found = [kinds[name] for name in matter["methods"]]
+    parts = [] if "```python" in text else ["## Example", *(example(kind) for _, kind in found)]
+    parts += ["## Hyper-parameters", *(hyperparameters(name, kind) for name, kind in found)]
+    rows = "".join(method_table.row(name, kind) for name, kind in found)
+    parts += ["## Cost", "Sizes are multiples of the size of the parameters; [](index.md) says how it is measured."]
+    parts.append(method_table.HEAD + rows)
+    if papers := matter.get("papers"):
+        links = [f"- [{TITLES[name]}](../_generated/papers/{name}.md)" for name in papers]
+        parts += ["## Results", "In the reproduced experiments of:", "\n".join(links)]
+    parts += ["## Code", *(code(kind) for _, kind in found)]
+    if keys := matter.get("cite"):
+        entries = references(REFERENCES.read_text(encoding="utf-8"))
+        parts += ["## Citation", "```bibtex\n" + "\n".join(entries[key] for key in keys) + "\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def example(kind: type) -> str:
+    """The example of the docstring."""
+    text = inspect.getdoc(kind) or ""
+    lines = text.split("Example:\n", 1)[1] if "Example:\n" in text else ""
+    return f"```pycon\n{textwrap.dedent(lines).rstrip()}\n```"
+
+
+def hyperparameters(name: str, kind: Any) -> str:
+    """Table of the fields of a class, with the name of the class in experiment files."""
+    meanings = field_docstrings(kind)
+    rows = []
+    for field in dataclasses.fields(kind):
+        described = fields_of(kind)[field.name]
+        bounds = [str(bound) for one in described.types for bound in map(interval, one.bounds)]
+        accepted = described.description + (f", {' and '.join(bounds)}" if bounds else "")
+        default = "" if field.default is dataclasses.MISSING else f"`{short(field.default)}`"
+        cells = (f"`{field.name}`", default, accepted, meanings.get(field.name, ""))
+        rows.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+    head = "| field | default | accepts | meaning |\n|---|---|---|---|\n"
+    return f"`{kind.__name__}`, in experiment files `{name}`:\n\n" + head + "\n".join(rows)
+
+
+def interval(bound: Any) -> str:
+    """Bounds in words."""
+    limits = ((">", bound.gt), ("≥", bound.ge), ("<", bound.lt), ("≤", bound.le))
+    return " and ".join(f"{sign} {value:g}" for sign, value in limits if value is not None)
+
+
+def short(value: Any) -> str:
+    """A default: of a nested object its class alone."""
+    return f"{type(value).__name__}()" if dataclasses.is_dataclass(value) else repr(value)
+
+
+def field_docstrings(kind: type) -> dict[str, str]:
+    """The docstrings of fields, those of base classes included."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if not base.__module__.startswith("fedrax"):
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for field, text in zip(body.body, body.body[1:], strict=False):
+            is_text = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+            if is_text and isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                found[field.target.id] = re.sub(r"``(.+?)``", r"`\1`", inspect.cleandoc(str(text.value.value)))  # type: ignore[attr-defined]
+    return found
+
+
+def code(kind: type) -> str:
+    """The source of a class, without its docstring."""
+    source = textwrap.dedent(inspect.getsource(kind))
+    body = ast.parse(source).body[0]
+    assert isinstance(body, ast.ClassDef)
+    text, lines = body.body[0], source.splitlines()
+    if isinstance(text, ast.Expr):
+        del lines[text.lineno - 1 : text.end_lineno]
+    path = "/".join(kind.__module__.split("."))
+    return f"`src/{path}.py`:\n\n```{{code-block}} python\n" + "\n".join(lines).strip() + "\n```"
+
+
+def append_facts(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Hook of Sphinx: complete the pages of methods."""
+    if docname.startswith("methods/") and front_matter(source[0]):
+        source[0] += "\n" + facts(source[0])
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Connect the hook."""
+    app.connect("source-read", append_facts)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
