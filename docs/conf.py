@@ -6,7 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import fedrax
-from docs import benchmark_pages, method_table, paper_pages, reference_pages
+from docs import benchmark_pages, gallery_page, method_table, paper_pages, reference_pages
 
 project = "fedrax"
 author = "fedrax developers"
@@ -23,7 +23,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
 ]
-exclude_patterns = ["_build", "_generated/*.md", "results"]
+exclude_patterns = ["_build", "_generated/benchmarks.md", "_generated/methods.md", "results"]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
@@ -50,4 +50,5 @@ GENERATED = Path(__file__).parent / "_generated"
 method_table.write(GENERATED / "methods.md")
 benchmark_pages.collect(GENERATED)
 paper_pages.write_pages(GENERATED)
+gallery_page.write_page(GENERATED / "gallery.md")
 reference_pages.write_pages()
