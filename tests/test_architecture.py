@@ -9,7 +9,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "fedrax"
-FILES = {path: path.read_text("utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
+TEMPLATE = PACKAGE / "cli" / "template"
+"""The project that `fedrax new` writes, which imports as user code does."""
+FILES = {path: path.read_text("utf-8") for path in sorted(PACKAGE.rglob("*.py")) if not path.is_relative_to(TEMPLATE)}
 
 
 def module_of(path: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import stat
 import tomllib
 from collections import Counter
@@ -164,6 +165,27 @@ def join_without_links(folder: Path, relative: Path) -> Path:
         if path.is_symlink():
             raise FedraxError(f"{path} is a link, which runs do not create: remove it")
     return path
+
+
+@contextmanager
+def new_directory(path: Path, remedy: str) -> Iterator[None]:
+    """A new or empty directory to write files into; on any error what was written is removed again.
+
+    Raises:
+        FedraxError: The path is a file or a directory with files; the message ends with ``remedy``.
+    """
+    existed = os.path.lexists(path)
+    if existed and (not path.is_dir() or any(path.iterdir())):
+        raise FedraxError(f"{path} exists{' and is not empty' if path.is_dir() else ''}: {remedy}")
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            for item in path.iterdir():
+                shutil.rmtree(item) if item.is_dir() and not item.is_symlink() else item.unlink()
+            if not existed:
+                path.rmdir()
+        raise
 
 
 def write_text(path: Path, text: str) -> None:

@@ -26,7 +26,7 @@ from fedrax.experiments import experiment, user_code
 from fedrax.experiments.comparison import safe_name
 from fedrax.experiments.experiment import Experiment
 from fedrax.experiments.task_specs import balanced_weights
-from fedrax.files import read_json, write_text
+from fedrax.files import new_directory, read_json, write_text
 from fedrax.flower.client import client_of_federation
 from fedrax.flower.credentials import CA, CERTIFICATE, KEY, make_certificates, make_node_key
 from fedrax.flower.server import federation_settings
@@ -175,21 +175,12 @@ def write_deployment(spec: Experiment, federation: Federation, directory: Path, 
     federation_settings(_deployable(spec.run), {}, None)  # raises for settings without a meaning
     if getattr(spec.run.participation, "trace", None) is not None:
         raise FedraxError("the app would not contain the file run.participation.trace: choose another participation")
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise FedraxError(
-            f"{directory} exists: choose another --out, or start it with: fedrax deploy {directory} --trial"
-        )
     if getattr(spec.task, "class_weights", None) == "balanced":  # the app knows no labels
         weights = tuple(balanced_weights(federation).tolist())
         spec = dataclasses.replace(spec, task=dataclasses.replace(spec.task, class_weights=weights))
-    existed = directory.exists()
-    try:
+    remedy = f"choose another --out, or start it with: fedrax deploy {directory} --trial"
+    with new_directory(directory, remedy):  # an incomplete deployment cannot be started, nor written again
         _write_files(spec, federation, directory, hosts)
-    except BaseException:
-        shutil.rmtree(directory, ignore_errors=True)  # an incomplete deployment cannot be started, nor written again
-        if existed:
-            directory.mkdir()
-        raise
 
 
 def _write_files(spec: Experiment, federation: Federation, directory: Path, hosts: Sequence[str]) -> None:

@@ -1,0 +1,1 @@
+"""Data, model, method and Flower app of a federated study."""
