@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from fedrax.cli import COMMANDS, GROUPS, usage
 from fedrax.experiments import experiment
+from tests.blocks import ROOT
 from tests.cli.conftest import TINY, Outcome
 
 COMPARE = (
@@ -46,7 +48,16 @@ def test_help_imports_few_modules() -> None:
     assert not others and 1 < len(ours) < 10 and len(modules) < 150, modules
 
 
-@pytest.mark.parametrize("command", ["run", "compare", "resume", "profile", "show", "partition", "diagnose", "list"])
+def test_the_list_of_commands_fits_a_screen_and_is_that_of_the_page() -> None:
+    lines = usage().splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+    page = (ROOT / "docs" / "command-line.md").read_text("utf-8")
+    assert re.findall(r"^\| \*\*(.+)\*\* \| \|$|^\| `fedrax (\w+)` \|", page, re.MULTILINE) == [
+        item for title, commands in GROUPS.items() for item in [(title, ""), *(("", name) for name in commands)]
+    ]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_each_command(command: str, fedrax: Callable[..., Outcome]) -> None:
     outcome = fedrax(command, "--help")
     assert outcome.status == 0

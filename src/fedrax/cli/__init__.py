@@ -20,35 +20,44 @@ from fedrax.errors import FedraxError, FedraxWarning, each_warning_once
 from fedrax.escaping import printable_lines
 from fedrax.signals import Interrupted, stop_signals_raise
 
-COMMANDS = {
-    "run": "run one experiment: a TOML file, flags, or both",
-    "compare": "compare several algorithms, each at its best settings, over several seeds",
-    "resume": "resume an interrupted run",
-    "show": "print the table of finished or running runs, and draw their curves",
-    "report": "write one self-contained HTML page about runs: curves, table, partition, settings",
-    "doctor": "check the files of a run directory, and repair what can be repaired",
-    "partition": "partition a data set over clients, draw it and measure its heterogeneity",
-    "diagnose": "measure client heterogeneity, gradient noise and curvature; write a comparison to run",
-    "privacy": "compute the epsilon of a private experiment without training, or the noise for an epsilon",
-    "audit": "attack a private experiment: a lower bound on epsilon beside its guarantee",
-    "profile": "show the time of a round by its parts, its heaviest operations, and what to do",
-    "deploy": "make a Flower app of an experiment, with TLS and keys; rehearse it, try it with real processes",
-    "download": "download published data sets into the data directory, verified by checksums",
-    "list": "list algorithms, data sets, models, optimizers, ...",
+GROUPS = {
+    "Experiments": {
+        "new": "start a project: data, model, method, experiment, test, Flower app",
+        "run": "run one experiment: a TOML file, flags, or both",
+        "compare": "compare methods, each at its best settings, over several seeds",
+        "resume": "resume an interrupted run",
+        "deploy": "make a Flower app of an experiment, with TLS and keys; try it",
+    },
+    "Results": {
+        "show": "print the table of finished or running runs, draw their curves",
+        "report": "write one HTML page about runs: curves, table, partition, settings",
+        "doctor": "check the files of a run directory, repair what can be repaired",
+    },
+    "Data and components": {
+        "list": "list algorithms, data sets, models, optimizers, ...",
+        "download": "download published data sets, verified by checksums",
+        "partition": "partition a data set over clients, measure its heterogeneity",
+    },
+    "Analysis": {
+        "diagnose": "measure heterogeneity, noise and curvature; write a comparison",
+        "profile": "show the time of a round by its parts, and what to change",
+        "privacy": "compute epsilon without training, or the noise for an epsilon",
+        "audit": "attack a private experiment: a lower bound on its epsilon",
+    },
+    "Shell": {
+        "completion": "print a completion script for bash, zsh or fish",
+    },
 }
+COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
 
-USAGE = """\
-usage: fedrax COMMAND [ARGUMENTS]
 
-Federated optimization on heterogeneous clients.
-
-commands:
-{commands}
-
-`fedrax COMMAND --help` describes a command. Examples:
-  fedrax run --algorithm scaffold --data digits
-  fedrax compare --algorithms fedavg scaffold --grid algorithm.local.lr=0.01,0.03,0.1
-"""
+def usage() -> str:
+    """The text of ``fedrax --help``: the commands in groups, on a screen of 24 lines of 80 characters."""
+    width = max(map(len, COMMANDS))
+    lines = ["usage: fedrax COMMAND [ARGUMENTS]; `fedrax COMMAND --help` describes a command"]
+    for title, commands in GROUPS.items():
+        lines += [f"{title}:", *(f"  {name:<{width}}  {text}" for name, text in commands.items())]
+    return "\n".join([*lines, "Start with: fedrax run --algorithm scaffold --data digits"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -211,9 +220,7 @@ def _dispatch(arguments: list[str]) -> int:
     if any("\0" in argument for argument in arguments):
         raise FedraxError("an argument contains a NUL character, which is not valid in a name or path.")
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        width = max(map(len, COMMANDS))
-        lines = (f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
-        print(USAGE.format(commands="\n".join(lines)), end="")
+        print(usage())
         return 0
     if arguments[0] in ("-V", "--version"):
         from fedrax.version import VERSION

@@ -53,18 +53,16 @@ class DeployOptions(TrialOptions):
 
 def main(args: list[str]) -> int:
     """Write the deployment, rehearse it, try it."""
-    try:
-        import flwr  # noqa: F401
-    except ImportError as error:
-        raise FedraxError('fedrax deploy needs Flower: pip install "fedrax[flower]"') from error
-    from fedrax.flower.deployment import write_deployment
-
     if args and not args[0].startswith("-") and Path(args[0]).is_dir():
         options = parse(TrialOptions, args[1:], "fedrax deploy", DESCRIPTION)
+        _require_flower()
         return _start(Path(args[0]), options, changed=True)
     parsed = parse_experiment(DeployOptions, args, "fedrax deploy", DESCRIPTION)
     spec, options = parsed.experiment, parsed.options
     directory = options.out or Path("deployments") / safe_name(spec.name)
+    _require_flower()
+    from fedrax.flower.deployment import write_deployment
+
     use_all_cores()
     _, task, federation = experiment.build(spec, options.data_dir)
     if not options.quiet:
@@ -73,6 +71,14 @@ def main(args: list[str]) -> int:
     if not options.quiet:
         print(f"{directory}: app, certificates and keys of {federation.num_clients} clients")
     return _start(directory, options, changed=False)
+
+
+def _require_flower() -> None:
+    """Raise FedraxError without Flower, but after --help, which does not need it."""
+    try:
+        import flwr  # noqa: F401
+    except ImportError as error:
+        raise FedraxError('fedrax deploy needs Flower: pip install "fedrax[flower]"') from error
 
 
 def _start(directory: Path, options: TrialOptions, changed: bool) -> int:

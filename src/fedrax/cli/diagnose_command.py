@@ -35,8 +35,8 @@ Measures along a run of FedAvg with the experiment's local steps, at rounds 0, 1
 dissimilarity of client gradients, the drift of client updates, the noise of mini-batches, the curvature, and the
 constants of the methods' assumptions that fit. Of more than 256 clients, 256 are sampled. Then, where it takes little
 time (always with --tune always), trains FedAvg, SCAFFOLD, FedDyn and GradMA for the experiment's rounds, each over a
-grid of learning rates, and ranks them on rows that clients hold out. Writes the file of a comparison of these methods,
-to run with `fedrax compare`: no measurement replaces it. Flags are those of `fedrax run`."""
+grid of learning rates, and ranks them on rows that clients hold out. Writes an experiment file that compares these
+methods, for `fedrax compare`; the measurements do not replace the comparison. Flags are those of `fedrax run`."""
 HEADER = "Written by fedrax diagnose. Run it with: fedrax compare"
 
 

@@ -20,9 +20,8 @@ from fedrax.simulation.persistence.run_directory import lock_directory
 DESCRIPTION = """Check a run directory: `fedrax doctor DIR`.
 
 Reads every byte of the experiment, the events, the last checkpoint and the one before it, and verifies checksums.
-Reports whether the run can be resumed, and the repairs that are possible. --repair makes them; in a terminal the
-command also asks. Damaged files are renamed, never deleted. The exit status is 0 if all files are intact in the end,
-1 otherwise."""
+Reports whether the run can be resumed, and the possible repairs. --repair makes them; in a terminal the command also
+asks. Damaged files are renamed, never deleted. The exit status is 0 if all files are intact afterwards, 1 otherwise."""
 
 
 @dataclass

@@ -25,8 +25,8 @@ DESCRIPTION = """Compute the privacy loss of an experiment: `fedrax privacy [FIL
 
 Does not train; takes the flags of `fedrax run`. Prints epsilon after all rounds, of each release and of their
 composition, by a sound accountant and, if the method's paper claims another value, by the paper. For each of
---epsilons, prints the noise multiplier that it needs and the number of rounds that it allows. Draws epsilon against
-rounds. Of the file of a comparison the [algorithm] is used, or the one of --algorithm."""
+--epsilons, prints the noise multiplier that it requires and the number of rounds that it permits. Draws epsilon against
+rounds. The [[compare]] tables of a file are ignored: the method is that of [algorithm] or --algorithm."""
 
 
 @dataclass

@@ -18,9 +18,9 @@ from fedrax.simulation.results.events import FILE
 DESCRIPTION = """Show the time of a round by its parts: `fedrax profile [FILE.toml] [flags]`.
 
 Runs some rounds of the experiment for a few seconds, with the flags of `fedrax run`. Reports the time of each part of a
-round (gathering batches, gradients, local steps, aggregation, evaluation, the host), the heaviest operations by layer,
-with what they achieve of this machine's measured limits, and what to do. Nothing is saved unless --out or --trace asks
-for it. Of the file of a comparison the [algorithm] is profiled, or the one of --algorithm."""
+round (gathering batches, gradients, local steps, aggregation, evaluation, the host), the heaviest operations by layer
+with their rates relative to this machine's measured limits, and advice. Nothing is stored without --out or --trace. The
+[[compare]] tables of a file are ignored: the method is that of [algorithm] or --algorithm."""
 
 
 @dataclass
