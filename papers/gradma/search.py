@@ -119,7 +119,7 @@ class Runs:
         return [point for point, record in stored.items() if record is None or (self.curves and "curve" not in record)]
 
     def _records(self) -> dict[Key, dict[str, Any]]:
-        """All that are kept, read anew where another process has added to them."""
+        """All stored ones, read again if another process has added to them."""
         size = self.kept.stat().st_size if self.kept.exists() else 0
         if size != self._read[0]:
             with files.open_regular_file(self.kept, files.MAX_JSON) as file:

@@ -101,8 +101,8 @@ def test_images_texts_and_lists(tmp_path: Path) -> None:
     assert dataset.client_names == ("1", "3") and len(dataset.test.y) == 1 and dataset.class_names == ("a", "b")
     federation = Federation.from_dataset(dataset, Natural(), seed=0)
     assert sorted(federation.train.x[:2, 0, 0, 0].tolist()) == [30, 40]
-    grey = from_huggingface(images, client="writer", size=(2, 2), color="grey", test_fraction=0.0)
-    assert grey.train.x.shape == (4, 2, 2, 1)
+    gray = from_huggingface(images, client="writer", size=(2, 2), color="gray", test_fraction=0.0)
+    assert gray.train.x.shape == (4, 2, 2, 1)
     texts = datasets.Dataset.from_dict({"text": ["good day", "bad day"], "label": ["up", "down"]})
     printed = from_huggingface(texts, length=3, test_fraction=0.0)
     assert printed.vocabulary == ("day", "bad", "good") and printed.train.x.tolist() == [[4, 2, 0], [3, 2, 0]]

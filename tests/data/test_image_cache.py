@@ -60,7 +60,7 @@ def test_second_load_reads_the_cache(folder: Path, decodings: list[int]) -> None
 
 def test_other_options_and_changed_files_are_decoded_again(folder: Path, decodings: list[int]) -> None:
     read(folder)
-    assert read(folder, color="grey").train.x.shape[-1] == 1 and read(folder, size=(2, 2)).train.x.shape[1] == 2
+    assert read(folder, color="gray").train.x.shape[-1] == 1 and read(folder, size=(2, 2)).train.x.shape[1] == 2
     assert decodings == [12] * 3
     file, facts = folder / "a/0.png", (folder / "a/0.png").stat()
     file.write_bytes(picture((200, 0, 0)).ljust(facts.st_size, b"\0"))

@@ -55,10 +55,10 @@ def test_images_are_read_resized_and_converted_to_gray(tmp_path: Path) -> None:
     write(tmp_path / "c/a.png", buffer.getvalue())
     same = load("image_folder", path=tmp_path, size=(6, 8), test_fraction=0.0)
     np.testing.assert_array_equal(same.train.x[0], pixels)
-    grey = load("image_folder", path=tmp_path, size=(6, 8), color="grey", test_fraction=0.0).train.x[0, ..., 0]
+    gray = load("image_folder", path=tmp_path, size=(6, 8), color="gray", test_fraction=0.0).train.x[0, ..., 0]
     luma = pixels @ np.array([0.299, 0.587, 0.114])  # ITU-R 601-2
-    assert np.abs(grey - luma).max() <= 1
-    halved = load("image_folder", path=tmp_path, size=(3, 8), color="grey", test_fraction=0.0).train.x[0, ..., 0]
+    assert np.abs(gray - luma).max() <= 1
+    halved = load("image_folder", path=tmp_path, size=(3, 8), color="gray", test_fraction=0.0).train.x[0, ..., 0]
     # Bilinear interpolation to half as many rows has triangular weights 1, 3, 3, 1.
     weighed = (luma[[1, 2, 3, 4]] * np.array([[1], [3], [3], [1]])).sum(0) / 8
     assert np.abs(halved[1] - weighed).max() <= 1.5
@@ -70,7 +70,7 @@ def test_clients_have_names_and_test_images(tmp_path: Path) -> None:
             for label in ("ill", "well"):
                 for i in range(count):
                     write(tmp_path / part / client / label / f"{i}.png", picture(i, mode="L"))
-    dataset = load("image_folder", path=tmp_path, size=(2, 2), color="grey", clients=True)
+    dataset = load("image_folder", path=tmp_path, size=(2, 2), color="gray", clients=True)
     federation = Federation.from_dataset(dataset, Natural(), seed=0)
     assert federation.client_names == ("ward 1", "ward 2") and federation.sizes.tolist() == [6, 6]
     assert federation.test_offsets is not None and federation.test_offsets.tolist() == [0, 2, 4]
@@ -132,8 +132,8 @@ def test_unsuitable_folders_and_options_are_rejected(tmp_path: Path) -> None:
     for size in ((0, 3), (5000, 3), (3,)):
         with pytest.raises(FedraxError, match=r"a height and a width|a list of 2 whole numbers"):
             load("image_folder", path=tmp_path, size=size)
-    with pytest.raises(FedraxError, match="did you mean 'grey'"):
-        load("image_folder", path=tmp_path, size=(3, 4), color="gray")
+    with pytest.raises(FedraxError, match="did you mean 'gray'"):
+        load("image_folder", path=tmp_path, size=(3, 4), color="grey")
     with pytest.raises(FedraxError, match="holds no images in folders"):
         load("image_folder", path=tmp_path, size=(3, 4))
     with pytest.raises(FedraxError, match="cannot be read as a folder"):

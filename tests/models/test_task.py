@@ -69,8 +69,8 @@ def test_scaling_of_bytes_and_floats():
     mean, std = np.array([0.5, 0.4, 0.3]), np.array([0.1, 0.2, 0.3])
     scaled = rescale(mean.tolist(), std.tolist())(jnp.asarray(images))
     np.testing.assert_allclose(scaled, (images / 255 - mean) / std, rtol=1e-5, atol=1e-6)
-    grey = rescale(0.1307, 0.3081)(jnp.asarray(images[..., 0]))
-    np.testing.assert_allclose(grey, (images[..., 0] / 255 - 0.1307) / 0.3081, rtol=1e-5, atol=1e-6)
+    gray = rescale(0.1307, 0.3081)(jnp.asarray(images[..., 0]))
+    np.testing.assert_allclose(gray, (images[..., 0] / 255 - 0.1307) / 0.3081, rtol=1e-5, atol=1e-6)
     floats = jnp.ones((2, 3))
     assert rescale(0.5, 0.5)(floats) is floats
 

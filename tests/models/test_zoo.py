@@ -171,9 +171,9 @@ def test_initialization_depends_on_the_seed_only():
 @pytest.mark.parametrize(("model", "side"), [(LeNet(), 16), (CNN(), 6)])
 def test_gray_images_need_no_channel_axis(model, side):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, side, side)), jnp.float32)
-    grey, one_channel = (compiled(model.build(shape, 3)) for shape in ((side, side), (side, side, 1)))
-    params = grey.init(jax.random.key(0))
-    np.testing.assert_array_equal(grey.apply(params, x), one_channel.apply(params, x[..., None]))
+    gray, one_channel = (compiled(model.build(shape, 3)) for shape in ((side, side), (side, side, 1)))
+    params = gray.init(jax.random.key(0))
+    np.testing.assert_array_equal(gray.apply(params, x), one_channel.apply(params, x[..., None]))
 
 
 def test_lenet_agrees_with_numpy():

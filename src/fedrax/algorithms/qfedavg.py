@@ -83,6 +83,6 @@ class QFedAvg(Algorithm):
     def server(self, server: Server, cohort: Cohort) -> tuple[Server, Info]:
         """One step of the server optimizer on the reweighted mean of the updates."""
         update, scale = cohort.mean
-        delta = tree.scale(1 / jnp.where(scale != 0, scale, 1), update)  # zero where nobody took part
+        delta = tree.scale(1 / jnp.where(scale != 0, scale, 1), update)  # zero where no client participated
         params, state = self.server_optimizer.step(server.params, server.optimizer, delta, cohort.round)
         return Server(params, state), {}

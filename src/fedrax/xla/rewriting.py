@@ -183,7 +183,7 @@ def _constants_to_inputs(closed: core.ClosedJaxpr) -> tuple[core.Jaxpr, Sequence
 
 
 def _has_references(value: Any) -> bool:
-    """Whether a function is given references to arrays that change, which it cannot be traced anew with."""
+    """Whether a function is given references to arrays that change, which it cannot be traced with again."""
     variables = getattr(getattr(value, "jaxpr", value), "invars", ())
     return any(hasattr(v.aval, "inner_aval") for v in variables)
 

@@ -60,7 +60,7 @@ def load_huggingface(
     seed: int = 0,
     labels: Literal["auto", "classes", "numbers"] = "auto",
     size: tuple[int, int] | None = None,
-    color: Literal["rgb", "grey"] = "rgb",
+    color: Literal["rgb", "gray"] = "rgb",
     tokens: Literal["words", "characters"] = "words",
     length: int = 40,
     min_count: int = 1,

@@ -44,14 +44,14 @@ class FolderListing:
 def load_image_folder(
     path: str | Path,
     size: tuple[int, int],
-    color: Literal["rgb", "grey"] = "rgb",
+    color: Literal["rgb", "gray"] = "rgb",
     clients: bool = False,
     test_fraction: float = 0.2,
     seed: int = 0,
 ) -> Dataset:
     """PNG and JPEG files in folders class/file, or with ``clients`` client/class/file, as uint8 [n, height, width, 3].
 
-    With color="grey" the last axis is 1. ``path`` holds those folders, or the folders train and test (else val,
+    With color="gray" the last axis is 1. ``path`` holds those folders, or the folders train and test (else val,
     valid or validation) with them. Images are resized to ``size``, (height, width), by bilinear interpolation,
     whatever their proportions; transparency is left out. Classes, clients and files are in the order of their
     names. Mean and deviation are those of the training pixels. Without a test folder each client, or else each

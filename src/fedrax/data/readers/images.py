@@ -30,7 +30,7 @@ MAX_SIDE = 4096
 """Largest side, in pixels, to which images are resized."""
 MAX_PIXELS, MAX_FILE = 50_000_000, 256 << 20
 """Limits of an encoded image: pixels and bytes."""
-COLOR_MODES = {"rgb": ("RGB", 3), "grey": ("L", 1)}
+COLOR_MODES = {"rgb": ("RGB", 3), "gray": ("L", 1)}
 SERIAL_PIXELS = 2_000_000
 """Pixels beyond which images are decoded one at a time, because decoding takes about 6 bytes per pixel."""
 EXIF_UPRIGHT, EXIF_SIDEWAYS = 1, 5

@@ -108,7 +108,7 @@ class SampleStreamer:
         self.sizes, self.offsets = planner.sampler.sizes, planner.offsets
         leaves, largest = jax.tree.leaves(samples), int(self.sizes.max())
         fits = _budget(mesh) // max(1, sum(a.nbytes // len(a) for a in leaves))
-        # Room for the longest block from the start: growing means compiling anew, and on CPU unused room is free.
+        # Room for the longest block from the start: growing means compiling again, and on CPU unused room is free.
         self.room = max(largest, min(fits, len(leaves[0]), longest * planner.positions * largest))
         self.x64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -163,7 +163,7 @@ class StateSpill:
         self.files = jax.tree.map(lambda a: RowFile(directory, rows, np.asarray(a)), initial)
         fits = _budget(mesh) // max(1, tree.num_bytes(initial))
         largest = planner.max_stateful_clients
-        # Room for any round of the run, and of others: neither a block nor a seed nor more rounds compile anew.
+        # Room for any round of the run, and of others: no block, seed or number of rounds recompiles.
         self.room = max(largest, min(fits, planner.sampler.num_clients, longest * largest))
         room = lambda file: np.zeros((self.devices, self.room, *file.shape[1:]), file.dtype)  # noqa: E731
         self._tables = jax.tree.map(room, self.files)
