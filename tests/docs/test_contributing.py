@@ -15,7 +15,7 @@ import fedrax
 from fedrax import Federation, LocalSGD, regression, simulate
 from fedrax.experiments.user_code import import_named
 from fedrax.models import Linear
-from tests.docs.test_code_blocks import ROOT, blocks
+from tests.blocks import ROOT, blocks
 
 METHOD = next(block.text for block in blocks(ROOT / "CONTRIBUTING.md") if block.language == "python")
 

@@ -4,13 +4,15 @@ import ast
 import json
 import re
 import runpy
+import sys
 import tomllib
 from pathlib import Path
 
 import matplotlib as mpl
 import pytest
 
-from tests.docs.test_code_blocks import ROOT, blocks
+from tests.blocks import ROOT, blocks
+from tests.docs.test_reference import code_of, modules_imported
 
 EXAMPLES = ROOT / "examples"
 mpl.use("agg")
@@ -41,12 +43,23 @@ def test_script_runs_and_prints_an_accuracy(
 
 @pytest.mark.parametrize("path", examples_with_suffix("ipynb"))
 def test_cells_of_notebook_run(path: Path):
+    """Without its first cell, which installs fedrax on Colab."""
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    install, *code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert install == "%pip install --quiet fedrax"
     assert code and not any(cell.get("outputs") for cell in cells)
     names: dict = {}
-    for number, source in enumerate(code, 1):
+    for number, source in enumerate(code, 2):
         exec(compile(source, f"{path.name}, cell {number}", "exec"), names)
+
+
+@pytest.mark.parametrize("path", examples_with_suffix("ipynb"))
+def test_notebooks_need_no_files_of_the_repository(path: Path):
+    """They run on another machine: no paths but in a temporary folder, and packages that the installation brings."""
+    text = path.read_text(encoding="utf-8")
+    assert not re.search(r"/home/|/Users/|/content/|\.\./|data_dir|sys\.path", text)
+    imported = {module.split(".")[0] for code in code_of(path) for module in modules_imported(code)}
+    assert imported - sys.stdlib_module_names <= {"fedrax", "jax", "matplotlib", "numpy", "optax", "polars"}
 
 
 # -- the Flower app ----------------------------------------------------------------------------------------------------
@@ -100,9 +113,8 @@ def test_deployment_page_has_the_commands_of_the_example():
 def test_texts_about_the_example_have_its_number_of_clients():
     federation = read(APP / "digits" / "federation.py")
     clients = int(re.findall(r"^CLIENTS = (\d+)$", federation, re.MULTILINE)[0])
-    about = read(ROOT / "README.md").partition("## On real clients")[2].partition("\n## ")[0]
     files = [PAGE, APP / "pyproject.toml", *(APP / "digits").glob("*.py")]
-    for text in (about, *map(read, files)):
+    for text in map(read, files):
         for word in re.findall(r"\b(\w+) clients", text):
             number = NUMBERS.index(word) + 1 if word in NUMBERS else int(word) if word.isdecimal() else clients
             assert number == clients, f"{word} clients"

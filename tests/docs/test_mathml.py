@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.docs.test_code_blocks import ROOT
+from tests.blocks import ROOT
 
 mathml = pytest.importorskip("docs.mathml", reason="needs the extra docs")
 

@@ -21,7 +21,8 @@ def code_of(path: Path) -> Iterator[str]:
     if path.suffix == ".py":
         yield text
     elif path.suffix == ".ipynb":
-        yield from ("".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code")
+        cells = ["".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+        yield from (cell for cell in cells if not cell.startswith("%"))
     else:
         blocks = re.findall(r"^ *```(?:python|\{code-block\} python)\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
         yield from (textwrap.dedent(re.sub(r"^ *:\w+:.*\n", "", block, flags=re.MULTILINE)) for block in blocks)
@@ -66,3 +67,12 @@ def test_reference_contains_every_public_name_once(tmp_path: Path) -> None:
 
 def test_root_namespace_is_small() -> None:
     assert 20 <= len(reference_pages.exports("fedrax")) <= 32
+
+
+def test_the_readme_names_every_method() -> None:
+    table = (ROOT / "README.md").read_text("utf-8").partition("## Methods")[2].partition("\n## ")[0]
+    known = {
+        name.lower() for name, value in reference_pages.exports("fedrax.algorithms").items() if isinstance(value, type)
+    }
+    named = set(re.findall(r"\w+", table.replace("-", "").lower()))
+    assert known - {"upcycled"} <= named and "upcycledfl" in named
