@@ -7,10 +7,13 @@
 #   make test-ray  the tests that need Ray, in .venv-ray
 #   make test-libraries  the code of other libraries in docs/coming-from.md, with these in .venv-libraries
 #   make coverage  the tests of make test, with the lines of the package that they run
-#   make lint   ruff and pyright
+#   make lint   ruff, pyright and codespell
 #   make oldest the test suite with the oldest versions that pyproject.toml allows (PYTHON=python3.11)
 #   make reliability  thousands of odd inputs and hundreds of kills, see docs/reliability.md
 #   make docs   the documentation, into docs/_build/html
+#   make links  the external links of the documentation, which needs the network
+#   make dist   the distributions of a release, in dist
+#   make check-dist  these in an empty environment: metadata, installation, the demo, README's code
 #   make lock   requirements.lock, the newest versions that pyproject.toml allows, which the environments below install
 #   make figures  what README and documentation show of the demo, into docs/results
 # PYTHON=/path/to/python3.12 chooses the interpreter; any from 3.11 on will do. LOCK= installs the newest allowed versions
@@ -23,7 +26,7 @@ LOCK ?= requirements.lock
 # pip installs, because it follows the mirrors that a machine is configured for; uv computes the lock.
 INSTALL := -m pip install --quiet $(if $(LOCK),--constraint $(LOCK))
 
-.PHONY: demo test test-all test-torch test-huggingface test-libraries test-ray oldest reliability coverage lint lock docs figures clean
+.PHONY: demo test test-all test-torch test-huggingface test-libraries test-ray oldest reliability coverage lint lock docs links dist check-dist figures clean
 
 demo: .venv/.user
 	$(BIN)/fedrax compare examples/digits.toml
@@ -70,6 +73,7 @@ lint: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/codespell -D - -D docs/words.txt *.md .github benchmarks docs examples papers src
 
 lock: .venv/.made
 	$(BIN)/python -m pip install --quiet uv
@@ -79,6 +83,24 @@ lock: .venv/.made
 
 docs: .venv/.dev
 	$(BIN)/sphinx-build -W --keep-going -q docs docs/_build/html
+
+links: .venv/.dev
+	$(BIN)/sphinx-build -b linkcheck -q docs docs/_build/links
+
+dist: .venv/.made
+	rm -rf dist
+	$(BIN)/python -m pip install --quiet build twine
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m twine check --strict dist/*
+
+# The wheel and what it asks for, nothing else.
+check-dist:
+	$(firstword $(PYTHON)) -m venv --clear .venv-dist
+	.venv-dist/bin/python -m pip install --quiet dist/*.whl
+	.venv-dist/bin/fedrax --version
+	cd .venv-dist && bin/fedrax compare $(CURDIR)/examples/digits.toml --out demo
+	cd .venv-dist && bin/fedrax new trial-project && bin/fedrax run trial-project/experiment.toml --out trial
+	.venv-dist/bin/python -m tests.blocks README.md
 
 figures: .venv/.user
 	rm -rf runs/figures
@@ -103,7 +125,7 @@ figures: .venv/.user
 	rm hospitals.csv
 
 clean:
-	rm -rf .venv .venv-oldest .venv-torch .venv-huggingface .venv-libraries .venv-ray docs/_build
+	rm -rf .venv .venv-oldest .venv-torch .venv-huggingface .venv-libraries .venv-ray .venv-dist dist docs/_build
 
 # A stamp is newer than pyproject.toml once everything it asks for is installed.
 .venv/.user: .venv/.made pyproject.toml $(LOCK)
