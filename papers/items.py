@@ -1,7 +1,7 @@
-"""What of a paper is here: the lists ``papers/*/items.toml``, and the figures that they take from result files.
+"""Items of the papers: the lists ``papers/*/items.toml``, and the figures that they take from result files.
 
-A figure is never typed into a list: it is a value ``{ file, row, column }`` of a Markdown table that a command wrote,
-or computed from such values. A file, row or column that is not there raises, so that a list cannot outlive its results.
+Figures are not typed into a list: each is a value ``{ file, row, column }`` of a Markdown table written by a command,
+or computed from such values. A missing file, row or column raises FedraxError, so that lists cannot become outdated.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Paper:
-    """A list that was read."""
+    """A parsed list."""
 
     name: str
     title: str
@@ -68,7 +68,7 @@ class Paper:
 
 
 def read(name: str) -> Paper:
-    """The list of a paper's folder; FedraxError for an unknown key, kind or status, and for a missing reason."""
+    """Read the list of a paper; FedraxError for an unknown key, kind or status, and for a missing reason."""
     file = ROOT / "papers" / name / "items.toml"
     table = files.read_toml(file)
     if unknown := set(table) - {"title", "item", "claim", "prose"}:
@@ -99,7 +99,7 @@ def _one_of(file: Path, entry: Entry, value: str, known: Sequence[str]) -> None:
 
 
 def path_of(paper: str, result: str) -> Path:
-    """The file of a result, from the root; FedraxError where it or the test in it is not there."""
+    """Path of a result, relative to the root; FedraxError if it or the named test does not exist."""
     name, _, test = result.partition("::")
     path = Path("papers", paper, name) if name.startswith("results/") else Path(name)
     if not (ROOT / path).exists():
@@ -110,7 +110,7 @@ def path_of(paper: str, result: str) -> Path:
 
 
 def sentence(paper: str, text: str, values: Mapping[str, Mapping[str, Any]]) -> str:
-    """``text`` with its figures; FedraxError where a figure is typed, or a value is not used or not there."""
+    """``text`` with its figures inserted; FedraxError for typed figures, unused values and unknown names."""
     where = f"papers/{paper}/items.toml: {text[:60]!r}"
     parts = list(string.Formatter().parse(text))
     said = re.sub(TYPED, "", text)
@@ -125,12 +125,12 @@ def sentence(paper: str, text: str, values: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def used(values: Mapping[str, Mapping[str, Any]]) -> set[str]:
-    """Names of values that others are computed from."""
+    """Names of values from which others are computed."""
     return {name for one in values.values() for key in ("difference", "quotient") for name in one.get(key, ())}
 
 
 def value(paper: str, name: str, values: Mapping[str, Mapping[str, Any]]) -> float:
-    """A value: of a cell, of several cells, or the difference or quotient of two values."""
+    """A value: of one cell, of several cells, or the difference or quotient of two values."""
     one = values[name]
     if "difference" in one:
         first, second = (value(paper, other, values) for other in one["difference"])
@@ -169,8 +169,7 @@ def _in_order(parts: Sequence[str], cells: Sequence[str]) -> bool:
 def rows(file: Path) -> list[tuple[str, list[str], list[str]]]:
     """(section, column names, cells) of every row of a file's tables.
 
-    The section is the heading of second level above, empty before the first. A column name that comes again is
-    "name 2", then "name 3".
+    The section is the preceding second-level heading, or empty. Repeated column names become "name 2", "name 3".
     """
     found, columns, section = [], [], ""
     for line in file.read_text(encoding="utf-8").splitlines():
@@ -190,7 +189,7 @@ def rows(file: Path) -> list[tuple[str, list[str], list[str]]]:
 
 
 def parse(cell: str, deviation: bool = False) -> float | None:
-    """The number at the start of a cell, or the deviation behind it; None where there is none."""
+    """The number at the start of a cell, or the standard deviation after it; None if there is none."""
     pattern = r"[^±]*±\s*\+?" if deviation else r""
     match = re.match(pattern + r"([+-]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?)", cell)
     return float(match[1].replace(",", "")) if match else None

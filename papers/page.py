@@ -1,7 +1,7 @@
-"""``python -m papers.page``: docs/papers.md, every item of the four papers with what became of it.
+"""``python -m papers.page``: write docs/papers.md, every item of the four papers with its outcome.
 
-The items are in ``papers/*/items.toml``; their figures are taken from the result files. Run it after a result or a list
-has changed; a test compares the page with both.
+Items are in ``papers/*/items.toml``, and their figures are taken from result files. Run the command after a change of a
+result or a list; a test compares the page with both.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def counts(name: str, items: tuple[Entry, ...] | list[Entry]) -> str:
 
 
 def section(paper: Paper) -> list[str]:
-    """The claims of a paper's abstract and its items."""
+    """Claims of a paper's abstract, and its items."""
     readme = f"[Commands, choices and discussion](../papers/{paper.name}/README.md)."
     lines = [f"## {short(paper)}", "", f"*{paper.title}*. {readme}", "", "Claims of the abstract:", ""]
     lines += ["| claim | verdict | found |", "|---|---|---|"]
@@ -70,12 +70,12 @@ def section(paper: Paper) -> list[str]:
 
 
 def short(paper: Paper) -> str:
-    """The method's name, which begins the title."""
+    """Name of the method, with which the title begins."""
     return paper.title.split(":")[0]
 
 
 def evidence(paper: str, entry: Entry) -> str:
-    """What was found, and links to it."""
+    """The result, with links to it."""
     links = []
     for result in entry.results:
         path, test = path_of(paper, result), result.partition("::")[2]

@@ -1,9 +1,8 @@
-"""``python -m papers.episode WHAT``: EPISODE beside CELGC and others, as tables and pictures.
+"""``python -m papers.episode WHAT``: EPISODE compared with CELGC and others, as tables and figures.
 
-fig3 is Figure 3's quartic pair, points its nine tuning points; proposition1 and speedup check the theory. snli and
-cifar10 run a file at two similarities, made for a GPU, or --small; their runs are kept below --out, and an interrupted
-command goes on where it was. tuning, table3 (with Table 2 and Figures 1, 6 and 7) and sent140 keep theirs beside the
-tables.
+fig3 is the quartic pair of Figure 3, points its nine tuning points; proposition1 and speedup check the theory. snli and
+cifar10 run a file at two similarities, for a GPU or with --small; their runs are stored below --out, and an interrupted
+command continues. tuning, table3 (with Table 2 and Figures 1, 6 and 7) and sent140 store their runs beside the tables.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ LISTED = {
 
 
 def fig3(arguments: argparse.Namespace) -> None:
-    """All seeds of a method as one compiled program, for each H."""
+    """Run all seeds of a method in one compiled program, for each H."""
     table = files.read_toml(HERE / "fig3.toml")
     rounds, arguments.seeds = arguments.rounds or table["run"]["rounds"], arguments.seeds or SEEDS
     found, minima = {}, {}
@@ -110,7 +109,7 @@ def fig3(arguments: argparse.Namespace) -> None:
 
 
 def run(table: dict[str, Any], seeds: int) -> tuple[Paths, list[int], float]:
-    """x of every method and seed, the rounds in which it was measured (the early ones and the last), the minimum."""
+    """x of every method and seed, the evaluated rounds (the first ones and the last), and the minimizer."""
     paths, measured, minimum = {}, [], 0.0
     for method in comparison.from_table(table, "fig3.toml").methods:
         algorithm, task, federation = experiment.build(method)
@@ -129,7 +128,7 @@ def run(table: dict[str, Any], seeds: int) -> tuple[Paths, list[int], float]:
 def write(
     arguments: argparse.Namespace, rounds: int, found: dict[int, Paths], measured: list[int], minima: dict[int, float]
 ) -> str:
-    """Distances from the minimum, early and at the end."""
+    """Distances from the minimizer, early and at the end."""
     early = len(measured) - 2
     command = "python -m papers.episode fig3" + (f" --seeds {arguments.seeds}" if arguments.seeds != SEEDS else "")
     command += f" --rounds {rounds}" if arguments.rounds else ""
@@ -156,7 +155,7 @@ def write(
 
 
 def similarity(arguments: argparse.Namespace) -> None:
-    """Every method of a file at similarity 30 and 10 %."""
+    """Run all methods of a file at similarity 30 and 10 %."""
     name = arguments.what + ("_small" if arguments.small else "_resnet20" if arguments.resnet20 else "")
     chosen = argparse.Namespace(
         **vars(arguments) | {"seeds": list(range(arguments.seeds)) if arguments.seeds else None}
@@ -205,7 +204,7 @@ def objective(heterogeneity: int, x: np.ndarray) -> np.ndarray:
 
 
 def draw(found: dict[int, Paths], measured: list[int], minima: dict[int, float]) -> Figure:
-    """Above, the objective against rounds (mean over seeds, band of one deviation); below, where methods end."""
+    """Top: the objective over rounds (mean over seeds, band of one standard deviation); bottom: final values."""
     sketch = Figure(figsize=(3 * len(found), 5.4), layout="constrained")
     grid = sketch.subplots(2, len(found), squeeze=False)
     for column, (heterogeneity, paths) in enumerate(found.items()):

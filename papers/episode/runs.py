@@ -1,4 +1,4 @@
-"""Runs that are kept as a line of JSON each, so that a command goes on on another machine."""
+"""Runs stored as lines of JSON, so that a command can continue on another machine."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ CURVES = ("test_accuracy", "test_loss", "train_loss")
 
 
 class Kept:
-    """The runs of an experiment file's methods under changes of its table.
+    """Runs of the methods of an experiment file with changes of its table.
 
-    kept: the file of their lines. rounds: instead of those of the settings, to try a command out. validation: share of
-    the training rows on which runs are measured instead of the test rows.
+    kept: the file of their lines. rounds: overrides the rounds of the settings, to try a command. validation: share of
+    the training rows on which runs are evaluated instead of the test rows.
     """
 
     def __init__(self, file: Path, kept: Path, rounds: int | None, data_dir: str | None, validation: float = 0):
@@ -38,7 +38,7 @@ class Kept:
         self._read: tuple[int, dict[tuple[str, str, int], dict[str, Any]]] = (0, {})
 
     def get(self, setting: str, changes: Mapping[str, Any], method: str, seed: int) -> dict[str, Any] | None:
-        """The record of a run, None where there is none; FedraxError if it is of another experiment."""
+        """The record of a run, or None; FedraxError if it belongs to another experiment."""
         record = self._records().get((setting, method, seed))
         if record is not None and record["experiment"] != self._digest(changes, method, seed):
             raise FedraxError(
@@ -48,7 +48,7 @@ class Kept:
         return record
 
     def run(self, setting: str, changes: Mapping[str, Any], method: str, seed: int) -> dict[str, Any]:
-        """Run it if it is not kept, and keep it."""
+        """Run it if it is not stored, and store it."""
         if (record := self.get(setting, changes, method, seed)) is not None:
             return record
         made = self._experiment(changes, method, seed)
@@ -83,7 +83,7 @@ class Kept:
         return record
 
     def machines(self) -> str:
-        """Where and when the runs were made."""
+        """Machines and dates of the runs."""
         records = self._records().values()
         dates = sorted({record["date"] for record in records})
         processors = " and ".join(sorted({record["processor"] for record in records}))
@@ -104,7 +104,7 @@ class Kept:
             raise FedraxError(f"{self.kept}: line {number} is not a run; take it out and go on.") from error
 
     def _table(self, changes: Mapping[str, Any], method: str, seed: int) -> dict[str, Any]:
-        """The run as an experiment file of one method; its ``vectors`` are still relative to the data directory."""
+        """The run as an experiment file with one method; its ``vectors`` are relative to the data directory."""
         table = merge_tables(self.table, changes)
         fewer = {"run": {"rounds": self.rounds}} if self.rounds else {}
         chosen = [merge_tables(entry, fewer) for entry in table["compare"] if entry["label"] == method]
@@ -125,13 +125,13 @@ class Kept:
 
 
 def last(record: Mapping[str, Any]) -> str:
-    """The values at the end of a run, for the terminal."""
+    """Final values of a run, for the terminal."""
     shown = [f"{key} {record[key][-1]:.4f}" for key in CURVES if record[key]]
     return ", ".join(shown) + (", diverged" if record["diverged"] else "")
 
 
 def write(arguments: argparse.Namespace, name: str, title: str, note: str, columns: list[str], rows: list) -> None:
-    """A Markdown table in results/ and on the terminal."""
+    """Write a Markdown table to results/ and print it."""
     command = f"python -m papers.episode {arguments.what}"
     command += f" --seeds {len(arguments.seeds)}" if len(arguments.seeds) != SEEDS else ""
     command += f" --rounds {arguments.rounds}" if arguments.rounds else ""

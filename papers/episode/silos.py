@@ -1,4 +1,4 @@
-"""How the paper divides users among silos (appendix H)."""
+"""The paper's partition of users among silos (appendix H)."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from fedrax.errors import FedraxError
 class UserSilos:
     """Each silo gets ``percent`` % of its users at random; the others are sorted by their share of positive tweets.
 
-    Users stay whole. Silos have the same number of users up to one, and as many tweets as these have.
+    Users are not split. Silos differ by at most one user, and have all tweets of their users.
     """
 
     clients: int = 8
@@ -21,7 +21,7 @@ class UserSilos:
     """Percentage s of users drawn at random."""
 
     def assign(self, dataset: Dataset, seed: int) -> Partition:
-        """The rows of each silo."""
+        """Rows of each silo."""
         users = dataset.train_clients
         if users is None:
             raise FedraxError(f"{dataset.name!r} has no users to divide into silos.")
@@ -44,5 +44,5 @@ class UserSilos:
 
 
 def even(total: int, parts: int) -> np.ndarray:
-    """Sizes that add up to ``total`` and differ by at most one."""
+    """Sizes that sum to ``total`` and differ by at most one."""
     return total // parts + (np.arange(parts) < total % parts)

@@ -44,14 +44,14 @@ def kappa(h: float) -> float:
 
 
 def excess(h: float, c: float) -> float:
-    """The largest |f_i'| - 2 |f'| on the line, for the client with the term c H x^2."""
+    """Largest |f_i'| - 2 |f'| on the line, for the client with the term c H x^2."""
     client = 4 * LINE**3 - 9 * LINE**2 + 2 * c * h * LINE + 1
     mean = 4 * LINE**3 - 9 * LINE**2 - h * LINE + 1
     return float((np.abs(client) - 2 * np.abs(mean)).max())
 
 
 def proposition1(arguments: argparse.Namespace) -> None:
-    """|f_i'| <= 2 |f'| + kappa(H) at 1.2 million points, for the printed kappa."""
+    """Check |f_i'| <= 2 |f'| + kappa(H) at 1.2 million points, for the printed kappa."""
     rows = []
     for h in (1, 2, 4, 8, 16, 32):
         first, second = excess(h, 1), excess(h, -2)
@@ -95,7 +95,7 @@ def points(arguments: argparse.Namespace) -> None:
 
 
 def path(result: Result, rounds: Iterable[int]) -> list[float]:
-    """x after these rounds; infinite where the run had diverged."""
+    """x after these rounds; infinite if the run diverged."""
     if result.stopped == "diverged":
         return [np.inf for _ in rounds]
     measured = dict(result.metric("x"))
@@ -111,7 +111,7 @@ def method(name: str, eta: float, ratio: float) -> Episode | FedAvg:
 
 
 def many_clients(clients: int, noise: float, h: float = 1.0, samples: int = 1000) -> Dataset:
-    """The quartic pair, half of the clients each, with noise of standard deviation ``noise`` in the gradient."""
+    """The quartic pair, each for half of the clients, with gradient noise of standard deviation ``noise``."""
     pair = np.array([[1, h, -3, 1], [1, -2 * h, -3, 1]], float)
     x = np.repeat(pair[np.arange(clients) % 2], samples, axis=0)
     uniform = (2 * np.arange(samples) + 1) / samples - 1
@@ -121,7 +121,7 @@ def many_clients(clients: int, noise: float, h: float = 1.0, samples: int = 1000
 
 
 def speedup(arguments: argparse.Namespace) -> None:
-    """Theorem 1: rounds until the mean squared gradient is below a goal, against N, for several sigma."""
+    """Theorem 1: rounds until the mean squared gradient is below a goal, over N, for several sigma."""
     rounds, rows, lines = arguments.rounds or ROUNDS, [], {}
     every = min(rounds, EVERY)
     for noise in NOISES:
@@ -154,7 +154,7 @@ def speedup(arguments: argparse.Namespace) -> None:
 
 
 def draw(lines: dict[float, list[int | None]]) -> Figure:
-    """Rounds against N for each sigma, both on logarithmic scales."""
+    """Rounds over N for each sigma, both on logarithmic scales."""
     figure = Figure(figsize=(5, 3.6), layout="constrained")
     axes = figure.subplots()
     for i, (noise, reached) in enumerate(lines.items()):

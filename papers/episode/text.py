@@ -1,4 +1,4 @@
-"""Table 3 on sentence pairs, and from its runs Figures 1, 6 and 7 and Table 2."""
+"""Table 3 on sentence pairs, and Figures 1, 6 and 7 and Table 2 from its runs."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ EXCHANGES = {"EPISODE": 2, "EPISODE (unclipped)": 2}
 
 
 def row_changes(steps: int, percent: float) -> dict[str, Any]:
-    """What a row of the table changes: I, the rounds for 25 epochs, and the similarity; step sizes are halved at 60 and
-    80 %, and a run is measured ten times.
+    """Changes by a row of the table: I, rounds for 25 epochs, and similarity; learning rates are halved at 60 and 80 %,
+    and a run is evaluated ten times.
     """
     rounds = STEPS // steps
     schedule = {"boundaries_and_scales": [[rounds * 3 // 5, 0.5], [rounds * 4 // 5, 0.5]]}
@@ -50,7 +50,7 @@ def printed_rows() -> list[dict[str, str]]:
 
 
 def setting_of(row: Mapping[str, str]) -> str:
-    """A setting's name in the kept lines."""
+    """Name of a setting in the stored lines."""
     return f"I = {row['I']}, s = {row['similarity']} %"
 
 
@@ -85,7 +85,7 @@ def tuning(arguments: argparse.Namespace) -> None:
 
 
 def table3(arguments: argparse.Namespace) -> None:
-    """Table 3 and what its runs give."""
+    """Table 3, and the tables and figures from its runs."""
     kept = Kept(HERE / "table3.toml", arguments.results / "table3.jsonl", arguments.rounds, arguments.data_dir)
     printed = printed_rows()
     if not arguments.only_write:
@@ -97,18 +97,20 @@ def table3(arguments: argparse.Namespace) -> None:
 
 
 def changes_of(row: Mapping[str, str]) -> dict[str, Any]:
-    """The changes of a printed row; NaiveParallelClip has one similarity, as none changes its batches' mean."""
+    """Changes by a printed row; NaiveParallelClip has one similarity, because the mean of its batches does not depend
+    on it.
+    """
     return row_changes(int(row["I"]), 30 if row["similarity"] == "100" else float(row["similarity"]))
 
 
 def records_of(kept: Kept, row: Mapping[str, str], seeds: Sequence[int]) -> list[dict[str, Any]]:
-    """The kept runs of a row."""
+    """Stored runs of a row."""
     found = [kept.get(setting_of(row), changes_of(row), row["method"], seed) for seed in seeds]
     return [record for record in found if record is not None]
 
 
 def write_table3(arguments: argparse.Namespace, kept: Kept, printed: list[dict[str, str]]) -> None:
-    """Losses and accuracies beside the printed ones, and the curves."""
+    """Losses and accuracies with the printed ones, and curves."""
     rows = []
     for row in printed:
         records = records_of(kept, row, arguments.seeds)
@@ -157,7 +159,7 @@ def write_table3(arguments: argparse.Namespace, kept: Kept, printed: list[dict[s
 
 
 def seconds_of(row: Mapping[str, str], record: Mapping[str, Any], step: float) -> np.ndarray:
-    """Simulated seconds at each evaluation of a run, with eight clients at the same time."""
+    """Simulated seconds at each evaluation of a run, with eight concurrent clients."""
     exchanges, rounds = EXCHANGES.get(row["method"], 1), np.array(record["rounds"])
     gradients = int(row["I"]) + (exchanges - 1)
     bits = 8 * 1e6 * record["megabytes"] / record["rounds"][-1] / 8  # of a client in a round
@@ -222,7 +224,7 @@ def style(axes, x: str, y: str) -> None:
 
 
 def draw_figure1(kept: Kept, printed: list[dict[str, str]], seeds: Sequence[int]) -> Figure:
-    """I against epochs and rounds, and similarity against epochs: training loss above, accuracy below."""
+    """I over epochs and rounds, and similarity over epochs: training loss at the top, accuracy at the bottom."""
     figure = Figure(figsize=(12, 6), layout="constrained")
     grid = figure.subplots(2, 3)
     shown = [row for row in printed if row["method"] in ("NaiveParallelClip", "CELGC", "EPISODE")]
@@ -261,7 +263,7 @@ def draw_figure7(kept: Kept, printed: list[dict[str, str]], seeds: Sequence[int]
 
 
 def draw_figure6(kept: Kept, printed: list[dict[str, str]], seeds: Sequence[int], step: float) -> Figure:
-    """Accuracy against simulated time: by I at s = 30 %, and by similarity at I = 4."""
+    """Accuracy over simulated time: by I at s = 30 %, and by similarity at I = 4."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     shown = [row for row in printed if row["method"] in ("NaiveParallelClip", "CELGC", "EPISODE")]
     parts = ([r for r in shown if r["similarity"] in ("30", "100")], [r for r in shown if r["I"] in ("1", "4")])

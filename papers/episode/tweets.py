@@ -24,7 +24,7 @@ GRID = (0.01, 0.03, 0.1, 0.3, 1.0)
 
 
 def sent140(arguments: argparse.Namespace) -> None:
-    """Figures 8 and 9: three methods at three similarities of the silos, against steps and simulated time."""
+    """Figures 8 and 9: three methods at three similarities of the silos, over steps and simulated time."""
     kept = Kept(HERE / "sent140.toml", arguments.results / "sent140.jsonl", arguments.rounds, arguments.data_dir)
     methods = [entry["label"] for entry in kept.table["compare"]]
     wanted = [method for method in methods if not arguments.methods or method in arguments.methods]
@@ -67,7 +67,7 @@ def sent140(arguments: argparse.Namespace) -> None:
 
 
 def draw_silos(found: Mapping[tuple[int, str], list[dict[str, Any]]], methods: Sequence[str], step: float) -> Figure:
-    """A column for each similarity: training loss and accuracy against local steps, and accuracy against time."""
+    """A column for each similarity: training loss and accuracy over local steps, and accuracy over time."""
     figure = Figure(figsize=(11, 7.5), layout="constrained")
     grid = figure.subplots(3, len(SIMILARITIES))
     for column, percent in enumerate(SIMILARITIES):

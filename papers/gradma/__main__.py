@@ -1,12 +1,11 @@
-"""``python -m papers.gradma WHAT``: GradMA's tables and figures beside the paper's numbers.
+"""``python -m papers.gradma WHAT``: GradMA's tables and figures with the paper's values.
 
-table1: top accuracies in a data set's columns; table2: rounds to an accuracy and all curves, from the runs
-of table1; betas: Figures 5 and 21; memory: Figures 6, 7 and 22; partitions: Figure 8;
-speedup: Corollary 1 on a quadratic problem.
+table1: highest accuracies in a data set's columns; table2: rounds to an accuracy and all curves, from the runs of
+table1; betas: Figures 5 and 21; memory: Figures 6, 7 and 22; partitions: Figure 8; speedup: Corollary 1 on a quadratic
+problem.
 
-Every run is kept as a line of ``table1-mnist.jsonl`` beside the table and not run again: break the command off when you
-like, and type it again to go on, on another machine too. The table is written after each run of a method, from what
-there is.
+Each run is stored as a line of ``table1-mnist.jsonl`` beside the table and not repeated: an interrupted command
+continues, also on another machine. The table is written after each run of a method, from the available runs.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ def table1(arguments: argparse.Namespace) -> None:
 
 
 def prepare(arguments: argparse.Namespace) -> tuple[Runs, list[Cell], list[Cell]]:
-    """The kept runs of Table 1, its columns, and those of --cells."""
+    """Stored runs of Table 1, its columns, and those of --cells."""
     if arguments.small and arguments.data not in SMALLER:
         raise FedraxError(f"--small: {arguments.data} has no smaller budget; {', '.join(SMALLER)} has.")
     cells = list(dict.fromkeys(cell for cell, _ in read_printed(arguments.data)))
@@ -109,14 +108,14 @@ def prepare(arguments: argparse.Namespace) -> tuple[Runs, list[Cell], list[Cell]
 
 
 def kept(arguments: argparse.Namespace, name: str, first: dict[str, float] | None = None, **options: Any) -> Runs:
-    """The runs in results/NAME.jsonl."""
+    """Runs in results/NAME.jsonl."""
     changes = SMALLER[arguments.data] if arguments.small else None
     file, lines = HERE / f"{arguments.data}.toml", arguments.results / f"{name}.jsonl"
     return Runs(file, lines, arguments.rounds, arguments.data_dir, first, changes, **options)
 
 
 def table2(arguments: argparse.Namespace) -> None:
-    """Table 2, and the curves of Figures 1 to 4 and 9 to 19, from the runs that ``table1 --curves`` keeps."""
+    """Table 2, and the curves of Figures 1 to 4 and 9 to 19, from the runs that ``table1 --curves`` stores."""
     figures.table2(arguments, prepare(arguments)[0], HERE / "table2_printed.csv")
 
 
@@ -146,12 +145,12 @@ COMMANDS = {
 
 
 def name_of(arguments: argparse.Namespace) -> str:
-    """Of the table's files in results/."""
+    """Name of the table's files in results/."""
     return f"table1-{arguments.data}" + ("-small" if arguments.small else "")
 
 
 def read_printed(data: str) -> Printed:
-    """Mean and deviation that the paper prints, by column and method."""
+    """Mean and standard deviation in the paper, by column and method."""
     with (HERE / "table1_printed.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["data"] == data]
     cell = lambda row: Cell(int(row["S"]), float(row["omega"]))  # noqa: E731
@@ -159,7 +158,7 @@ def read_printed(data: str) -> Printed:
 
 
 def write(arguments: argparse.Namespace, runs: Runs, cells: list[Cell], printed: Printed) -> str:
-    """The table of the runs that there are, in results/, whatever --seeds selects."""
+    """Write the table of the available runs to results/, for any --seeds."""
     seeds = runs.seeds() or arguments.seeds
     title = f"# GradMA, Table 1 ({figures.NAMES[arguments.data]})"
     command = f"python -m papers.gradma table1 --data {arguments.data} --search {arguments.search}"
@@ -203,7 +202,7 @@ def write(arguments: argparse.Namespace, runs: Runs, cells: list[Cell], printed:
 
 
 def row_of(runs: Runs, cell: Cell, method: str, seeds: list[int], mean: float, deviation: float) -> list[str]:
-    """A method's row for a column of the paper's table."""
+    """Row of a method for a column of the paper's table."""
     known, best = runs.known(cell, method, seeds[0]), best_point(runs, cell, method, seeds)
     near, close = nearest(runs, cell, method, seeds, mean)
     seeds = [seed for seed in seeds if runs.stored(cell, method, best, seed)]
@@ -219,7 +218,7 @@ def row_of(runs: Runs, cell: Cell, method: str, seeds: list[int], mean: float, d
 
 
 def nearest(runs: Runs, cell: Cell, method: str, seeds: list[int], printed: float) -> tuple[Point, str]:
-    """The point whose mean top accuracy over the seeds run is nearest to the printed one, and that accuracy."""
+    """The point whose mean of highest accuracies is nearest to the printed one, and that mean."""
     tops: dict[Point, list[float]] = {}
     for each in seeds:
         for point, top in runs.known(cell, method, each).items():
@@ -229,7 +228,7 @@ def nearest(runs: Runs, cell: Cell, method: str, seeds: list[int], printed: floa
 
 
 def tried_of(runs: Runs, cell: Cell, method: str, seeds: list[int], mean: float, deviation: float) -> list[list[str]]:
-    """A row for each point of a method that was tried, nothing where it is one."""
+    """A row for each tried point of a method; no rows for a single point."""
     tried = {seed: runs.known(cell, method, seed) for seed in seeds}
     rows = []
     for point in sorted({point for known in tried.values() for point in known}):
@@ -243,18 +242,18 @@ def tried_of(runs: Runs, cell: Cell, method: str, seeds: list[int], mean: float,
 
 
 def column(cell: Cell) -> str:
-    """A column of the table as the paper heads it."""
+    """A column heading as in the paper."""
     return f"({cell.cohort}, {cell.omega:g})"
 
 
 def in_words(method: str, point: Point) -> str:
-    """A point of a method's grid."""
+    """Text of a point of a method's grid."""
     parts = zip(METHODS[method], point, strict=True)
     return ", ".join(f"{axis.removesuffix(' (GradMA)')} {value:g}" for axis, value in parts)
 
 
 def markdown(columns: str, rows: list[list[str]]) -> list[str]:
-    """A Markdown table's lines; columns are divided by |."""
+    """Lines of a Markdown table; columns are separated by |."""
     names = columns.split("|")
     return [f"| {' | '.join(row)} |" for row in (names, ["---"] * len(names), *rows)]
 

@@ -1,4 +1,4 @@
-"""Table 2 and the figures, from the curves of kept runs; and the runs of Figures 5 to 7, 21 and 22."""
+"""Table 2 and the figures from the curves of stored runs, and the runs of Figures 5 to 7, 21 and 22."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TWICE = ("Scaffold", "MimeLite")
 
 
 def rounds_to(curve: Sequence[tuple[int, float]], accuracy: float) -> int | None:
-    """The first evaluated round with at least this accuracy in percent."""
+    """First evaluated round with at least this accuracy in percent."""
     return next((round for round, reached in curve if reached >= accuracy), None)
 
 
@@ -90,7 +90,7 @@ def draw_groups(runs: Runs, cells: Sequence[Cell], seeds: Sequence[int]) -> Figu
 
 
 def draw_curve(axes, curves: Sequence[Sequence[tuple[int, float]]], label: str, i: int) -> None:
-    """The mean of several curves; nothing if there is none."""
+    """Draw the mean of several curves, if there is one."""
     kept = [np.array(curve) for curve in curves if curve]
     if kept:
         mean = np.mean([curve[:, 1] for curve in kept], 0)
@@ -106,12 +106,12 @@ def style(axes) -> None:
 
 
 def steps_of(runs: Runs, cell: Cell, seeds: Sequence[int]) -> Point:
-    """Local step and server step of GradMA-S at its best point of Table 1."""
+    """Local and server learning rate of GradMA-S at its best point of Table 1."""
     return best_point(runs, cell, "GradMA-S", seeds)[:2]
 
 
 def betas(arguments: argparse.Namespace, table1: Runs, runs: Runs, cells: Sequence[Cell]) -> None:
-    """Figures 5 and 21: top accuracy of GradMA-S for 36 pairs (beta1, beta2), with Table 1's MIFA and MIFAM beside."""
+    """Figures 5 and 21: highest accuracy of GradMA-S for 36 pairs (beta1, beta2), with Table 1's MIFA and MIFAM."""
     rows, pictures, before = [], {}, table1.seeds() or arguments.seeds
     for cell, seed in itertools.product(cells, arguments.seeds):
         steps = steps_of(table1, cell, before)
@@ -154,7 +154,7 @@ def betas(arguments: argparse.Namespace, table1: Runs, runs: Runs, cells: Sequen
 
 
 def seeds_with(runs: Runs, cell: Cell, point: Point, seeds: Sequence[int]) -> list[int]:
-    """The seeds with which GradMA-S has been run at a point."""
+    """Seeds with which GradMA-S has been run at a point."""
     return [seed for seed in seeds if runs.stored(cell, "GradMA-S", point, seed) is not None]
 
 
@@ -173,7 +173,7 @@ def draw_betas(pictures: dict[str, np.ndarray]) -> Figure:
 
 
 def memory(arguments: argparse.Namespace, table1: Runs, runs: Runs, cells: Sequence[Cell]) -> None:
-    """Figures 6, 7 and 22: GradMA-S with m clients in its memory; m = 0 is FedAvgM."""
+    """Figures 6, 7 and 22: GradMA-S with a memory of m clients; m = 0 is FedAvgM."""
     points = {cell: best_point(table1, cell, "GradMA-S", table1.seeds() or arguments.seeds) for cell in cells}
     if not arguments.only_write:
         for seed, cell, m in itertools.product(arguments.seeds, cells, MEMORIES):

@@ -1,4 +1,4 @@
-"""Runs of Table 1, one line each, and the search of a method's grid through them."""
+"""Runs of Table 1, stored as lines, and the search of a method's grid with them."""
 
 from __future__ import annotations
 
@@ -73,10 +73,11 @@ Key = tuple[Cell, str, Point, int]
 
 
 class Runs:
-    """Runs of one experiment file's methods: a line of JSON each, which later sessions and machines add to.
+    """Runs of the methods of an experiment file, stored as lines of JSON that may be added by later sessions and
+    machines.
 
-    kept: the file of these lines. rounds: instead of the file's. first: values of axes at which a search starts.
-    changes: of the file's table. curves: a run that was kept without its curve counts as missing. axes: of each
+    kept: the file of these lines. rounds: overrides the file's. first: values of axes at which a search starts.
+    changes: changes of the file's table. curves: a run stored without its curve counts as missing. axes: of each
     method's points.
     """
 
@@ -106,7 +107,7 @@ class Runs:
         return tuple(_value(entry, *AXES[axis]) if value is None else value for axis, value in chosen.items())
 
     def stored(self, cell: Cell, method: str, point: Point, seed: int) -> dict[str, Any] | None:
-        """The record of a run, None where there is none; FedraxError if it is of another experiment."""
+        """The record of a run, or None; FedraxError if it belongs to another experiment."""
         record = self._records().get((cell, method, point, seed))
         if record is not None and record["experiment"] != self._digest(cell, method, point, seed):
             which = f"{cell}, {method}, seed {seed}"
@@ -114,7 +115,7 @@ class Runs:
         return record
 
     def missing(self, cell: Cell, method: str, points: Iterable[Point], seed: int) -> list[Point]:
-        """The points that are still to be run."""
+        """Points that are not stored."""
         stored = {point: self.stored(cell, method, point, seed) for point in points}
         return [point for point, record in stored.items() if record is None or (self.curves and "curve" not in record)]
 
@@ -135,7 +136,7 @@ class Runs:
             raise FedraxError(f"{self.kept}: line {number} is not a run; take it out and go on.") from error
 
     def machines(self) -> list[str]:
-        """On which runs were made."""
+        """Machines of the runs."""
         return sorted({record["processor"] for record in self._records().values()})
 
     def seeds(self) -> list[int]:
@@ -143,7 +144,7 @@ class Runs:
         return sorted({record["seed"] for record in self._records().values()})
 
     def run(self, cell: Cell, method: str, points: list[Point], seed: int) -> None:
-        """Run what is not stored, and store it as it is done: the points of one method together where that pays."""
+        """Run what is not stored, and store each result; the points of a method run together if that is faster."""
         points = self.missing(cell, method, points, seed)
         if not points:
             return
@@ -159,7 +160,7 @@ class Runs:
             points = points[len(results) :]
 
     def _store(self, cell: Cell, method: str, points: list[Point], seed: int, results: list[Result]) -> None:
-        """Add a line for each run."""
+        """Append a line for each run."""
         for point, result in zip(points, results, strict=True):
             accuracy = [100 * event["test_accuracy"] for event in result.events if "test_accuracy" in event]
             half = accuracy[len(accuracy) // 2 :]
@@ -185,34 +186,34 @@ class Runs:
             raise FedraxError(f"cannot write {self.kept}: {error.strerror or error}") from error
 
     def top(self, cell: Cell, method: str, point: Point, seed: int) -> float | None:
-        """The highest test accuracy in percent of a stored run; 0 of one that was never measured."""
+        """Highest test accuracy in percent of a stored run; 0 if it was never evaluated."""
         record = self.stored(cell, method, point, seed)
         return None if record is None else record["top"]
 
     def usual(self, cell: Cell, method: str, point: Point, seed: int) -> float:
-        """The mean test accuracy in percent over the second half of a stored run's evaluations."""
+        """Mean test accuracy in percent over the second half of a stored run's evaluations."""
         record = self.stored(cell, method, point, seed)
         return 0.0 if record is None else record["second_half"]
 
     def curve(self, cell: Cell, method: str, point: Point, seed: int) -> list[tuple[int, float]]:
-        """(round, test accuracy in percent) of a stored run's evaluations; empty where no curve was kept."""
+        """(round, test accuracy in percent) of a stored run's evaluations; empty if no curve was stored."""
         record = self.stored(cell, method, point, seed) or {}
         every = record.get("every", 1)
         return [(every * (i + 1), accuracy) for i, accuracy in enumerate(record.get("curve", ()))]
 
     def date(self, cell: Cell, method: str, point: Point, seed: int) -> str:
-        """When a stored run was made; empty where there is none."""
+        """Date of a stored run; empty if there is none."""
         record = self.stored(cell, method, point, seed)
         return "" if record is None else record["date"]
 
     def known(self, cell: Cell, method: str, seed: int) -> dict[Point, float]:
-        """Every point of the grid that has been run, with its top accuracy."""
+        """All evaluated points of the grid with their highest accuracy."""
         every = itertools.product(*(AXES[axis][1] for axis in self.axes[method]))
         found = {point: self.top(cell, method, point, seed) for point in every}
         return {point: top for point, top in found.items() if top is not None}
 
     def _table(self, cell: Cell, method: str, point: Point, seed: int) -> dict[str, Any]:
-        """The run as an experiment file of one method."""
+        """The run as an experiment file with one method."""
         over: dict[str, Any] = {}
         for axis, value in zip(self.axes[method], point, strict=True):
             over = merge_tables(over, _nested(AXES[axis][0], value))
@@ -229,14 +230,14 @@ class Runs:
         return dataclasses.replace(made, run=dataclasses.replace(made.run, seed=seed))
 
     def _digest(self, cell: Cell, method: str, point: Point, seed: int) -> str:
-        """By which a run of the same experiment is known."""
+        """Digest that identifies runs of the same experiment."""
         table = self._table(cell, method, point, seed)
         return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def candidates(runs: Runs, cell: Cell, method: str, seed: int, stage: int, mode: str) -> list[Point]:
-    """What a stage of the search runs: first the file's point; then, by mode, one axis after another around the best
-    point so far (axes), or the whole grid (grid). All stages before have been run.
+    """Points of a stage of the search: first that of the file; then, by mode, one axis after another around the best
+    point so far (axes), or the whole grid (grid). All earlier stages must have been run.
     """
     axes = [AXES[axis][1] for axis in METHODS[method]]
     if stage == 0:
@@ -261,9 +262,9 @@ def best_point(runs: Runs, cell: Cell, method: str, seeds: Sequence[int]) -> Poi
 
 
 def work(runs: Runs, cells: list[Cell], methods: list[str], seeds: list[int], mode: str) -> Iterator[tuple]:
-    """(cell, method, points, seed) in the order in which they are run: a stage of the search in all cells before the
-    next stage, and the search, with the first seed, before the other seeds: those at the best point, or without a
-    search (mode "none") at the same point. Mode "best": the best points kept, and nothing else.
+    """(cell, method, points, seed) in order of execution: each stage of the search in all cells before the next stage,
+    and the search, which uses the first seed, before the other seeds, which run at the best point, or without a search
+    (mode "none") at the same point. Mode "best": only the best stored points.
     """
     if mode == "best":
         for seed, cell, method in itertools.product(seeds, cells, methods):

@@ -1,4 +1,4 @@
-"""Corollary 1: the mean squared gradient against the number S of sampled workers, on a quadratic problem."""
+"""Corollary 1: the mean squared gradient over the number S of sampled workers, on a quadratic problem."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CURVATURES = np.linspace(0.1, 1, DIMENSION).astype(np.float32)
 
 
 def quadratic() -> Model:
-    """f_i(x) = 1/2 sum_j h_j (x_j - a_j)^2 on a sample a; it measures |f'(x)|^2 where ``truth`` is the mean of a."""
+    """f_i(x) = 1/2 sum_j h_j (x_j - a_j)^2 for a sample a; the metric is |f'(x)|^2, with ``truth`` the mean of a."""
 
     def apply(params: dict[str, Array], x: Array, key: Array | None = None) -> Array:
         return 0.5 * jnp.sum(CURVATURES * (params["x"] - x) ** 2, -1)
@@ -44,7 +44,7 @@ def quadratic() -> Model:
 
 
 def workers(spread: float = 3.0) -> Dataset:
-    """One sample a worker, N(1, spread^2) in each dimension, so that a gradient of a worker is exact."""
+    """One sample per worker, N(1, spread^2) in each dimension, so that gradients of workers are exact."""
     a = np.random.default_rng(0).normal(1, spread, (WORKERS, DIMENSION)).astype(np.float32)
     y = np.zeros(WORKERS, np.float32)
     samples = as_samples(a, y)
@@ -52,7 +52,7 @@ def workers(spread: float = 3.0) -> Dataset:
 
 
 def speedup(arguments: argparse.Namespace) -> None:
-    """The mean over T rounds of |f'(x_t)|^2 at Corollary 1's step sizes."""
+    """Mean over T rounds of |f'(x_t)|^2 at Corollary 1's learning rates."""
     rounds, rows, lines = arguments.rounds or ROUNDS, [], {}
     dataset = workers()
     federation = Federation.from_dataset(dataset, Natural(), seed=0)
@@ -87,7 +87,7 @@ def speedup(arguments: argparse.Namespace) -> None:
 
 
 def draw(lines: dict[str, list[float]]) -> Figure:
-    """Mean squared gradient against S, both on logarithmic scales."""
+    """Mean squared gradient over S, both on logarithmic scales."""
     figure = Figure(figsize=(5, 3.6), layout="constrained")
     axes = figure.subplots()
     for i, (name, means) in enumerate(lines.items()):
