@@ -301,6 +301,48 @@ def test_har_features_are_not_standardized(tmp_path):
         load("har_features", tmp_path)
 
 
+def save_esr(folder, **changes):
+    (folder / "esr").mkdir(exist_ok=True)
+    arrays = {"X": np.arange(200, dtype=np.int16).reshape(50, 4) - 60, "y": np.arange(50) % 5 + 1}
+    np.savez(folder / "esr" / "esr.npz", **arrays | {"recording": np.arange(50, dtype=np.int16) // 5} | changes)
+
+
+def test_esr_seizures_split_and_scaling(tmp_path):
+    save_esr(tmp_path)
+    dataset = load("esr", tmp_path)
+    assert dataset.class_names == ("no seizure", "seizure") and dataset.num_classes == 2
+    assert np.bincount(dataset.train.y).tolist() == [32, 8] and np.bincount(dataset.test.y).tolist() == [8, 2]
+    assert dataset.train.x.mean() == pytest.approx(0, abs=1e-6) and dataset.train.x.std() == pytest.approx(1, abs=1e-5)
+    raw = load("esr", tmp_path, classes=5, scaling="none")
+    assert np.bincount(raw.train.y).tolist() == [8] * 5 and raw.class_names[0] == "seizure"
+    assert np.array_equal(raw.train.y == 0, dataset.train.y == 1)
+    low, high = raw.train.x.min(), raw.train.x.max()
+    ranged = load("esr", tmp_path, scaling="range").test.x
+    np.testing.assert_allclose(ranged, 2 * (raw.test.x - low) / (high - low) - 1, atol=1e-6)
+    unit = load("esr", tmp_path, scaling="unit").test.x
+    np.testing.assert_allclose(unit, (ranged + 1) / 2, atol=1e-6)
+    federation = Federation.from_dataset(raw, Natural(), 0)  # each recording is five rows in a row
+    assert federation.num_clients == 10 and sum(federation.sizes) == 40
+    other = load("esr", tmp_path, classes=5, scaling="none", seed=1)
+    assert not np.array_equal(other.test.x, raw.test.x)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"y": np.arange(50) % 5}, r"y must lie in 1 .. 5, found 0 .. 4"),
+        ({"y": np.ones(49, int)}, r"lengths|must be numbers"),
+        ({"X": np.zeros((50, 2, 2))}, r"X must be numbers \[n, 178\]"),
+        ({"X": np.full((50, 4), np.inf)}, "beyond 32-bit floats"),
+        ({"recording": np.zeros(50)}, "recording"),
+    ],
+)
+def test_esr_of_another_form(tmp_path, changes, words):
+    save_esr(tmp_path, **changes)
+    with pytest.raises(FedraxError, match=words):
+        load("esr", tmp_path)
+
+
 # Real data
 
 
@@ -324,12 +366,20 @@ class TestRealData:
 
     def test_upcycled_synthetic(self):
         sizes = {}
-        for variant in ("iid", "0.5_0.5"):
+        for variant in ("iid", "0_0", "0.5_0.5", "1_1"):
             dataset = load("upcycled_synthetic", DATA_DIR, variant=variant)
             federation = Federation.from_dataset(dataset, Natural(), 0)
             assert federation.num_clients == 30 and federation.num_classes == 2
             sizes[variant] = (len(dataset.train.y) + len(dataset.test.y), len(dataset.test.y))
-        assert sizes == {"iid": (6726, 683), "0.5_0.5": (8036, 818)}
+        assert sizes == {
+            "iid": (6726, 683), "0_0": (13791, 1395), "0.5_0.5": (8036, 818), "1_1": (10493, 1063),
+        }  # fmt: skip
+
+    def test_esr(self):
+        dataset = load("esr", DATA_DIR, classes=5)
+        assert dataset.train.x.shape == (9200, 178) and dataset.test.x.shape == (2300, 178)
+        assert (np.bincount(dataset.train.y) == 1840).all() and (np.bincount(dataset.test.y) == 460).all()
+        assert Federation.from_dataset(dataset, Natural(), 0).num_clients == 500
 
     def test_har(self):
         dataset = load("har_inertial", DATA_DIR)

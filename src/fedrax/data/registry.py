@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 ACTIVITIES = ("WALKING", "WALKING_UPSTAIRS", "WALKING_DOWNSTAIRS", "SITTING", "STANDING", "LAYING")
 """UCI HAR's classes, for files that do not name them."""
+EEG_CLASSES = ("seizure", "tumor region", "healthy region", "eyes closed", "eyes open")
+"""ESR's classes, which UCI numbers from 1."""
 
 
 @dataclass(frozen=True)
@@ -257,15 +259,62 @@ def load_tiny_imagenet(data_dir: Path) -> Dataset:
 
 
 def load_upcycled_synthetic(data_dir: Path, variant: str = "0.5_0.5") -> Dataset:
-    """The synthetic data of Upcycled-FL (2024), section 7, as published: ``variant`` "0.5_0.5" or "iid".
+    """The synthetic data of Upcycled-FL (2024), section 7, as published: ``variant`` "iid", "0_0", "0.5_0.5" or "1_1".
 
     x is float32 [n, 20], with 2 classes and 30 natural clients.
     """
-    variants = ("0.5_0.5", "iid")
+    variants = ("iid", "0_0", "0.5_0.5", "1_1")
     if variant not in variants:
         raise unknown("variant of upcycled_synthetic", variant, variants)
     name = f"synthetic_{variant}"
     return load_npz(data_dir / "upcycled_synthetic" / f"{name}.npz", name=f"upcycled_{name}")
+
+
+def load_esr(
+    data_dir: Path,
+    classes: Literal[2, 5] = 2,
+    scaling: Literal["standard", "range", "unit", "none"] = "standard",
+    seed: int = 0,
+) -> Dataset:
+    """UCI's Epileptic Seizure Recognition (Andrzejak et al. 2001): seconds of EEG, float32 [n, 178], from esr/esr.npz.
+
+    Two ``classes`` are seizure (label 1, a fifth of the rows) or not, five are UCI's. UCI has no test part: ``seed``
+    draws a fifth of the rows of each of its classes, 2,300 of 11,500, so that most recordings have rows in both parts.
+    Natural clients are the 500 recordings. The 178 numbers are samples of one signal, so that all are scaled alike:
+    "standard" subtracts the mean of the training rows and divides by their standard deviation, "range" maps their
+    smallest and largest number to -1 and 1, "unit" to 0 and 1.
+    """
+    path = data_dir / "esr" / "esr.npz"
+    arrays = read_npz(path, ("X", "y"), ("recording",))
+    signal, label, owner = arrays["X"], arrays["y"], arrays.get("recording")
+    whole = label.dtype.kind in "iu" and label.ndim == 1 and len(label) > 0
+    if signal.ndim != 2 or signal.dtype.kind not in "iuf" or not whole or len(label) != len(signal):
+        raise FedraxError(f"{path}: X must be numbers [n, 178] and y integers 1 .. 5 [n].")
+    if label.min() < 1 or label.max() > len(EEG_CLASSES):
+        raise FedraxError(f"{path}: y must lie in 1 .. 5, found {label.min()} .. {label.max()}.")
+    clients = None if owner is None else check_client_ids(f"{path}: recording", owner, len(label))
+    if clients is not None:
+        clients = np.unique(clients, return_inverse=True)[1]
+    train, test = split_rows(label.astype(np.int32), None, 0.2, seed)
+    x = _scaled(to_float32(signal, "features"), train, scaling)
+    if classes == 2:
+        y, names = (label == 1).astype(np.int32), ("no seizure", "seizure")
+    else:
+        y, names = label.astype(np.int32) - 1, EEG_CLASSES
+    return make_dataset("esr", as_samples(x, y), clients, train, test, names)
+
+
+def _scaled(x: np.ndarray, train: np.ndarray, scaling: str) -> np.ndarray:
+    """Features [n, d] shifted and divided by one number each, which the rows ``train`` give."""
+    if scaling == "none":
+        return x
+    rows = x[train]
+    if scaling == "standard":
+        shift, width = rows.mean(dtype=float), rows.std(dtype=float)
+    else:
+        low, high = float(rows.min()), float(rows.max())
+        shift, width = (low, high - low) if scaling == "unit" else ((low + high) / 2, (high - low) / 2)
+    return ((x - shift) / (width or 1)).astype(np.float32)
 
 
 def load_har(data_dir: Path) -> Dataset:
@@ -538,6 +587,12 @@ DATASETS: dict[str, DatasetEntry] = {
             "the published synthetic data of Upcycled-FL, 30 clients",
             load_upcycled_synthetic,
             ("upcycled_synthetic/synthetic_{variant}.npz",),
+        ),
+        DatasetEntry(
+            "esr",
+            "11,500 seconds of EEG, seizure or not; recordings as clients",
+            load_esr,
+            ("esr/esr.npz",),
         ),
         DatasetEntry("snli", "SNLI's sentence pairs as words, 3 classes", load_snli, SNLI),
         DatasetEntry("sent140", "tweets as words, negative or positive; users as clients", load_sent140, SENT140),
