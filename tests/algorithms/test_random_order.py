@@ -181,3 +181,13 @@ def test_blocks_are_drawn_uniformly():
     data = client((12, 12), 0)
     drawn = np.asarray(jax.vmap(lambda t: data.block_index(t, 5))(jnp.arange(10_000)))
     assert scipy.stats.chisquare(np.bincount(drawn, minlength=5)).pvalue > 1e-6
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 5])
+def test_shuffled_blocks_come_once_before_any_again(blocks: int):
+    data = client((12, 12), 0)
+    drawn = np.asarray(jax.vmap(lambda t: data.block_index(t, blocks, "shuffle"))(jnp.arange(400 * blocks)))
+    passes = drawn.reshape(-1, blocks)
+    assert (np.sort(passes) == np.arange(blocks)).all()
+    first = np.bincount(passes[:, 0], minlength=blocks)
+    assert scipy.stats.chisquare(first).pvalue > 1e-6 or blocks == 1

@@ -27,6 +27,7 @@ from fedrax.prng.permutation import shuffled_index, uniform_index
 from fedrax.tree import Tree
 
 Order = Literal["shuffle", "stored", "replacement"]
+BlockOrder = Literal["replacement", "shuffle"]
 Reduction = Literal["mean", "sum"]
 
 _CHUNK = 128
@@ -300,12 +301,13 @@ class ClientData(TrainingHooks):
         return (self.size + size - 1) // size
 
     @xla.scope(xla.GATHER)
-    def block_index(self, step: Array | int, num_blocks: int) -> Array:
-        """Draw the block of a step uniformly from {0, ..., M - 1}, unless a script sets it.
+    def block_index(self, step: Array | int, num_blocks: int, order: BlockOrder = "replacement") -> Array:
+        """Draw the block of a step from {0, ..., M - 1}, unless a script sets it.
 
         Args:
             step: the number of the local step, from 0.
             num_blocks: M, the number of blocks.
+            order: the order of the blocks; see `LocalSGD.block_order`.
 
         Returns:
             int32; the block.
@@ -314,6 +316,8 @@ class ClientData(TrainingHooks):
             return self.assignment.fresh
         if self.assignment.blocks is not None and not self._resampled:
             return self.assignment.blocks[step]
+        if order == "shuffle":
+            return shuffled_index(self._words, step // num_blocks, step % num_blocks, num_blocks)
         return uniform_index(self._words, step, num_blocks, stream=2)
 
     def block_rows(self, block: Array | int, num_blocks: int) -> tuple[Array, Array | int]:

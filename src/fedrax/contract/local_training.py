@@ -17,7 +17,7 @@ from jax import Array
 from fedrax import tree
 from fedrax.config.arguments import checked_arguments
 from fedrax.config.hyperparameters import Decay, NonNegative, Positive, PositiveInt, hyperparameters
-from fedrax.contract.client_data import ClientData, Order, Reduction, TrainState
+from fedrax.contract.client_data import BlockOrder, ClientData, Order, Reduction, TrainState
 from fedrax.contract.hooks import TermHook, same_structure
 from fedrax.errors import FedraxError, warn
 from fedrax.optim.optax_adapter import OptaxField, with_new_keys
@@ -49,7 +49,7 @@ class Step:
         self.block: Array | None = None
         """The block this step works on (M fixed blocks only)."""
         if local.blocks is not None:
-            self.block = data.block_index(index, local.blocks)
+            self.block = data.block_index(index, local.blocks, local.block_order)
         elif local.batch_size != "full":
             self._samples, self._real = data.batch(index, local.batch_size, local.order)
 
@@ -237,6 +237,8 @@ class LocalSGD:
     step is the same up to rounding, except that each microbatch has its own dropout masks and batch statistics."""
     blocks: PositiveInt | None = None
     """M: cut the client's data once into M blocks and draw one in each step, instead of batches."""
+    block_order: BlockOrder = "replacement"
+    """How the blocks are drawn: independently (LoSAC's Algorithm 2), or each once in random order before any again."""
     order: Order = "shuffle"
     """How batches walk the data: reshuffled in every epoch, as stored and in every round from the first sample on, or
     drawn with replacement."""
@@ -272,6 +274,8 @@ class LocalSGD:
                 f"with fixed blocks (local.blocks = {self.blocks}; a default of LoSAC and FedSaga) every step draws one"
                 " block at random: give local steps, not epochs"
             )
+        if self.blocks is None and self.block_order != "replacement":
+            raise FedraxError("local.block_order is the order of fixed blocks: set local.blocks, or unset it")
         if self.blocks is None and isinstance(self.batch_size, int) and self.microbatches > self.batch_size:
             raise FedraxError(
                 f"local.microbatches = {self.microbatches} is more than the samples of a batch, local.batch_size ="
