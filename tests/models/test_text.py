@@ -76,6 +76,20 @@ def test_tweet_network_reads_the_state_at_the_last_word() -> None:
     np.testing.assert_allclose(outputs[0], p["output"]["weight"] @ h + p["output"]["bias"], atol=1e-5)
 
 
+def test_bidirectional_tweet_network_reads_the_last_states_of_both_directions() -> None:
+    task = classification(Tweets(hidden=3, embedding=2, bidirectional=True).build((4,), 2, vocabulary=WORDS))
+    params = task.init(KEY)
+    p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
+    words = p["embedding"][[3, 2]]
+    first = np.c_[numpy_states(p["lstm1"], words), numpy_states(p["lstm1_backward"], words[::-1])[::-1]]
+    h = np.r_[numpy_states(p["lstm2"], first)[-1], numpy_states(p["lstm2_backward"], first[::-1])[-1]]
+    assert task.outputs is not None
+    outputs = jax.jit(task.outputs)(params, np.array([[3, 2, 0, 0]], np.int32))
+    np.testing.assert_allclose(outputs[0], p["output"]["weight"] @ h + p["output"]["bias"], atol=1e-5)
+    one = Tweets(hidden=3, embedding=2).build((4,), 2, vocabulary=WORDS).init(KEY)
+    np.testing.assert_array_equal(one["lstm1"]["hidden_weight"], params["lstm1"]["hidden_weight"])
+
+
 def test_states_without_padding_equal_those_of_the_lstm() -> None:
     params = Tweets(hidden=3, layers=1, embedding=2).build((4,), 2, vocabulary=WORDS).init(KEY)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 2)), jnp.float32)

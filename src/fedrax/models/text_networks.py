@@ -91,7 +91,8 @@ class SentencePairs(TextArchitecture):
 class Tweets(TextArchitecture):
     """Stacked LSTM layers over a text, whose last hidden state is the input of a dense layer (EPISODE, appendix H).
 
-    Inputs have the shape (words,).
+    With ``bidirectional``, the dense layer reads the last states of both directions of the last layer. Inputs have the
+    shape (words,).
 
     Example:
         >>> network = fedrax.models.Tweets(hidden=8, embedding=5)
@@ -110,6 +111,8 @@ class Tweets(TextArchitecture):
     """File of word vectors in GloVe's format, which are not trained; None learns word vectors."""
     dropout: float = 0.0
     """Dropout rate of the last hidden state, used in training only."""
+    bidirectional: bool = False
+    """Whether every layer reads the text in both directions, each with ``hidden`` units, as in Upcycled-FL."""
 
     def _build_for(self, input_shape: Shape, num_outputs: int, vocabulary: tuple[str, ...]) -> Model:
         if len(input_shape) != 1:
@@ -120,15 +123,25 @@ class Tweets(TextArchitecture):
 
         def init(key: Array) -> Params:
             keys = jax.random.split(key, self.layers + 2)
-            sizes = [width] + [self.hidden] * (self.layers - 1)
-            lstms = {f"lstm{i}": init_lstm(keys[i + 1], size, self.hidden) for i, size in enumerate(sizes, start=1)}
-            return init_embedding(keys[0]) | lstms | {"output": init_output(keys[1], self.hidden, num_outputs)}
+            states = self.hidden * (2 if self.bidirectional else 1)
+            lstms = {}
+            for i, size in enumerate([width] + [states] * (self.layers - 1), start=1):
+                lstms[f"lstm{i}"] = init_lstm(keys[i + 1], size, self.hidden)
+                if self.bidirectional:
+                    lstms[f"lstm{i}_backward"] = init_lstm(jax.random.fold_in(keys[i + 1], 1), size, self.hidden)
+            return init_embedding(keys[0]) | lstms | {"output": init_output(keys[1], states, num_outputs)}
 
         def encode(params: Params, x: Array, key: Array | None = None) -> Array:
             h, is_word = embed(params, x), x != PADDING
+            ends = []
             for i in range(1, self.layers + 1):
-                h = lstm_states(params[f"lstm{i}"], h, is_word)
-            return dropout(h[:, -1], self.dropout, key)
+                directions = [lstm_states(params[f"lstm{i}"], h, is_word)]
+                ends = [directions[0][:, -1]]
+                if self.bidirectional:
+                    directions.append(lstm_states(params[f"lstm{i}_backward"], h, is_word, reverse=True))
+                    ends.append(directions[1][:, 0])
+                h = jnp.concatenate(directions, axis=-1)
+            return dropout(jnp.concatenate(ends, axis=-1), self.dropout, key)
 
         return _build_model("tweets", init, [encode], vocabulary)
 
