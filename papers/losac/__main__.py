@@ -7,8 +7,6 @@ was.
 from __future__ import annotations
 
 import argparse
-import csv
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,10 +19,10 @@ from fedrax.report import curves
 from fedrax.report.runs import MethodRuns
 from papers.arguments import Different, count, folders, seed
 from papers.ending import in_a_sentence
-from papers.losac import figure6, figure6_attacks, figure7, sensitivity
-from papers.losac.running import TARGET, few_seeds, final, run, spread, stored, summary, write_table
+from papers.losac import figure6, figure6_attacks, figure7, sensitivity, table2, theory
+from papers.losac.running import TARGET, final, run, stored, summary, write_table
 
-__all__ = ["main", "spread", "stored"]
+__all__ = ["main", "stored"]
 
 HERE = Path(__file__).parent
 HETEROGENEITY = (0, 25, 50, 75, 100)
@@ -41,16 +39,24 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m papers.losac", description=__doc__)
     commands = {
-        "table2": table2,
-        "table2-har": table2_har,
+        "table2": table2.mnist,
+        "table2-har": table2.har,
+        "table2-esr": table2.esr,
+        "esr-search": table2.esr_search,
+        "losses": table2.losses,
+        "block-order": table2.block_order,
+        "claims": table2.claims,
         "figure2": figure2,
         **dict.fromkeys(sensitivity.FIGURES, sensitivity.figure),
         "tuned": tuned,
         "figure6": figure6.figure,
+        "figure6-esr": figure6.figure,
         "figure6-search": figure6.search,
         "figure6-attacks": figure6_attacks.attacks,
         "figure7": figure7.figure,
         "figure7-search": figure7.search,
+        "lemma1": theory.lemma1,
+        "theorem3": theory.theorem3,
     }
     parser.add_argument("what", choices=list(commands))
     parser.add_argument("--out", type=Path, help="where runs are kept; by default runs/losac")
@@ -59,58 +65,12 @@ def main() -> int:
     parser.add_argument("--results", type=Path, help=where)
     parser.add_argument("--rounds", type=count, help="fewer rounds than the paper's, to try the command out")
     parser.add_argument("--seeds", type=seed, nargs="+", action=Different, help="other seeds than the file's")
+    parser.add_argument("--data", nargs="+", choices=table2.SETS, help="losses, block-order: which sets")
+    parser.add_argument("--blocks", type=int, nargs="+", choices=(2, 3, 5), help="losses: which M")
+    parser.add_argument("--local-steps", type=int, nargs="+", choices=(2, 4, 6), help="losses, block-order: which T")
     arguments = parser.parse_args()
     folders(arguments, "losac", tried=bool(arguments.rounds or arguments.seeds))
     return commands[arguments.what](arguments)
-
-
-# -- Table 2 -----------------------------------------------------------------------------------------------------
-
-
-def table2(arguments: argparse.Namespace) -> int:
-    """Rounds to 85 %, final loss and accuracy of SCAFFOLD and LoSAC for T in {2, 4, 6}, M in {2, 3, 5}."""
-    return ablation(arguments, "MNIST", run(HERE / "table2.toml", arguments.out / "table2", arguments))
-
-
-def table2_har(arguments: argparse.Namespace) -> int:
-    """The same on the 561 features of HAR, recomputed from its windows."""
-    flags = ["--data", sensitivity.HAR]
-    return ablation(arguments, "HAR", run(HERE / "table2.toml", arguments.out / "table2-har", arguments, *flags))
-
-
-def ablation(arguments: argparse.Namespace, data: str, methods: list[MethodRuns]) -> int:
-    """Rows of Table 2 for a data set, and curves of those with M = 5."""
-    printed = [row for row in csv.DictReader((HERE / "table2_printed.csv").open()) if row["data"] == data]
-    rows = []
-    for row in printed:
-        label = f"{row['method']}, T={row['T']}, M={row['M']}"
-        method = next(m for m in methods if m.label == label)
-        (rounds, loss, accuracy), of = final(method), len(method.runs)
-        rows.append(
-            [
-                label,
-                *against(float(row["rounds"]), rounds, ".0f", of),
-                *against(float(row["loss"]), loss, ".4f", of),
-                *against(float(row["accuracy"]), [100 * a for a in accuracy], ".2f", of),
-            ]
-        )
-    columns = ["", "rounds to 85 %", "ours", "gap", "loss", "ours", "gap", "accuracy %", "ours", "gap"]
-    note = "Paper, ours (mean ± standard deviation over seeds) and gap (ours - paper)." + few_seeds(methods)
-    if data == "HAR":
-        note += f" {sensitivity.RECOMPUTED}"
-    write_table(arguments, arguments.what, f"LoSAC, Table 2 ({data})", note, columns, rows)
-    shown = [m for m in methods if "M=5" in m.label]
-    drawn = curves.draw_curves(shown, TARGET, title=f"LoSAC, Table 2, {data}, M = 5")
-    curves.save_curves(drawn, arguments.results / arguments.what)
-    return 0
-
-
-def against(paper: float, ours: Sequence[float], form: str, runs: int) -> list[str]:
-    """Paper, ours ± deviation, gap, as text; how many of the ``runs`` have a value where that is not all."""
-    if not ours:
-        return [format(paper, form), "not reached", ""]
-    some = "" if len(ours) == runs else f" ({len(ours)} runs)"
-    return [format(paper, form), spread(ours, form) + some, format(statistics.mean(ours) - paper, "+" + form)]
 
 
 # -- Figure 2 ----------------------------------------------------------------------------------------------------

@@ -33,6 +33,10 @@ ETA, ATTACK_ETA, ATTACK_STEPS, FRAMES = 1e-4, 1e-3, 100, 21
 SEEDS = (0, 1, 2)
 DATA = {"mnist": ("MNIST", 5), "har_inertial": ("HAR", 2)}
 """Name in the paper, and the last of the classes (from 0) that become class 0, by name in the library."""
+ESR = {"esr": ("ESR", 0)}
+"""The third set, by a command of its own."""
+ETAS = {"esr": 1e-3}
+"""Learning rates other than ``ETA``."""
 LEAKS = {"DSGD": True, "FedAvg": False, "SCAFFOLD": False, "MimeSVRG": True, "LoSAC": False}
 """Whether the printed curves decrease, so that the estimate approaches the true data."""
 READINGS = {"printed": 1.0, "sign turned": -1.0, "per step": -1.0 / STEPS}
@@ -57,6 +61,7 @@ class Problem(NamedTuple):
     federation: fedrax.Federation
     task: fedrax.Task
     params: Any
+    eta: float = ETA
 
 
 def problem(name: str, data_dir: str | None, seed: int, samples: int | None = None) -> Problem:
@@ -65,12 +70,13 @@ def problem(name: str, data_dir: str | None, seed: int, samples: int | None = No
     rows = None if samples is None else np.random.default_rng(seed).permutation(len(whole.train.y))[: CLIENTS * samples]
     if rows is not None:
         whole = dataclasses.replace(whole, train=type(whole.train)(*(a[rows] for a in whole.train)))
-    return Problem(fedrax.Federation.from_dataset(whole, Iid(CLIENTS), seed), *_task(name, data_dir))
+    federation = fedrax.Federation.from_dataset(whole, Iid(CLIENTS), seed)
+    return Problem(federation, *_task(name, data_dir), ETAS.get(name, ETA))
 
 
 @cache
 def _loaded(name: str, data_dir: str | None) -> Any:
-    whole, last = load(name, data_dir), DATA[name][1]
+    whole, last = load(name, data_dir), (DATA | ESR)[name][1]
     halves = [type(part)(part.x, (part.y > last).astype(np.int32)) for part in (whole.train, whole.test)]
     return dataclasses.replace(
         whole, train=halves[0], test=halves[1], num_classes=2, class_names=(), train_clients=None, test_clients=None
@@ -86,12 +92,12 @@ def _task(name: str, data_dir: str | None) -> tuple[fedrax.Task, Any]:
     return task, task.init(jax.random.key(0))
 
 
-def methods(reduction: Literal["sum", "mean"]) -> dict[str, fedrax.Algorithm]:
+def methods(reduction: Literal["sum", "mean"], eta: float = ETA) -> dict[str, fedrax.Algorithm]:
     """The five methods at the paper's learning rate, with full local batches (M = 1)."""
-    local = fedrax.LocalSGD(lr=ETA, steps=STEPS, batch_size="full", reduction=reduction)
+    local = fedrax.LocalSGD(lr=eta, steps=STEPS, batch_size="full", reduction=reduction)
     once = dataclasses.replace(local, steps=1)
     return {
-        "DSGD": fedrax.algorithms.FedSGD(local=once, server_optimizer=SGD(lr=ETA)),
+        "DSGD": fedrax.algorithms.FedSGD(local=once, server_optimizer=SGD(lr=eta)),
         "FedAvg": fedrax.FedAvg(local=local),
         "SCAFFOLD": fedrax.Scaffold(local=local),
         "MimeSVRG": fedrax.algorithms.MimeSVRG(local=local),
@@ -112,11 +118,11 @@ def exchanges(given: Problem, method: fedrax.Algorithm, rounds: int) -> list[Any
     return fedrax.simulate(method, given.task, given.federation, **settings).exchanges
 
 
-def target(label: str, method: fedrax.Algorithm, seen: list[Any], params: Any, reading: str) -> tuple[Any, Any]:
-    """(parameters, assumed gradient there): the gradient if it is uploaded, otherwise the change of the model."""
+def target(given: Problem, label: str, method: fedrax.Algorithm, seen: list[Any], reading: str) -> tuple[Any, Any]:
+    """(parameters, what is taken for the gradient there): the gradient where one is sent, else the model's change."""
     names = ("phase 1, upload, last", "phase 1, upload/params, last")
-    one = next(one for one in candidate_gradients(method, seen, params) if one.name in names)
-    factor = 1.0 if LEAKS[label] else READINGS[reading] / ETA
+    one = next(one for one in candidate_gradients(method, seen, given.params) if one.name in names)
+    factor = 1.0 if LEAKS[label] else READINGS[reading] / given.eta
     return one.params, tree.scale(factor, one.vector)
 
 
@@ -125,7 +131,7 @@ def attacked(
 ) -> np.ndarray:
     """|D^ - D|_F during the attack [frames]."""
     x, y = first_client(given)
-    params, gradient = target(label, methods(choice.reduction)[label], seen, given.params, choice.reading)
+    params, gradient = target(given, label, methods(choice.reduction, given.eta)[label], seen, choice.reading)
     rng = np.random.default_rng(seed)
     start = rng.normal(size=x.shape) if choice.start == "normal" else rng.uniform(size=x.shape)
     known = choice.labels == "known"
@@ -156,11 +162,11 @@ def figure(arguments: argparse.Namespace) -> int:
     use_all_cores()
     rows, drawn = [], {}
     seeds, rounds = arguments.seeds or SEEDS, arguments.rounds or ROUNDS
-    for name, (shown, _) in DATA.items():
+    for name, (shown, _) in (ESR if arguments.what == "figure6-esr" else DATA).items():
         paths: dict[tuple[str, str], list[np.ndarray]] = {}
         for seed in seeds:
             given = problem(name, arguments.data_dir, seed)
-            for label, method in methods("sum").items():
+            for label, method in methods("sum", given.eta).items():
                 seen = exchanges(given, method, rounds)
                 for reading in ("sign turned", "per step"):
                     path = attacked(given, label, seen, Choice(reading=reading), seed)
@@ -178,8 +184,8 @@ def figure(arguments: argparse.Namespace) -> int:
         f"of gradient descent on what the first client sent in round {rounds}: the gradient (DSGD, MimeSVRG), or "
         "(x - x_1^+) over eta; last column: over eta T, the mean gradient. Mean ± standard deviation over seeds."
     )
-    write_table(arguments, "figure6", "LoSAC, Figure 6 (defense against DLG)", note, columns, rows)
-    curves.save_curves(draw(drawn), arguments.results / "figure6")
+    write_table(arguments, arguments.what, "LoSAC, Figure 6 (defense against DLG)", note, columns, rows)
+    curves.save_curves(draw(drawn), arguments.results / arguments.what)
     return 0
 
 

@@ -91,9 +91,10 @@ def write_table(
     columns: list[str],
     rows: list[list[str]],
     package: str = "papers.losac",
+    flags: str = "",
 ) -> None:
     """Write a Markdown table to results/ and print it; it names ``python -m package name`` with the given flags."""
-    command = f"python -m {package} {name}"
+    command = f"python -m {package} {name}{flags}"
     for flag in ("rounds", "steps"):
         command += f" --{flag} {value}" if (value := getattr(arguments, flag, None)) else ""
     command += f" --seeds {' '.join(map(str, arguments.seeds))}" if arguments.seeds else ""

@@ -27,7 +27,7 @@ def reduced_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figure6, "LEAKS", {"DSGD": True, "LoSAC": False})
     monkeypatch.setattr(figure6.attacked, "__defaults__", (5,))  # number of frames, in each of which images are matched
     every = figure6.methods
-    chosen = lambda reduction: {name: every(reduction)[name] for name in ("DSGD", "LoSAC")}  # noqa: E731
+    chosen = lambda *of: {name: every(*of)[name] for name in ("DSGD", "LoSAC")}  # noqa: E731
     monkeypatch.setattr(figure6, "methods", chosen)
     monkeypatch.setattr(figure6_attacks, "methods", chosen)
     monkeypatch.setattr(figure6, "load", lambda name, data_dir: load(name))
