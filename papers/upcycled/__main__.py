@@ -1,5 +1,6 @@
-"""``python -m papers.upcycled WHAT``: the synthetic columns of Tables 1 (90 % stragglers) and 3 (30 %), and the private
-methods of Figures 3 (output perturbation) and 4 (objective perturbation).
+"""``python -m papers.upcycled WHAT``: the synthetic columns of Tables 1 (90 % stragglers) and 3 (30 %), the curves of
+Figures 2, 5 and 6 at their best points, the private methods of Figures 3 (output perturbation) and 4 (objective
+perturbation), Tables 2 and 5, and what mu and lambda_m do (Theorem 5.6, Corollary 5.8).
 
 Every sweep is stored below --out and not repeated: an interrupted command continues.
 """
@@ -13,28 +14,46 @@ import itertools
 import os
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import numpy as np
 
 from fedrax import FedraxError, files
 from papers.arguments import Different, count, folders, seed, writable
 from papers.ending import in_a_sentence
 from papers.losac.running import markdown, processor, spread
-from papers.upcycled import figures, private
-from papers.upcycled.grid import DATA, EVERY, METHODS, Point, has_all, measured, place_of
+from papers.upcycled import convergence, data_sets, figures, noise, private
+from papers.upcycled.grid import (
+    DATA,
+    EVERY,
+    METHODS,
+    Known,
+    Point,
+    has_all,
+    kept_points,
+    kind_of,
+    measured,
+    next_points,
+    place_of,
+    searched,
+)
+from papers.upcycled.report import ROUNDS, SEEDS
 
 HERE = Path(__file__).parent
 STRAGGLERS = {"table1": 90, "table3": 30}
-ROUNDS, SEEDS = 80, [0, 1, 2, 3]
-Found = list[tuple[Point, dict[str, np.ndarray]]]
 
 
 @in_a_sentence("papers.upcycled")
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m papers.upcycled", description=__doc__)
-    parser.add_argument("what", choices=[*STRAGGLERS, *private.FIGURES])
+    others = {
+        **dict.fromkeys(convergence.FIGURES, convergence.figure),
+        **dict.fromkeys(noise.FIGURES, noise.figure),
+        "table2": data_sets.table2,
+        "table5": noise.table5,
+        "theorem5.6": convergence.theorem,
+    }
+    parser.add_argument("what", choices=[*STRAGGLERS, *private.FIGURES, *others])
     parser.add_argument("--data", nargs="+", choices=list(DATA), help="which sets")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), metavar="METHOD")
     parser.add_argument("--seeds", type=seed, nargs="+", action=Different, default=SEEDS)
@@ -42,21 +61,29 @@ def main() -> int:
     parser.add_argument("--rounds", type=count, default=ROUNDS, help=of)
     parser.add_argument("--out", type=Path, help="where sweeps are kept; by default runs/upcycled")
     parser.add_argument("--data-dir", help="where data files lie; by default $FEDRAX_DATA")
+    search = "tables: the whole grid, or a coarse one and the neighbors of its best points, on test rows alone"
+    parser.add_argument("--search", choices=("grid", "coarse"), default="grid", help=search)
     parser.add_argument("--only-write", action="store_true", help="run nothing, write the tables of what there is")
     where = "where tables go; by default beside this command, or with the sweeps where --rounds or --seeds are given"
     parser.add_argument("--results", type=Path, help=where)
     arguments = parser.parse_args()
     folders(arguments, "upcycled", tried=(arguments.rounds, arguments.seeds) != (ROUNDS, SEEDS))
     writable(arguments.out)
+    if arguments.what in others:
+        others[arguments.what](arguments)
+        return 0
     private_ones = arguments.what in private.FIGURES
     arguments.data = arguments.data or list(private.SETS if private_ones else DATA)
-    arguments.methods = arguments.methods or list(private.METHODS if private_ones else METHODS)
+    arguments.methods = arguments.methods or list(private.LEVELED if private_ones else METHODS)
     figures.figure(arguments) if private_ones else table(arguments)
     return 0
 
 
 def table(arguments: argparse.Namespace) -> None:
     """Tables of the published sets and of those of our generator."""
+    if arguments.search == "coarse":
+        coarse_table(arguments)
+        return
     own = [data for data in arguments.data if data.startswith("own ")]
     names = {
         f"{arguments.what}.md": [data for data in arguments.data if data not in own],
@@ -71,8 +98,7 @@ def table(arguments: argparse.Namespace) -> None:
 def one_table(arguments: argparse.Namespace, sets: list[str], name: str) -> str:
     """Run missing sweeps, and write the table after each method."""
     stragglers, rows, gains = STRAGGLERS[arguments.what], [], []
-    with (HERE / "tables_printed.csv").open() as file:
-        printed = {(r["data"], r["method"]): r for r in csv.DictReader(file) if int(r["stragglers"]) == stragglers}
+    printed = printed_of(stragglers)
     text = ""
     methods = [m for m in EVERY if m in arguments.methods or (m not in METHODS and "FedAvg" in arguments.methods)]
     for data, method in itertools.product(sets, methods):
@@ -92,34 +118,57 @@ def one_table(arguments: argparse.Namespace, sets: list[str], name: str) -> str:
     return text
 
 
+def printed_of(stragglers: int) -> dict[tuple[str, str], dict[str, str]]:
+    """The paper's rows by set and method."""
+    with (HERE / "tables_printed.csv").open() as file:
+        return {(r["data"], r["method"]): r for r in csv.DictReader(file) if int(r["stragglers"]) == stragglers}
+
+
+def coarse_table(arguments: argparse.Namespace) -> None:
+    """The coarse search of every method on test rows, and the first part of the table after each."""
+    stragglers, rows, text = STRAGGLERS[arguments.what], [], ""
+    printed = printed_of(stragglers)
+    for data, method in itertools.product(arguments.data, [m for m in METHODS if m in arguments.methods]):
+        where = (arguments.out, data, stragglers, method, "test")
+        began, how = time.monotonic(), (arguments.seeds, arguments.rounds, arguments.data_dir)
+        if arguments.only_write:
+            found = measured(*where, *how, kept_points(place_of(*where)))
+            if not found or next_points(EVERY[method], found):
+                continue
+        else:
+            found = searched(*where, *how)
+        rows.append([*row_of(data, method, found, printed.get((data.removeprefix("own "), method))), str(len(found))])
+        print(f"{data}, {method}: {len(found)} points, {time.monotonic() - began:.0f} s", flush=True)
+        text = written(arguments, arguments.data, rows, [])
+        files.write_text(arguments.results / f"{arguments.what}-coarse.md", text)
+    if not text:
+        raise FedraxError(f"there are no sweeps of {arguments.what} below {arguments.out} yet: leave --only-write out")
+    print(text)
+
+
 def kept(arguments: argparse.Namespace, data: str, method: str) -> list[bool]:
     """Whether both sweeps of a method have been run at every point."""
     where = (arguments.out, data, STRAGGLERS[arguments.what], method)
     return [has_all(place_of(*where, part), method) for part in ("test", "held out")]
 
 
-def sweep_of(arguments: argparse.Namespace, data: str, method: str, part: str) -> Found:
+def sweep_of(arguments: argparse.Namespace, data: str, method: str, part: str) -> Known:
     """Sweep of a method's grid on a set."""
     where = (arguments.out, data, STRAGGLERS[arguments.what], method, part)
     return measured(*where, arguments.seeds, arguments.rounds, arguments.data_dir)
 
 
-def kind(found: Found) -> str:
-    """The models that the paper compares: personal ones for a personalized method."""
-    return "personal " if "personal devices" in found[0][1] else ""
-
-
-def choose(found: Found, upcycled: bool, over: str = "devices") -> int:
+def choose(found: Known, upcycled: bool, over: str = "devices") -> int:
     """The point with the highest mean accuracy over devices or samples, with or without extrapolation."""
     allowed = [i for i, (point, _) in enumerate(found) if "a" not in point or (point["a"] > 0) == upcycled]
-    return max(allowed, key=lambda i: found[i][1][kind(found) + over].mean())
+    return max(allowed, key=lambda i: found[i][1][kind_of(found[0][1]) + over].mean())
 
 
-def row_of(data: str, method: str, test: Found, printed: dict[str, str] | None) -> list[str]:
+def row_of(data: str, method: str, test: Known, printed: dict[str, str] | None) -> list[str]:
     """Values of the paper and of fedrax, chosen on the test rows as in the paper."""
     plain, up = choose(test, False), choose(test, True)
-    ours = [test[i][1][kind(test) + "devices"] for i in (plain, up)]
-    samples = [test[choose(test, up, "samples")][1][kind(test) + "samples"] for up in (False, True)]
+    ours = [test[i][1][kind_of(test[0][1]) + "devices"] for i in (plain, up)]
+    samples = [test[choose(test, up, "samples")][1][kind_of(test[0][1]) + "samples"] for up in (False, True)]
     row = [data, method]
     for name, found in zip(("plain", "upcycled"), ours, strict=True):
         paper = f"{printed[name]} ± {printed[name + '_deviation']}" if printed else "-"
@@ -127,15 +176,16 @@ def row_of(data: str, method: str, test: Found, printed: dict[str, str] | None) 
     gain = f"{float(printed['upcycled']) - float(printed['plain']):+.2f}" if printed else "-"
     row += [gain, f"{ours[1].mean() - ours[0].mean():+.2f}"]
     row += [spread(s.tolist(), ".2f") for s in samples] + [f"{samples[1].mean() - samples[0].mean():+.2f}"]
-    return [*row, shown(test, plain), shown(test, up)]
+    axes = {"lr": EVERY[method].steps, **EVERY[method].axes}
+    return [*row, shown(test, plain, axes), shown(test, up, axes)]
 
 
-def held_out_row(data: str, method: str, test: Found, held: Found) -> list[str]:
+def held_out_row(data: str, method: str, test: Known, held: Known) -> list[str]:
     """Test accuracy at points chosen on held-out rows."""
     return [data, method, *chosen(test, held, choose(held, False), choose(held, True))]
 
 
-def server_step_row(data: str, test: Found, held: Found) -> list[str]:
+def server_step_row(data: str, test: Known, held: Known) -> list[str]:
     """FedAvg with a tuned server learning rate, compared with FedAvg."""
     plain = lambda found: max(  # noqa: E731
         (i for i, (p, _) in enumerate(found) if p["server lr"] == 1), key=lambda i: found[i][1]["devices"].mean()
@@ -143,12 +193,12 @@ def server_step_row(data: str, test: Found, held: Found) -> list[str]:
     return [data, "FedAvg, server step tuned instead", *chosen(test, held, plain(held), choose(held, False))]
 
 
-def chosen(test: Found, held: Found, plain: int, up: int) -> list[str]:
+def chosen(test: Known, held: Known, plain: int, up: int) -> list[str]:
     """Test accuracies over devices at two points chosen on held-out rows, the gain of the second one, and both over
     samples.
     """
-    devices = [test[i][1][kind(test) + "devices"] for i in (plain, up)]
-    samples = [test[i][1][kind(test) + "samples"].mean() for i in (plain, up)]
+    devices = [test[i][1][kind_of(test[0][1]) + "devices"] for i in (plain, up)]
+    samples = [test[i][1][kind_of(test[0][1]) + "samples"].mean() for i in (plain, up)]
     gain = devices[1] - devices[0]
     return [
         *(spread(d.tolist(), ".2f") for d in devices),
@@ -159,15 +209,21 @@ def chosen(test: Found, held: Found, plain: int, up: int) -> list[str]:
     ]
 
 
-def shown(found: Found, index: int) -> str:
-    """Text of a point; values at an end of their axis are marked unless another value is equally good."""
+def shown(found: Known, index: int, axes: Mapping[str, Sequence[float]] | None = None) -> str:
+    """Text of a point; values at an end of their axis are marked unless another value is equally good.
+
+    axes: the grid, where ``found`` has a part of its points only.
+    """
     point, values = found[index]
-    best, parts = values[kind(found) + "devices"].mean(), []
+    best, parts = values[kind_of(found[0][1]) + "devices"].mean(), []
     for axis, value in point.items():
         line = {
-            p[axis]: v[kind(found) + "devices"].mean() for p, v in found if without(p, axis) == without(point, axis)
+            p[axis]: v[kind_of(found[0][1]) + "devices"].mean()
+            for p, v in found
+            if without(p, axis) == without(point, axis)
         }
-        ends = {min(line), max(line)}
+        grid = axes.get(axis, line) if axes else line
+        ends = {min(grid), max(grid)}
         inner = max((mean for other, mean in line.items() if other not in ends), default=0.0)
         edge = axis != "a" and value in ends and best > inner
         if axis != "a" or value:
@@ -188,6 +244,14 @@ def written(arguments: argparse.Namespace, sets: list[str], rows: list[list[str]
         if value != list({"data": DATA, "methods": METHODS}[option]):
             command += f" --{option} " + " ".join(f'"{v}"' if " " in v else v for v in value)
     command += f" --rounds {arguments.rounds}" if arguments.rounds != ROUNDS else ""
+    coarse = arguments.search == "coarse"
+    command += " --search coarse" if coarse else ""
+    searched_by = (
+        f"Searched was every second value of each axis, then the neighbors of the best points, then the extrapolations "
+        f"there; {sum(len(method.points) for method in METHODS.values()):,} points are in the seven grids. "
+        if coarse
+        else ""
+    )
     lines = [
         f"# Upcycled-FL, Table {arguments.what[-1]} (synthetic sets, {stragglers} % stragglers)",
         "",
@@ -196,14 +260,19 @@ def written(arguments: argparse.Namespace, sets: list[str], rows: list[list[str]
         "chosen by this very accuracy, as the paper's grid search does; those of the columns over samples, by accuracy "
         "over all test samples. 'own' sets are our generator's. pFedMe: the "
         "devices' own models. Sets and methods that are not in the table were not run. "
-        "'(end)': the best value lies at the end of its grid. Written by "
+        f"'(end)': the best value lies at the end of its grid. {searched_by}Written by "
         f"`{command}` ({processor()}, {os.cpu_count()} cores, {datetime.date.today().isoformat()}).",
         "",
         *markdown(
             "set|method|paper|ours|paper, upcycled|ours, upcycled|paper's gain|our gain"
-            "|over samples|upcycled, over samples|gain over samples|best|best, upcycled",
+            "|over samples|upcycled, over samples|gain over samples|best|best, upcycled"
+            + ("|points" if coarse else ""),
             rows,
         ),
+    ]
+    if coarse:
+        return "\n".join(lines) + "\n"
+    lines += [
         "",
         "## Chosen on held-out rows",
         "",

@@ -35,6 +35,8 @@ TOGETHER = 120
 """Number of points in one program."""
 
 Point = dict[str, float]
+Known = list[tuple[Point, dict[str, np.ndarray]]]
+"""Points that were run, and what was measured of them."""
 
 
 def _local(lr: float, momentum: float | None = 0.5) -> LocalSGD:
@@ -126,8 +128,7 @@ SERVER_STEP = Method(_server_step, {"server lr": SERVER_STEPS}, upcycled=False)
 EVERY = {**METHODS, "FedAvg, server step": SERVER_STEP}
 
 DATA = {
-    "iid": ("upcycled_synthetic", {"variant": "iid"}),
-    "0.5_0.5": ("upcycled_synthetic", {"variant": "0.5_0.5"}),
+    **{variant: ("upcycled_synthetic", {"variant": variant}) for variant in ("iid", "0_0", "0.5_0.5", "1_1")},
     "own iid": ("synthetic", {"iid": True, "features": 20, "classes": 2}),
     "own 0_0": ("synthetic", {"alpha": 0.0, "beta": 0.0, "features": 20, "classes": 2}),
     "own 0.5_0.5": ("synthetic", {"alpha": 0.5, "beta": 0.5, "features": 20, "classes": 2}),
@@ -159,33 +160,101 @@ def held_out(dataset: Dataset) -> Dataset:
     return dataclasses.replace(dataset, train=of(train), test=of(test), **clients)
 
 
-def measured(
+def neighbors(spec: Method, center: Point) -> list[Point]:
+    """The points of the grid at most one value away from ``center`` on every axis but a, without extrapolation."""
+    axes = {"lr": spec.steps, **spec.axes}
+    near = [axes[k][max(0, (i := axes[k].index(center[k])) - 1) : i + 2] for k in axes]
+    return [
+        point
+        for point in spec.points
+        if not point.get("a") and all(point[k] in n for k, n in zip(axes, near, strict=True))
+    ]
+
+
+def next_points(spec: Method, known: Known) -> list[Point]:
+    """Of the coarse search the points to run next; none at its end.
+
+    First every second value of every axis, without extrapolation; then the neighbors of the best point over devices and
+    of that over samples, until both have theirs; then both points, and those with the next smaller step, with every a.
+    """
+    axes = {"lr": spec.steps, **spec.axes}
+    coarse = [
+        p for p in spec.points if not p.get("a") and all(p[k] in axes[k][len(axes[k]) % 2 == 0 :: 2] for k in axes)
+    ]
+    tried = [point for point, _ in known]
+    if missing := [point for point in coarse if point not in tried]:
+        return missing
+    plain = [(point, values) for point, values in known if not point.get("a")]
+    best = [max(plain, key=lambda one: one[1][kind_of(one[1]) + over].mean())[0] for over in ("devices", "samples")]
+    near = [point for center in best for point in neighbors(spec, center)]
+    if missing := [point for k, point in enumerate(near) if point not in tried and point not in near[:k]]:
+        return missing
+    if not spec.upcycled:
+        return []
+    smaller = [p | {"lr": spec.steps[max(0, spec.steps.index(p["lr"]) - 1)]} for p in best]
+    wanted = [p | {"a": a} for p in (*best, *smaller) for a in EXTRAPOLATIONS]
+    return [p for k, p in enumerate(wanted) if p not in tried and p not in wanted[:k] and spec.allowed(p)]
+
+
+def kind_of(values: dict[str, np.ndarray]) -> str:
+    """The models that the paper compares: personal ones for a personalized method."""
+    return "personal " if "personal devices" in values else ""
+
+
+def searched(
     out: Path, data: str, stragglers: int, method: str, part: str, seeds: list[int], rounds: int, data_dir: str | None
-) -> list[tuple[Point, dict[str, np.ndarray]]]:
+) -> Known:
+    """As `measured`, of the points of the coarse search alone."""
+    points: list[Point] = []
+    known: Known = []
+    where = (out, data, stragglers, method, part, seeds, rounds, data_dir)
+    while more := next_points(EVERY[method], known):
+        points += more
+        known = measured(*where, points)
+    return known
+
+
+def measured(
+    out: Path,
+    data: str,
+    stragglers: int,
+    method: str,
+    part: str,
+    seeds: list[int],
+    rounds: int,
+    data_dir: str | None,
+    points: list[Point] | None = None,
+) -> Known:
     """Final accuracies of all points of a method's grid, {name: [seeds]} in percent, stored in a separate file.
 
-    Missing points are run, several at a time, and added to the file.
+    Missing points are run, several at a time, and added to the file. points: instead of the whole grid.
     """
     spec, place = EVERY[method], place_of(out, data, stragglers, method, part)
     facts = {"seeds": seeds, "rounds": rounds, "data": list(DATA[data])}
     kept = files.read_json(place) if place.exists() else {**facts, "points": [], "found": []}
     if any(kept.get(key) != value for key, value in facts.items()):
         raise FedraxError(f"{place} holds another sweep: choose another --out.")
-    missing = [point for point in spec.points if point not in kept["points"]]
+    wanted = spec.points if points is None else points
+    missing = [point for point in wanted if point not in kept["points"]]
     for start in range(0, len(missing), TOGETHER):
         some = missing[start : start + TOGETHER]
         kept["found"] += run(spec, some, federation_of(data, part, data_dir), stragglers, seeds, rounds)
         kept["points"] += some
         files.write_text(place, json.dumps(kept) + "\n")
-    found = [kept["found"][kept["points"].index(point)] for point in spec.points]
+    found = [kept["found"][kept["points"].index(point)] for point in wanted]
     names = dict.fromkeys(name for values in found for name in values)  # incomplete for a diverged point
     of = lambda values: {name: np.array(values.get(name, [0.0] * len(seeds))) for name in names}  # noqa: E731
-    return [(point, of(values)) for point, values in zip(spec.points, found, strict=True)]
+    return [(point, of(values)) for point, values in zip(wanted, found, strict=True)]
+
+
+def kept_points(place: Path) -> list[Point]:
+    """The points that a file has."""
+    return files.read_json(place)["points"] if place.exists() else []
 
 
 def has_all(place: Path, method: str) -> bool:
     """Whether a file contains all points of a method's grid."""
-    points = files.read_json(place)["points"] if place.exists() else []
+    points = kept_points(place)
     return all(point in points for point in EVERY[method].points)
 
 

@@ -69,6 +69,8 @@ def _local(point: Point) -> LocalSGD:
 
 
 METHODS: dict[str, Callable[[Point], Algorithm]] = {"FedAvg": _fedavg, "FedProx": _fedprox, "SCAFFOLD": _scaffold}
+LEVELED = tuple(METHODS)
+"""The methods that are run at many noise levels."""
 KINDS: dict[str, dict[str, tuple[float, ...]]] = {
     "plain": {},
     "upcycled": {"a": EXTRAPOLATIONS},

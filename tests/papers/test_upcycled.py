@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from fedrax.data import load
+from fedrax.experiments import comparison
 from papers.upcycled import __main__ as upcycled
-from papers.upcycled import figures, grid, private
+from papers.upcycled import convergence, data_sets, figures, grid, noise, private
 
 
 @pytest.mark.slow
@@ -62,12 +63,12 @@ def test_table1_prints_paper_fedrax_and_held_out_results(
     assert "another sweep" in capsys.readouterr().err
 
 
-def dict_of(found: upcycled.Found) -> dict[tuple[float, ...], np.ndarray]:
+def dict_of(found: upcycled.Known) -> dict[tuple[float, ...], np.ndarray]:
     return {tuple(point.values()): values["devices"] for point, values in found}
 
 
 def test_best_point_at_an_end_of_the_grid_is_marked() -> None:
-    def found(*means: float) -> upcycled.Found:
+    def found(*means: float) -> upcycled.Known:
         return [({"lr": lr, "a": 0.0}, {"devices": np.array([m])}) for lr, m in zip((1, 2, 3), means, strict=True)]
 
     assert upcycled.choose(found(5, 7, 6), upcycled=False) == 1
@@ -151,3 +152,136 @@ def test_feature_rows_are_scaled_to_at_most_length_one() -> None:
     np.testing.assert_allclose(
         made.test.x, data.test.x / np.maximum(np.linalg.norm(data.test.x, axis=1), 1)[:, None], rtol=1e-6
     )
+
+
+def test_the_coarse_search_ends_at_the_best_point_of_its_neighborhood() -> None:
+    """Of a smooth function of the grid's indices, which the search finds from a tenth of the points."""
+    spec = grid.METHODS["FedAvgM"]
+    axes = {"lr": spec.steps, **spec.axes}
+
+    def value(point: grid.Point) -> np.ndarray:
+        at = [axes[name].index(point[name]) for name in axes]
+        return np.array([90 - (at[0] - 6) ** 2 - (at[1] - 3) ** 2 + point["a"]])
+
+    known: grid.Known = []
+    while more := grid.next_points(spec, known):
+        assert all(point in spec.points for point in more)
+        known += [(point, {"devices": value(point), "samples": value(point)}) for point in more]
+    tried = [tuple(point.values()) for point, _ in known]
+    assert len(set(tried)) == len(tried) < len(spec.points) / 5
+    best = max(known, key=lambda one: one[1]["devices"].mean())[0]
+    assert best == {"lr": spec.steps[6], "beta": spec.axes["beta"][3], "a": 0.9}
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Four devices, of which figures and tables read nothing in the folder of the command."""
+    monkeypatch.setitem(grid.DATA, "own 0_0", ("synthetic", {"devices": 4, "features": 3, "classes": 2}))
+    monkeypatch.setattr(convergence, "__file__", str(tmp_path / "convergence.py"))
+    where = ["--out", str(tmp_path / "runs"), "--results", str(tmp_path)]
+    return ["--data", "own 0_0", "--methods", "FedAvg", "--seeds", "0", "1", *where]
+
+
+@pytest.mark.slow
+def test_curves_are_drawn_at_the_coarse_tables_best_points(
+    small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grid, "EXTRAPOLATIONS", (0.0, 0.5))
+    monkeypatch.setitem(grid.EVERY, "FedAvg", dataclasses.replace(grid.METHODS["FedAvg"], steps=(1e-3, 1e-2, 0.1)))
+    monkeypatch.setattr(sys, "argv", ["upcycled", "table1", "--search", "coarse", "--rounds", "4", *small])
+    assert upcycled.main() == 0
+    text = (tmp_path / "table1-coarse.md").read_text()
+    assert "| own 0_0 | FedAvg | 79.28 ± 0.61 | " in text and "held-out" not in text
+    monkeypatch.setattr(
+        sys, "argv", ["upcycled", "table1", "--search", "coarse", "--rounds", "4", "--only-write", *small]
+    )
+    assert upcycled.main() == 0 and (tmp_path / "table1-coarse.md").read_text().splitlines()[2:5]
+    (plain, up) = convergence.best_points(tmp_path, "table1")["own 0_0", "FedAvg"]
+    assert plain["a"] == 0 and up["a"] == 0.5
+    monkeypatch.setattr(sys, "argv", ["upcycled", "figure5", "--rounds", "4", *small])
+    assert upcycled.main() == 0
+    assert "| own 0_0 | FedAvg | " in (tmp_path / "figure5.md").read_text()
+    assert (tmp_path / "figure5.png").stat().st_size > 10_000
+    kept = json.loads((tmp_path / "runs" / "curves-own-0_0-90-FedAvg.json").read_text())
+    assert np.shape(kept["losses"]) == (2, 2, 4) and kept["points"] == [plain, up]
+
+
+def test_points_are_read_as_tables_write_them() -> None:
+    assert convergence.point_of("lr 0.0001, beta 0.995 (end), a 0.1") == {"lr": 1e-4, "beta": 0.995, "a": 0.1}
+    assert convergence.point_of("lr 3e-05 (end), server lr 1000 (end)") == {"lr": 3e-5, "server lr": 1000, "a": 0}
+    assert convergence.point_of("lr 1 (end), lambda 0.1, inner lr 0.1") == {
+        "lr": 1,
+        "lambda": 0.1,
+        "inner lr": 0.1,
+        "a": 0,
+    }
+    points = convergence.best_points(Path(upcycled.__file__).parent / "results", "table1")
+    for (_, method), pair in points.items():
+        assert all(grid.METHODS[method].at(point) for point in pair)
+    assert {("iid", "FedYogi"), ("0.5_0.5", "pFedMe")} <= set(points)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("figure", "methods"),
+    [("figure3-methods", ("FedAvgM", "FedYogi", "pFedMe")), ("figure4-methods", ("FedDyn", "pFedMe"))],
+)
+def test_methods_of_the_figures_are_private(
+    figure: str, methods: tuple[str, ...], small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = dataclasses.replace(noise.FIGURES[figure], axes={"lr": (0.1,)})
+    monkeypatch.setitem(noise.FIGURES, figure, of)
+    for module in (noise, private):
+        monkeypatch.setattr(module, "MEASURED", 2)
+    monkeypatch.setattr(noise, "EXTRAPOLATIONS", (0.0, 0.5))
+    for name, (make, axes) in noise.METHODS.items():
+        monkeypatch.setitem(noise.METHODS, name, (make, {axis: values[:1] for axis, values in axes.items()}))
+    where = [*small[:2], *small[4:], "--methods", *methods]
+    monkeypatch.setattr(sys, "argv", ["upcycled", figure, "--rounds", "4", *where])
+    assert upcycled.main() == 0
+    rows = [line.split(" | ") for line in (tmp_path / f"{figure}.md").read_text().splitlines() if "| own 0_0 |" in line]
+    assert [row[1] for row in rows] == list(methods) and list(noise.METHODS) == list(grid.METHODS)
+    assert all(np.isfinite(float(cell.split(" ")[0])) for row in rows for cell in row[2:5])
+    releases = noise.at(of, "FedAvg", noise.points_of(of, "FedAvg", True)[0]).releases()
+    assert releases == of.wrap(private._fedavg({"lr": 0.1}), noise.points_of(of, "FedAvg", True)[0]).releases()
+
+
+def test_table2_counts_what_the_paper_counts(small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["upcycled", "table2", *small])
+    assert upcycled.main() == 0
+    row = next(line for line in (tmp_path / "table2.md").read_text().splitlines() if line.startswith("| own 0_0"))
+    data = load("synthetic", devices=4, features=3, classes=2)
+    total = len(data.train.y) + len(data.test.y)
+    assert row.startswith(
+        f"| own 0_0 | 13791 (1395) | {total} ({len(data.test.y)}) | 30 | 4 | 460 | {total / 4:.0f} | "
+    )
+    x, y = np.asarray(data.train.x, float), np.asarray(data.train.y)
+    separable = dataclasses.replace(data, train=type(data.train)(x, (x[:, 0] > 0).astype(np.int32)), test=data.test)
+    right = data_sets.pooled(dataclasses.replace(separable, test=separable.train, test_clients=data.train_clients))
+    assert len(right) == len(y) and right.mean() > 0.98
+
+
+@pytest.mark.slow
+def test_mu_and_lambda_and_the_seconds_of_a_run(
+    small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convergence, "MUS", (1.0,))
+    monkeypatch.setattr(convergence, "GROWTHS", (0.0, 0.5))
+    monkeypatch.setattr(convergence, "ITERATIONS", (2, 4))
+    monkeypatch.setattr(sys, "argv", ["upcycled", "theorem5.6", "--rounds", "4", *small])
+    assert upcycled.main() == 0
+    text = (tmp_path / "theorem5.6.md").read_text()
+    row = next(line for line in text.splitlines() if line.startswith("| own 0_0 | 1 |")).split(" | ")
+    losses = [float(cell.split(" ")[0]) for cell in row[2:]]
+    assert losses[-2] == pytest.approx(losses[-1], rel=0.02)  # a = 1 / 101 is nearly FedProx
+    assert losses[0] < losses[-1]  # a = 1 goes twice as far
+    assert "| own 0_0 | 0.5 | " in text
+
+
+def test_file_for_emnist_has_each_method_and_its_upcycled_form() -> None:
+    spec = comparison.read([Path(upcycled.__file__).parent / "femnist.toml"])
+    spec.check()
+    assert [method.name.removeprefix("Upcycled-") for method in spec.methods] == [
+        name for name in ("FedAvg", "FedProx", "SCAFFOLD", "FedDyn") for _ in range(2)
+    ]
+    assert {method.run.stragglers for method in spec.methods} == {0.9}
