@@ -20,6 +20,7 @@ from fedrax.models.pytorch import from_torch as from_torch
 from fedrax.models.text_networks import SentencePairs as SentencePairs
 from fedrax.models.text_networks import Tweets as Tweets
 from fedrax.models.trace_regression import TraceRegression as TraceRegression
+from fedrax.models.weights import load_weights as load_weights
 from fedrax.models.zoo import CNN as CNN
 from fedrax.models.zoo import LSTM as LSTM
 from fedrax.models.zoo import MLP as MLP

@@ -14,19 +14,12 @@ import numpy as np
 from fedrax import tree
 from fedrax.config.arguments import checked_arguments
 from fedrax.contract.task import Variables
-from fedrax.data.readers.array_files import MAX_BYTES
 from fedrax.errors import FedraxError
-from fedrax.files import open_regular_file, write_bytes
+from fedrax.files import write_bytes
+from fedrax.models.weight_files import read_safetensors
+from fedrax.models.weights import PARTS, Fit
 from fedrax.simulation.persistence.run_directory import MODEL
 from fedrax.tree import Tree
-
-_PARTS = ("params", "statistics")
-_RUNNING = ("running_mean", "running_var")
-"""Names of PyTorch's running statistics."""
-_COUNTER = "num_batches_tracked"
-"""PyTorch's counter of batch norm, which a model need not have."""
-_DEEP = 100
-"""Most slashes in a name: deeper nesting would exceed Python's recursion limit later."""
 
 
 def save_model(path: Path | str, params: Tree, statistics: Tree = ()) -> None:
@@ -54,35 +47,31 @@ def problem_of(params: Tree, statistics: Tree) -> str:
 
 def _named(params: Tree, statistics: Tree) -> Iterator[tuple[str, Any]]:
     """(name in a file, array) of each leaf."""
-    for part, values in zip(_PARTS, (params, statistics), strict=True):
+    for part, values in zip(PARTS, (params, statistics), strict=True):
         for name, leaf in zip(tree.leaf_names(values), jax.tree.leaves(values), strict=True):
             yield f"{part}/{name}" if name else part, leaf
 
 
 @checked_arguments
 def load_model(path: Path | str, like: Tree | None = None) -> Any:
-    """Read the model of a run, a file that :meth:`fedrax.Result.save` wrote, or a plain state dict.
+    """Read the model of a run, or a file that :meth:`fedrax.Result.save` wrote.
 
     It is what ``Result.model`` is: an argument of the task's functions, or of ``simulate(..., params=...)``.
-
-    A plain state dict is a safetensors file of another library, such as that of
-    ``safetensors.torch.save_file(module.state_dict(), path)``: the array ``fc1.weight`` or ``fc1/weight`` is the leaf
-    ``weight`` of ``fc1``. Arrays must have the layout of the model's parameters, which is PyTorch's for a model of
-    `from_torch` and [inputs, outputs] for the models of `fedrax.models`.
+    :func:`fedrax.models.load_weights` reads files of other libraries.
 
     Args:
         path: the safetensors file, or a run directory, for the global model of its last checkpoint. For models of
             clients see :func:`fedrax.experiments.load_result`.
         like: parameters whose tree structure the result takes, such as ``task.init(key)`` of an Equinox model; by
-            default nested dictionaries. A state dict with running statistics needs it.
+            default nested dictionaries.
 
     Returns:
         The parameters, or :class:`fedrax.contract.Variables` where the file holds running statistics too. Arrays have
         the precision of the file; 64-bit arrays are NumPy's where ``jax_enable_x64`` is off.
 
     Raises:
-        FedraxError: for a file that is damaged or not in the safetensors format, for a directory without one, for names
-            or shapes unlike ``like``, and for a state dict with running statistics without ``like``.
+        FedraxError: for a file that is damaged or of another library, for a directory without one, and for names,
+            shapes or kinds of numbers unlike ``like``.
 
     Example:
         >>> x, y = np.zeros((4, 2), np.float32), np.array([0, 1, 0, 1])
@@ -100,97 +89,34 @@ def load_model(path: Path | str, like: Tree | None = None) -> Any:
             raise FedraxError(
                 f"{path.parent} has no {MODEL}: it is not a run directory, or its run has not come to a checkpoint"
             )
-    arrays = _read(path)
-    found: dict[str, dict[str, np.ndarray]] = {part: {} for part in _PARTS}
-    if all(name.partition("/")[0] in _PARTS for name in arrays):
-        for name, array in arrays.items():
-            part, _, rest = name.partition("/")
-            found[part][rest] = array
-    else:
-        found = _state_dict_parts(arrays, like, path)
-    if like is not None:
-        params, statistics = like if isinstance(like, Variables) else (like, ())
-        if problem := problem_of(params, statistics):
-            raise FedraxError(problem)
-        filled = [_filled(one, found[part], path) for part, one in zip(_PARTS, (params, statistics), strict=True)]
-        return Variables(*filled) if isinstance(like, Variables) else filled[0]
-    params, statistics = (_nested(values) for values in found.values())
-    return Variables(params, statistics) if found["statistics"] else params
-
-
-def _state_dict_parts(arrays: dict[str, np.ndarray], like: Tree | None, path: Path | str) -> dict[str, Any]:
-    """Parameters and running statistics among the arrays of a plain state dict, by the names of the leaves."""
-    by_name: dict[str, np.ndarray] = {}
-    for name, array in arrays.items():
-        if _with_slashes(name) in by_name:
-            raise FedraxError(f"{path} holds two arrays for the leaf {_with_slashes(name)}.")
-        by_name[_with_slashes(name)] = array
-    if like is None:
-        running = next((name for name in by_name if name.endswith(_RUNNING)), None)
-        if running is not None:
-            raise FedraxError(
-                f"{path} holds running statistics, {running}: pass like=task.init(key), to tell them from parameters."
-            )
-        return {"params": by_name, "statistics": {}}
-    found = {}
-    for part, values in zip(_PARTS, like if isinstance(like, Variables) else (like, ()), strict=True):
-        leaves = {_with_slashes(name): name for name in tree.leaf_names(values)}
-        found[part] = {leaves[name]: by_name.pop(name) for name in leaves if name in by_name}
-    left = next((name for name in by_name if not name.endswith(_COUNTER)), None)
-    if left is not None:
+    arrays = read_safetensors(path)
+    if not all(name.partition("/")[0] in PARTS for name in arrays):
         raise FedraxError(
-            f"{path} does not fit the model, which has no {left}: load frozen parameters and constant buffers into a"
-            " PyTorch module before from_torch converts it."
+            f"{path} is not a model file of fedrax, whose arrays are called params/...:"
+            " fedrax.models.load_weights(path, model.init(key)) reads weights of other libraries"
         )
-    return found
-
-
-def _with_slashes(name: str) -> str:
-    """A PyTorch name in the form of names of leaves: ``fc1/weight`` for ``fc1.weight``."""
-    return name.replace(".", "/")
-
-
-def _read(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a safetensors file by name, checked."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with open_regular_file(path, MAX_BYTES), safe_open(path, framework="numpy") as file:
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
-    except (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        # AttributeError: of dtypes that NumPy does not have, such as float4
-        raise FedraxError(f"{path} cannot be read as a safetensors file: {error}{_pickle_hint(path)}.") from error
+    if like is not None:
+        variables = like if isinstance(like, Variables) else Variables(like, ())
+        if problem := problem_of(*variables):
+            raise FedraxError(problem)
+        found = Fit.of(arrays, variables, path)
+        if problem := found.problem():
+            raise FedraxError(f"{path} does not fit the model: {problem}")
+        leaves, structure = jax.tree.flatten(variables)
+        filled = [_held(_with_integer_width(found.arrays[i], leaf)) for i, leaf in enumerate(leaves)]
+        variables = jax.tree.unflatten(structure, filled)
+        return variables if isinstance(like, Variables) else variables.params
+    parts: dict[str, dict[str, np.ndarray]] = {part: {} for part in PARTS}
     for name, array in arrays.items():
-        if array.dtype.kind not in "buif" and array.dtype.name != "bfloat16":
-            raise FedraxError(f"{path} is not a model file: {name:.100} has dtype {array.dtype}.")
-        if _with_slashes(name).count("/") > _DEEP:
-            raise FedraxError(f"{path} is not a model file: {name:.100} ... is nested too deeply.")
-    return arrays
-
-
-def _pickle_hint(path: Path) -> str:
-    """The remedy for a file of ``torch.save``, which is a ZIP archive or a pickle; fedrax unpickles nothing."""
-    with open_regular_file(path) as file:
-        is_pickle = file.read(2) in (b"PK", b"\x80\x02")
-    return "; save it with safetensors.torch.save_file(module.state_dict(), path)" if is_pickle else ""
+        part, _, rest = name.partition("/")
+        parts[part][rest] = array
+    params, statistics = map(_nested, parts.values())
+    return Variables(params, statistics) if parts["statistics"] else params
 
 
 def _held(array: np.ndarray) -> Any:
     """The array as a JAX array, unless JAX would change its dtype."""
     return jnp.asarray(array) if jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype else array
-
-
-def _filled(like: Tree, arrays: dict[str, np.ndarray], path: Path | str) -> Tree:
-    """The arrays in the tree structure of ``like``."""
-    names = tree.leaf_names(like)
-    wanted = dict(zip(names, jax.tree.leaves(like), strict=True))
-    for name in [*wanted, *arrays]:
-        have, need = (np.shape(d[name]) if name in d else None for d in (arrays, wanted))
-        if have != need:
-            shown = ["not there" if shape is None else f"of shape {shape}" for shape in (have, need)]
-            raise FedraxError(f"{path} does not fit the model: {name} is {shown[0]}, should be {shown[1]}.")
-    fitted = [_held(_with_integer_width(arrays[name], leaf)) for name, leaf in wanted.items()]
-    return jax.tree.unflatten(jax.tree.structure(like), fitted)
 
 
 def _with_integer_width(array: np.ndarray, leaf: Any) -> np.ndarray:
