@@ -94,10 +94,14 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> FedraxError:
     names = sorted(known)
     lower = {other.lower(): other for other in reversed(names)}
     near = difflib.get_close_matches(str(name).lower(), lower, n=1, cutoff=0.5)
-    listed = ", ".join(name or "''" for name in names[:MAX_LISTED_NAMES]) or "none"
-    more = f" and {len(names) - MAX_LISTED_NAMES:,} others" if len(names) > MAX_LISTED_NAMES else ""
-    suggestion = f"did you mean {lower[near[0]]!r}?" if near else f"known are: {listed}{more}."
+    suggestion = f"did you mean {lower[near[0]]!r}?" if near else f"known are: {listed(names)}."
     return FedraxError(f"unknown {kind} {str(name)!r}; {suggestion}")
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names in a message: the first ones of a long list, and the number of the others."""
+    more = f" and {len(names) - MAX_LISTED_NAMES:,} others" if len(names) > MAX_LISTED_NAMES else ""
+    return (", ".join(name or "''" for name in names[:MAX_LISTED_NAMES]) or "none") + more
 
 
 def describe_value(value: object) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
@@ -10,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedrax.errors import FedraxError
+from fedrax.errors import FedraxError, listed
 
 Tree = Any
 """A pytree of arrays; trees in one expression have the same structure and shapes."""
@@ -415,6 +416,9 @@ def matching_names(names: Sequence[str], patterns: Sequence[str], field: str) ->
     for pattern in patterns:
         matching = [name for name in names if fnmatchcase(name, pattern)]
         if not matching:
-            raise FedraxError(f"{field}: no parameter has the name {pattern!r}; the names are {', '.join(names)}")
+            parts = {"/".join(name.split("/")[:i]) for name in names for i in range(1, name.count("/") + 1)}
+            near = difflib.get_close_matches(pattern, [*names, *(f"{part}/*" for part in sorted(parts))], 1, 0.5)
+            closest = f" (the closest one is {near[0]!r})" if near else ""
+            raise FedraxError(f"{field}: no parameter has the name {pattern!r}{closest}; the names are {listed(names)}")
         found.update(matching)
     return found

@@ -16,8 +16,10 @@ from flax import nnx
 from jax import Array
 
 from fedrax import FedAvg, Federation, FedraxError, LocalSGD, classification, simulate, tree
-from fedrax.models import CNN, MLP, Model, Variables, freeze, from_equinox, from_linen, from_nnx, lora
-from fedrax.privacy import ClientDP
+from fedrax.contract import Batch
+from fedrax.models import CNN, MLP, Model, Variables, freeze, from_equinox, from_linen, from_nnx, from_torch, lora
+from fedrax.personalization import Personalized
+from fedrax.privacy import ClientDP, Flat
 
 X = jax.random.normal(jax.random.key(0), (6, 4, 8))
 Y = np.arange(6) % 3
@@ -123,7 +125,7 @@ def test_frozen_models_have_the_gradients_of_the_whole_model(name: str):
 def test_adapters_are_low_rank_changes_of_the_weights(name: str):
     model = MODELS[name]()
     params, head = model.init(jax.random.key(1)), HEAD.get(name, "*head*")
-    tuned = lora(model, params, X, rank=2, alpha=6, trainable=head)
+    tuned = lora(model, params, X, rank=2, alpha=6, trainable=() if name == "zoo" else head)
     start = tuned.init(jax.random.key(2))
     np.testing.assert_allclose(tuned.apply(start, X), model.apply(params, X), rtol=1e-5, atol=1e-6)
     given = with_params(start, perturbed(trained(start)))
@@ -186,8 +188,8 @@ def test_adapter_dropout_and_frozen_factors():
 
 def test_adapters_in_different_blocks_have_different_dropout():
     blocks = tuple(lambda w, x, key=None, i=i: x @ w[f"w{i}"] for i in range(2))
-    model = Model(lambda key: None, lambda w, x, key=None: blocks[1](w, blocks[0](w, x)), blocks=blocks)
     w, x = jnp.ones((8, 8)), jnp.ones((3, 8))
+    model = Model(lambda key: {"w0": w, "w1": w}, lambda w, x, key=None: blocks[1](w, blocks[0](w, x)), blocks=blocks)
     tuned = lora(model, {"w0": w, "w1": w}, x, rank=2, dropout=0.5)
     same = {name: {"a": jnp.ones((8, 2)), "b": jnp.ones((2, 8))} for name in ("w0", "w1")}
     assert tuned.blocks is not None
@@ -195,10 +197,27 @@ def test_adapters_in_different_blocks_have_different_dropout():
     assert not np.array_equal(first, second)
 
 
+def other() -> Any:
+    return MODELS["linen"]().init(jax.random.key(0))
+
+
+def wider(params: Any) -> Any:
+    return params | {"output": {"weight": jnp.zeros((4, 16)), "bias": jnp.zeros(4)}}
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda m, p: freeze(m, p, "haed/*"), r"no parameter has the name 'haed/\*'; the names are dense1/bias"),
+        (lambda m, p: freeze(m, p, "outptu/*"), r"'outptu/\*' \(the closest one is 'output/\*'\)"),
+        (lambda m, p: freeze(m, p, ()), "trainable chooses no parameter; the names are dense1/bias"),
+        (lambda m, p: lora(m, p, X, trainable="dense2/*"), r"trainable: .*'dense2/\*' \(the closest .* 'dense1/\*'\)"),
+        (lambda m, p: lora(m, p, X, target="*/kernel"), r"target: no parameter has the name '\*/kernel'"),
+        (lambda m, p: lora(m, p, X, rank=4, target="output/weight"), "rank 4 exceeds the dimensions of output/weight"),
+        (lambda m, p: lora(m, other(), X), r"params are not those of the model mlp: they have no dense1/bias"),
+        (lambda m, p: freeze(m, wider(p), "output/*"), r"output/weight of shape \(4, 16\), which should be of shape"),
+        (lambda m, p: freeze(m, p, "output/*").merge(p), "such as result.params, and these have dense1/bias"),
+        (lambda m, p: lora(m, p, X, rank=2).merge({"lora": {}}), "these have no lora/dense1/weight/a"),
         (lambda m, p: freeze(m, p, lambda name: False), "trainable chooses no parameter; the names are"),
         (lambda m, p: lora(m, p, X, rank=40), "rank 40 exceeds the dimensions of dense1/weight, 32 x 16"),
         (lambda m, p: lora(m, p, X, rank=0), "rank must be a positive integer, not 0"),
@@ -234,12 +253,73 @@ def test_federated_adapters_agree_on_all_plans(plan: Any):
     assert expected.events[-1]["bytes_up"] == 2 * 3 * tree.num_bytes(tuned.init(jax.random.key(0)))
 
 
-def test_privacy_covers_the_trainable_parameters_only():
+def flat(params: Any) -> np.ndarray:
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(params)])
+
+
+def test_client_level_privacy_clips_and_perturbs_the_adapters_alone():
+    """The mean of the clients' clipped gradients by the adapters, and noise of standard deviation z C / S on each."""
+    model, bound, lr = MLP(hidden=(16,)).build((4, 8), 3), 0.02, 0.5
+    tuned = lora(model, model.init(jax.random.key(0)), X, rank=2)
+    start, task, data = perturbed(tuned.init(jax.random.key(1))), classification(tuned), federation()
+
+    def run(noise: float) -> np.ndarray:
+        inner = FedAvg(local=LocalSGD(steps=1, batch_size="full", lr=lr))
+        method = ClientDP(inner=inner, clip=Flat(bound=bound), noise=noise)
+        return flat(simulate(method, task, data, params=start, rounds=1, cohort_size=4).params)
+
+    updates = []
+    for client in range(4):
+        rows = slice(*data.offsets[client : client + 2])
+        batch = Batch(*(a[rows] for a in data.train))
+        update = -lr * flat(jax.grad(lambda p, batch=batch: task.loss(p, batch, jax.random.key(0)).mean())(start))
+        assert np.linalg.norm(update) > 2 * bound
+        updates.append(update * bound / np.linalg.norm(update))
+    exact = run(0.0)
+    np.testing.assert_allclose(exact - flat(start), np.mean(updates, 0), rtol=1e-3, atol=1e-6)
+    noise = run(1.5) - exact
+    assert noise.size == 2 * (32 + 16) + 2 * (16 + 3) and np.count_nonzero(noise) == noise.size
+    assert noise.std() == pytest.approx(1.5 * bound / 4, rel=0.2)
+
+
+def test_adapters_stay_at_the_clients_and_the_head_is_shared():
     model = MLP(hidden=(16,)).build((4, 8), 3)
-    tuned = freeze(model, model.init(jax.random.key(0)), "output/*")
-    method = ClientDP(inner=FedAvg(local=LocalSGD(steps=1, batch_size=4)), noise=1.0)
-    result = simulate(method, classification(tuned), federation(), rounds=1, cohort_size=4)
-    assert tree.leaf_names(result.params) == ["output/bias", "output/weight"]
+    tuned = lora(model, model.init(jax.random.key(0)), X, rank=2, trainable="output/*")
+    method = Personalized(FedAvg(local=LocalSGD(steps=3, batch_size=4, lr=0.2)), personal_params=("lora/*",))
+    result = simulate(method, classification(tuned), federation(), rounds=2, cohort_size=4)
+    shared = tree.num_bytes(result.params["trainable"])
+    assert result.events[-1]["bytes_up"] == 2 * 4 * shared
+    first, second = (tuned.merge(result.client_model(client)) for client in (0, 1))
+    assert not np.allclose(first["dense1"]["weight"], second["dense1"]["weight"])
+    np.testing.assert_array_equal(first["output"]["weight"], second["output"]["weight"])
+    np.testing.assert_array_equal(first["dense1"]["bias"], second["dense1"]["bias"])
+
+
+def test_merged_variables_keep_their_statistics():
+    model = MODELS["batch norm"]()
+    tuned = lora(model, model.init(jax.random.key(0)), X, rank=2)
+    data = Federation.from_arrays(np.asarray(X), Y, np.arange(6) % 2)
+    result = simulate(
+        FedAvg(local=LocalSGD(steps=2, batch_size=3)), classification(tuned), data, rounds=2, cohort_size=2
+    )
+    merged = tuned.merge(result.model)
+    assert isinstance(merged, Variables) and isinstance(result.model, Variables)
+    np.testing.assert_allclose(model.apply(merged, X), tuned.apply(result.model, X), rtol=1e-5, atol=1e-6)
+    assert not np.allclose(jax.tree.leaves(merged.statistics)[0], jax.tree.leaves(model.init(jax.random.key(0))[1])[0])
+
+
+def test_adapters_of_a_pytorch_module_come_back_in_it():
+    torch = pytest.importorskip("torch")
+    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(32, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+    model = from_torch(network, np.array(X))
+    tuned = lora(model, model.init(jax.random.key(0)), X, rank=2, trainable="3/*")
+    method = FedAvg(local=LocalSGD(steps=2, batch_size=4, lr=0.3))
+    result = simulate(method, classification(tuned), federation(), rounds=2, cohort_size=4)
+    module = model.to_torch(tuned.merge(result.params))
+    found = module(torch.as_tensor(np.array(X))).detach().numpy()
+    np.testing.assert_allclose(found, tuned.apply(result.params, X), rtol=1e-5, atol=1e-6)
+    before = network(torch.as_tensor(np.array(X))).detach().numpy()
+    assert np.abs(found - before).max() > 0.01
 
 
 def test_runs_are_not_resumed_with_other_frozen_weights(tmp_path: Path):

@@ -65,6 +65,9 @@ class Model:
     """Whether the model reads integers as amounts, so that token indices are meaningless to it."""
     words: int | None = None
     """The size of the vocabulary of a text model, with index 0 for padding."""
+    frozen: Any = ()
+    """A pytree of the frozen parameters, which the functions close over: a Flower federation compares their digests,
+    because only trained parameters are sent."""
 
     @staticmethod
     def _remedy(value: Any) -> str:

@@ -156,6 +156,8 @@ class Task:
     """The size of the model's vocabulary, see `Model`."""
     notes: tuple[str, ...] = ()
     """Notes on the metrics, which commands print."""
+    frozen: Any = ()
+    """The model's frozen parameters, see `Model`."""
 
     def __post_init__(self) -> None:
         both = self.loss_and_statistics
@@ -568,6 +570,7 @@ def supervised(
         as_stored=preprocess is None,
         reads_amounts=model.reads_amounts and preprocess is None,
         words=model.words if preprocess is None else None,
+        frozen=model.frozen,
     )
     return _with_metrics(made, names, None) if names else made
 

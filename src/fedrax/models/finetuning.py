@@ -20,7 +20,8 @@ from jax.extend import core
 from fedrax import tree
 from fedrax.config.arguments import checked_arguments
 from fedrax.contract.model import Model, Params, Variables
-from fedrax.errors import FedraxError
+from fedrax.errors import FedraxError, listed
+from fedrax.models.weights import check_arrays, shape_problem, shapes_by_name
 from fedrax.tree import Tree
 from fedrax.xla import evaluate_equation, shape_struct, trace_inlined
 
@@ -41,16 +42,24 @@ class FineTunedModel(Model):
 
     _merge: Callable[[Params], Params] | None = None
 
-    def merge(self, params: Params) -> Params:
+    def merge(self, trained: Params) -> Params:
         """Combine trained parameters with the frozen ones.
 
         Args:
-            params: the trainable parameters, such as ``result.params``.
+            trained: the trainable parameters, such as ``result.params`` and ``result.client_model(i)``; `Variables`
+                keep their running statistics.
 
         Returns:
             All parameters of the pretrained model; adapters are added to their matrices.
+
+        Raises:
+            FedraxError: ``trained`` has other names or shapes than the trainable parameters.
         """
-        return params if self._merge is None else self._merge(params)
+        params, statistics = _parts(trained)
+        if self._merge is None:
+            return trained
+        merged = self._merge(params)
+        return Variables(merged, statistics) if isinstance(trained, Variables) else merged
 
 
 @checked_arguments
@@ -68,7 +77,8 @@ def freeze(model: Model, params: Tree, trainable: Trainable, *, frozen_dtype: An
         A model whose parameters have None in the places of frozen ones. It starts from the pretrained values.
 
     Raises:
-        FedraxError: a pattern matches no parameter, or no parameter is trainable.
+        FedraxError: a pattern matches no parameter, no parameter is trainable, or ``params`` are those of another
+            model.
 
     Example:
         >>> model = fedrax.models.MLP(hidden=(8,)).build((4,), 3)
@@ -76,7 +86,7 @@ def freeze(model: Model, params: Tree, trainable: Trainable, *, frozen_dtype: An
         >>> fedrax.tree.leaf_names(head.init(jax.random.key(1)))
         ['output/bias', 'output/weight']
     """
-    weights, statistics = _checked_params(params)
+    weights, statistics = _checked_params(model, params)
     chosen = _chosen(weights, trainable)
     leaves, structure = jax.tree.flatten(weights)
     start = jax.tree.unflatten(structure, [a if one else None for a, one in zip(leaves, chosen, strict=True)])
@@ -86,7 +96,8 @@ def freeze(model: Model, params: Tree, trainable: Trainable, *, frozen_dtype: An
         trained = iter(jax.tree.leaves(params))
         return [next(trained) if a is None else a.array for a in frozen]
 
-    return _fine_tuned(model, lambda key: start, statistics, structure, values)
+    stored = {name: a.stored for name, a in zip(tree.leaf_names(weights), frozen, strict=True) if a is not None}
+    return _fine_tuned(model, lambda key: start, statistics, structure, values, stored)
 
 
 @checked_arguments
@@ -128,8 +139,8 @@ def lora(
         A model whose parameters are ``{"lora": {name: {"a": A, "b": B}}, "trainable": {name: parameter}}``.
 
     Raises:
-        FedraxError: a pattern matches no parameter, a target is not a matrix with which activations are multiplied, or
-            the rank exceeds the dimensions of a matrix.
+        FedraxError: a pattern matches no parameter, a target is not a matrix with which activations are multiplied, the
+            rank exceeds the dimensions of a matrix, or ``params`` are those of another model.
 
     Example:
         >>> model = fedrax.models.MLP(hidden=(8,)).build((4,), 3)
@@ -141,7 +152,7 @@ def lora(
         raise FedraxError(f"rank must be a positive integer, not {rank!r}")
     if not 0 <= dropout < 1:
         raise FedraxError(f"dropout must be at least 0 and less than 1, not {dropout}")
-    weights, statistics = _checked_params(params)
+    weights, statistics = _checked_params(model, params)
     names, (leaves, structure) = tree.leaf_names(weights), jax.tree.flatten(weights)
     if len(set(names)) < len(names):
         raise FedraxError("lora needs parameters with different names: rename keys that contain '/'")
@@ -176,7 +187,8 @@ def lora(
         return [found[name] for name in names]
 
     gain = 1.0 if alpha is None else alpha / rank
-    return _fine_tuned(model, init, statistics, structure, values, dropout)
+    stored = {name: a.stored for name, a in frozen.items()}
+    return _fine_tuned(model, init, statistics, structure, values, stored, dropout)
 
 
 class _Split(NamedTuple):
@@ -242,13 +254,29 @@ def _matrices(model: Model, weights: Params, statistics: Any, example: Any) -> d
             forms[equation.outvars[0]] = index, tuple(axes[i] for i in equation.params["permutation"])
         elif equation.primitive.name == "convert_element_type":
             forms[equation.outvars[0]] = index, axes
-        elif equation.primitive.name == "dot_general":
+        elif (dimensions := _product_dimensions(equation)) is not None:
             side = [v is source for v in equation.invars].index(True)
-            contracted, batch = (pair[side] for pair in equation.params["dimension_numbers"])
+            contracted, batch = (pair[side] for pair in dimensions)
             split = _split_of(leaves[index].shape, sorted(axes[i] for i in contracted))
             if split is not None and not batch:
                 found.setdefault(index, split)
     return found
+
+
+def _product_dimensions(equation: core.JaxprEqn) -> Any:
+    """The dimension numbers of a matrix product of the equation's inputs; None for other equations.
+
+    A product with a derivative of its own, such as that of the zoo's output layers, is one too.
+    """
+    if equation.primitive.name == "dot_general":
+        return equation.params["dimension_numbers"]
+    inner = equation.params.get("call_jaxpr") if equation.primitive.name == "custom_vjp_call" else None
+    inner = getattr(inner, "jaxpr", inner)
+    if inner is not None and len(inner.eqns) == 1 and inner.eqns[0].primitive.name == "dot_general":
+        (product,) = inner.eqns
+        if product.invars == inner.invars and product.outvars == inner.outvars:
+            return product.params["dimension_numbers"]
+    return None
 
 
 def _split_of(shape: tuple[int, ...], contracted: list[int]) -> _Split | None:
@@ -271,11 +299,11 @@ def _adapted(
         selected = _chosen(weights, target, "target")
         chosen = [name for name, one in zip(tree.leaf_names(weights), selected, strict=True) if one]
         if both := [name for name in chosen if name in trained]:
-            raise FedraxError(f"{', '.join(both)}: adapted by target and trained by trainable; leave it out of one")
+            raise FedraxError(f"{listed(both)}: adapted by target and trained by trainable; leave it out of one")
         if wrong := [name for name in chosen if name not in matrices]:
             raise FedraxError(
-                f"lora adapts matrices with which activations are multiplied, and {', '.join(wrong)}"
-                f" {'is none' if len(wrong) == 1 else 'are none'}: choose target among {', '.join(possible) or 'none'}"
+                f"lora adapts matrices with which activations are multiplied, and {listed(wrong)}"
+                f" {'is none' if len(wrong) == 1 else 'are none'}: choose target among {listed(list(possible))}"
             )
         possible = {name: possible[name] for name in chosen}
     if not possible:
@@ -318,10 +346,11 @@ def _with_factors(equation: core.JaxprEqn, inputs: list[Any], drop: Callable[[Ar
     if name == "convert_element_type":
         dtype = equation.params["new_dtype"]
         return [value._replace(weight=value.weight.astype(dtype), a=value.a.astype(dtype), b=value.b.astype(dtype))]
-    if name == "dot_general" and sum(isinstance(one, _LowRank) for one in inputs) == 1:
+    dimensions = _product_dimensions(equation)
+    if dimensions is not None and sum(isinstance(one, _LowRank) for one in inputs) == 1:
         side = [isinstance(one, _LowRank) for one in inputs].index(True)
         adapter, x = inputs[side], inputs[1 - side]
-        (contracted, batch) = equation.params["dimension_numbers"]
+        contracted, batch = dimensions
         axes, of_x = contracted[side], contracted[1 - side]
         ndim, count = adapter.weight.ndim, adapter.split.inputs
         wanted = range(count) if adapter.split.first else range(ndim - count, ndim)
@@ -362,13 +391,14 @@ def _parts(params: Params) -> tuple[Params, Any]:
     return (params.params, params.statistics) if isinstance(params, Variables) else (params, {})
 
 
-def _checked_params(params: Any) -> tuple[Params, Any]:
-    """As :func:`_parts`; raises FedraxError for what is no tree of arrays."""
+def _checked_params(model: Model, params: Any) -> tuple[Params, Any]:
+    """As :func:`_parts`; raises FedraxError for what is no tree of arrays, and for parameters of another model."""
     weights, statistics = _parts(params)
-    wrong = [leaf for leaf in jax.tree.leaves(weights) if not (hasattr(leaf, "dtype") and hasattr(leaf, "shape"))]
-    if wrong or not jax.tree.leaves(weights):
-        found = type(wrong[0]).__name__ if wrong else "nothing"
-        raise FedraxError(f"params must be a tree of arrays, such as model.init(key), and it holds {found}")
+    check_arrays(weights)
+    wanted = _parts(jax.eval_shape(model.init, jax.random.key(0)))
+    for found, like in zip((weights, statistics), wanted, strict=True):
+        if problem := shape_problem(shapes_by_name(found), shapes_by_name(like)):
+            raise FedraxError(f"params are not those of the model {model.name}: they have {problem}")
     return weights, statistics
 
 
@@ -381,7 +411,7 @@ def _chosen(params: Params, trainable: Trainable, field: str = "trainable") -> l
         patterns = (trainable,) if isinstance(trainable, str) else tuple(trainable)
         found = tree.matching_names(names, patterns, field)
     if not found:
-        raise FedraxError(f"{field} chooses no parameter; the names are {', '.join(names)}")
+        raise FedraxError(f"{field} chooses no parameter; the names are {listed(names)}")
     return [name in found for name in names]
 
 
@@ -412,13 +442,15 @@ def _fine_tuned(
     statistics: Any,
     structure: Any,
     values: Callable[[Params], list[Any]],
+    frozen: dict[str, Array],
     dropout: float = 0.0,
 ) -> FineTunedModel:
     """A model with other parameters.
 
     init: key -> the trainable parameters. structure: of the pretrained parameters. values: trainable parameters -> the
-    leaves of the pretrained ones, adapted matrices as `_LowRank`.
+    leaves of the pretrained ones, adapted matrices as `_LowRank`. frozen: frozen parameters by name.
     """
+    wanted = shapes_by_name(jax.eval_shape(init, jax.random.key(0)))
 
     def of_trainable(function: Callable | None) -> Any:
         """A function (parameters or Variables, x, key=None)."""
@@ -439,6 +471,10 @@ def _fine_tuned(
         return called
 
     def merge(params: Params) -> Params:
+        if problem := shape_problem(shapes_by_name(params), wanted):
+            raise FedraxError(
+                f"merge takes the trainable parameters of {model.name}, such as result.params, and these have {problem}"
+            )
         return jax.tree.unflatten(structure, [_whole(value) for value in values(params)])
 
     return FineTunedModel(
@@ -448,6 +484,7 @@ def _fine_tuned(
         blocks=tuple(map(of_trainable, model.blocks)) if model.blocks else None,
         train=of_trainable(model.train),
         measures=None if model.measures is None else lambda params, truth: model.measures(merge(params), truth),  # type: ignore[misc]
+        frozen=(model.frozen, frozen),
         _merge=merge,
         **{name: getattr(model, name) for name in ("name", "loss", "reads_amounts", "words")},
     )

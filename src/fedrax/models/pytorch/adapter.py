@@ -150,6 +150,7 @@ def from_torch(
         name=name,
         blocks=tuple(block_functions) or None,
         train=train if state.running else None,
+        frozen=state.constants,
         module=net,
         running_buffers=frozenset(state.running),
     )
