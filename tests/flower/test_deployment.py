@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 from flwr.app import Context, RecordDict
@@ -165,6 +166,29 @@ def test_user_code_is_copied_to_the_app(tmp_path: Path):
     assert "own.py:small" in (Path(package) / "settings.toml").read_text()
     shapes = [leaf.shape for leaf in jax.tree.leaves(Deployment.read(package).task.init(jax.random.key(0)))]
     assert (3,) in shapes
+
+
+def test_samples_with_several_inputs_are_deployed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rng = np.random.default_rng(0)
+    inputs = {"row": rng.normal(size=(24, 3)).astype(np.float32), "mask": rng.random((24, 3)) < 0.5}
+    arrays = {f"x_{name}_{part}": a for name, a in inputs.items() for part in ("train", "test")}
+    labels = {f"y_{part}": np.arange(24) % 2 for part in ("train", "test")}
+    np.savez(tmp_path / "data.npz", client_train=np.arange(24) % 4, **arrays, **labels)
+    model = """
+    import jax.numpy as jnp
+    from fedrax.models import Model
+
+    def masked(input_shape, num_outputs):
+        def apply(w, x, key=None):
+            return jnp.where(x["mask"], x["row"], 0) @ w
+        return Model(lambda key: jnp.zeros((*input_shape["row"], num_outputs)), apply)
+    """
+    (tmp_path / "own.py").write_text(textwrap.dedent(model))
+    data = f'[data]\nname = "npz"\npath = "{tmp_path / "data.npz"}"\n[partition]\nname = "natural"\n'
+    text = data + FILE.partition("[model]")[2].replace('name = "logistic"', '[model]\nname = "own.py:masked"')
+    (tmp_path / "x.toml").write_text(text)
+    assert main(["deploy", str(tmp_path / "x.toml"), "--out", str(tmp_path / "d")]) == 0
+    assert "rehearsal: the losses are those of the simulator" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ class NormNnx(nnx.Module):
         (lambda: from_linen(Norm(), X), "Norm draws random numbers in evaluation too"),
         (lambda: from_linen(Norm, X), r"not the class Norm: give Norm\(\.\.\.\)"),
         (lambda: from_linen(partial(Norm, "batch"), X), r"not the class Norm: give Norm\(\.\.\.\)"),
-        (lambda: from_linen(Norm(), {"x": X}), r"sample_input must be an array, not a dict"),
+        (lambda: from_linen(Norm(), {"x": "text"}), r"a dictionary or tuple of arrays, not a dict"),
     ],
 )
 def test_modules_that_cannot_be_adapted_are_rejected_with_the_reason(make, message):

@@ -117,7 +117,7 @@ def test_rejected_module_prints_nothing(capfd: Any):
 
 
 def test_outputs_that_are_not_one_array_per_sample_are_rejected():
-    with pytest.raises(FedraxError, match="one array to one array in training"):
+    with pytest.raises(FedraxError, match="a batch to one array in training"):
         from_torch(Auxiliary(nn.Linear(4, 3), None), torch.randn(3, 4))
     with pytest.raises(FedraxError, match=r"outputs of shape \(6, 2\) for 3 samples: the first axis must be"):
         from_torch(dense_and_function(4, 4, lambda self, x: self.layer(x).view(-1, 2)), torch.randn(3, 4))

@@ -354,7 +354,7 @@ def _subsampled_clients(federation: Federation, seed: int) -> Federation:
     low, sizes = federation.offsets[chosen], federation.sizes[chosen]
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     rows = np.repeat(low - offsets[:-1], sizes) + np.arange(offsets[-1])
-    train = type(federation.train)(*(part[rows] for part in federation.train))
+    train = federation.train.map(lambda part: part[rows])
     names = tuple(federation.client_names[i] for i in chosen) if federation.client_names else ()
     return dataclasses.replace(federation, train=train, offsets=offsets, test_offsets=None, client_names=names)
 

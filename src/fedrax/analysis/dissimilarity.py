@@ -140,7 +140,7 @@ class ClientProbe:
             RoundProgram(of, Layout.of(federation.sizes), federation.num_clients, chunk=0, code=CodeFingerprint(of))
             for of in (without_dropout, task)
         )
-        self.samples = Batch(*map(jnp.asarray, federation.train))
+        self.samples = jax.tree.map(jnp.asarray, Batch(*federation.train))
         self.key = purpose_key(seed, DIAGNOSIS)
         self._measure = jax.jit(self._gradients)
         self._train = jax.jit(self._drift)

@@ -298,7 +298,7 @@ def operations(
     params = shapes_of(task)
 
     def forward(rows: int) -> float:
-        samples: Any = Batch(*(jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype) for a in federation.train))  # type: ignore[arg-type]
+        samples = jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), Batch(*federation.train))
         return count_flops(jax.make_jaxpr(task.evaluation_loss)(params, samples))
 
     points = sum(len(METHODS[name].points()) for name in methods)

@@ -37,7 +37,7 @@ def curvature(
     padding = -len(rows) % CHUNK
     rows = np.pad(rows, (0, padding)).reshape(-1, CHUNK)
     weights = np.pad(weights, (0, padding)).reshape(-1, CHUNK).astype(np.float32)
-    samples = Batch(*(jnp.asarray(part)[rows] for part in federation.train))
+    samples = jax.tree.map(lambda part: jnp.asarray(part)[rows], Batch(*federation.train))
 
     @jax.jit
     def tridiagonal(samples: Batch, weights: Array, params: Tree) -> tuple[Array, Array]:

@@ -105,7 +105,7 @@ class ClientData(TrainingHooks):
 
         Args:
             task: the task.
-            x: inputs [n, ...].
+            x: inputs [n, ...], or a dictionary or tuple of such arrays.
             y: labels [n, ...].
             key: a JAX random key.
             round: the number of the round, from 0.
@@ -116,7 +116,7 @@ class ClientData(TrainingHooks):
         Returns:
             The client's data.
         """
-        samples = Batch(jnp.asarray(x), jnp.asarray(y))
+        samples = jax.tree.map(jnp.asarray, Batch(x, y))
         rows, zero = len(samples.y), jnp.int32(0)
         assignment = ClientAssignment(zero, zero, zero, jnp.int32(rows), jnp.ones(()))
         facts = {"round": jnp.int32(round), "num_clients": num_clients, "cohort_size": jnp.asarray(cohort_size, float)}

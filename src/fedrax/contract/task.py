@@ -19,10 +19,11 @@ from fedrax.config.arguments import checked_arguments
 from fedrax.contract.model import Model, Params, Variables
 from fedrax.contract.task_checks import check_function
 from fedrax.errors import FedraxError
+from fedrax.inputs import Inputs, by_key, has_several, map_inputs, map_one
 from fedrax.metrics import LabelMean, Labels, Metric, Value, find_metrics
 
-Preprocess = Callable[[Array], Array]
-SampleWeights = Callable[[Array, Array], Array]
+Preprocess = Callable[[Inputs], Inputs]
+SampleWeights = Callable[[Inputs, Array], Array]
 WholeSetMetric = Callable[[np.ndarray, np.ndarray], Value]
 
 
@@ -35,8 +36,8 @@ class Batch(NamedTuple):
         (8, 28, 28)
     """
 
-    x: Array | np.ndarray
-    """The inputs [B, ...], of any dtype."""
+    x: Inputs
+    """The inputs, an array [B, ...] of any dtype; or a dictionary or tuple of such arrays."""
     y: Array | np.ndarray
     """The labels [B] or, with one label for each position, [B, ...]."""
 
@@ -69,7 +70,7 @@ def weighted(losses: Array, sample_weights: SampleWeights | None, batch: Batch) 
     """The losses [B] of a batch times the weights of its samples, if there are any."""
     if sample_weights is None:
         return losses
-    weights = jnp.asarray(sample_weights(jnp.asarray(batch.x), jnp.asarray(batch.y)))
+    weights = jnp.asarray(sample_weights(map_inputs(jnp.asarray, batch.x), jnp.asarray(batch.y)))
     if weights.shape != losses.shape:
         raise FedraxError(f"sample_weights must return one weight for each sample, [B], not an array {weights.shape}")
     return losses * weights.astype(losses.dtype)
@@ -197,7 +198,9 @@ class Task:
 
 
 @checked_arguments
-def rescale(mean: float | Sequence[float] = 0.0, std: float | Sequence[float] = 1.0) -> Preprocess:
+def rescale(
+    mean: float | Sequence[float] = 0.0, std: float | Sequence[float] = 1.0, of: str | None = None
+) -> Preprocess:
     """Convert images of bytes to floats: x / 255, then (x - mean) / std for each channel. Floats pass unchanged.
 
     It runs inside the compiled step, so that the data set can stay in bytes on the device.
@@ -205,6 +208,7 @@ def rescale(mean: float | Sequence[float] = 0.0, std: float | Sequence[float] = 
     Args:
         mean: one number, or one for each channel (the last axis).
         std: likewise; positive.
+        of: name of the images among several inputs, of a tuple the number, such as "0"; others pass unchanged.
 
     Returns:
         The function from stored samples to inputs of the model.
@@ -217,7 +221,15 @@ def rescale(mean: float | Sequence[float] = 0.0, std: float | Sequence[float] = 
     if not all(s > 0 for s in std):
         raise FedraxError(f"the standard deviations of `scale` must be positive, not {std}.")
 
-    def preprocess(x: Array) -> Array:
+    def preprocess(x: Inputs) -> Inputs:
+        if of is None and not has_several(x):
+            return scaled(x)
+        if of is None or of not in by_key(x):
+            names = " or ".join(map(repr, by_key(x))) or "None"
+            raise FedraxError(f"`scale` needs the name of the images among the inputs, of={names}, not {of!r}.")
+        return map_one(scaled, x, of)
+
+    def scaled(x: Array) -> Array:
         if x.dtype != jnp.uint8:
             return x
         channels = max(len(mean), len(std))
@@ -522,22 +534,29 @@ def supervised(
         ['mae']
     """
 
-    def inputs(params: Params, x: Array | np.ndarray) -> Array:
+    def inputs(params: Params, x: Inputs) -> Inputs:
         if model.train is not None and not isinstance(params, Variables):
             raise FedraxError(
                 f"the model {model.name} has running statistics: pass fedrax.contract.Variables(params, statistics),"
                 " such as result.model, in place of the parameters"
             )
-        x = jnp.asarray(x) if preprocess is None else preprocess(jnp.asarray(x))
-        if jnp.issubdtype(x.dtype, jnp.integer):
-            return x  # tokens, counts, indices: the model knows what they are
+        x = map_inputs(jnp.asarray, x)
+        x = x if preprocess is None else preprocess(x)
         trained = params.params if isinstance(params, Variables) else params
-        return x.astype(jnp.result_type(*jax.tree.leaves(trained)))
+        # tokens, counts, indices: the model knows what they are; Booleans beside other inputs are masks
+        kept = (jnp.integer, jnp.bool_) if has_several(x) else (jnp.integer,)
+
+        def read(a: Array) -> Array:
+            if any(jnp.issubdtype(a.dtype, kind) for kind in kept):
+                return a
+            return a.astype(jnp.result_type(*jax.tree.leaves(trained)))
+
+        return map_inputs(read, x)
 
     def on_inputs(function):
         return lambda params, x, key=None: function(params, inputs(params, x), key)
 
-    def apply(params: Params, x: Array | np.ndarray, *key: Array) -> Array:
+    def apply(params: Params, x: Inputs, *key: Array) -> Array:
         return _at_least_float32(model.apply(params, inputs(params, x), *key))
 
     def loss_of_outputs(outputs: Array, y: Any) -> Array:

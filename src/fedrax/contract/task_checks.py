@@ -15,6 +15,7 @@ from jax.sharding import use_abstract_mesh
 from fedrax import tree, xla
 from fedrax.config.user_errors import innermost_user_frame, tracing_message
 from fedrax.errors import FedraxError, warn
+from fedrax.inputs import arrays_of, by_key, describe_inputs, has_several, map_inputs
 
 MANY = 16 * xla.TRACE_BATCH
 """Batch size of the second attempt, for models that need a multiple of two, four, eight or sixteen samples."""
@@ -62,11 +63,11 @@ def check_values(task: Any, samples: Any, federation: Any) -> None:
 
 def _check_of(rows: int, task: Any, variables: Any, samples: Any, federation: Any) -> None:
     """:func:`check_task` with ``rows`` samples."""
-    shapes = [jax.ShapeDtypeStruct((rows, *a.shape[1:]), jax.dtypes.canonicalize_dtype(a.dtype)) for a in samples]
-    batch = type(samples)(*shapes)
-    about = ", ".join(f"{name} {a.dtype} {list(a.shape[1:])}" for name, a in zip("xy", shapes, strict=True))
-    real = {a.dtype for a in jax.tree.leaves((variables, shapes[0])) if jnp.issubdtype(a.dtype, jnp.floating)}
-    about += f", and parameters {min(map(str, real - {shapes[0].dtype}))}" if len(real) > 1 else ""
+    batch = jax.tree.map(lambda a: shape_of_batch(a, rows), samples)
+    about = f"{describe_inputs(batch.x)}, y {batch.y.dtype} {list(batch.y.shape[1:])}"
+    real = {a.dtype for a in jax.tree.leaves((variables, batch.x)) if jnp.issubdtype(a.dtype, jnp.floating)}
+    others = real - {a.dtype for a in arrays_of(batch.x)}
+    about += f", and parameters {min(map(str, others))}" if len(real) > 1 and others else ""
     losses = traced("loss", about, task.loss, variables, batch, jax.random.key(0))
     _check_per_sample("loss", losses, rows)
     if not jnp.issubdtype(losses.dtype, jnp.floating):
@@ -81,8 +82,15 @@ def _check_of(rows: int, task: Any, variables: Any, samples: Any, federation: An
             _check_per_sample(f"metric {name!r}", values, rows)
 
 
+def shape_of_batch(array: Any, rows: int) -> jax.ShapeDtypeStruct:
+    """The shape of ``rows`` rows of an array, with the dtype that JAX computes in."""
+    return jax.ShapeDtypeStruct((rows, *array.shape[1:]), jax.dtypes.canonicalize_dtype(array.dtype))
+
+
 def check_words(task: Any, federation: Any) -> None:
     """Raise FedraxError for token indices that the model would read as amounts, or that its vocabulary lacks."""
+    if has_several(federation.train.x):  # of these only the model knows which are tokens
+        return
     x = federation.train.x
     if federation.vocabulary and task.reads_amounts and x.dtype.kind in "iu":  # floats are counts or frequencies
         fitting = "sentence_pairs" if x.ndim > 2 else "tweets"
@@ -104,7 +112,9 @@ def check_words(task: Any, federation: Any) -> None:
 
 def _warn_of_bytes(task: Any, federation: Any) -> None:
     """Warn of image bytes that the model reads as numbers from 0 to 255."""
-    x = federation.train.x
+    x = by_key(federation.train.x).get(federation.pixels, federation.train.x)
+    if has_several(x):
+        return
     if x.dtype != np.uint8 or not ((federation.pixels and task.as_stored) or (task.reads_amounts and x.ndim > 2)):
         return
     remedy = "give the task federation.preprocess(), or a preprocessing of your own"
@@ -138,10 +148,14 @@ def constant_statistic(task: Any, variables: Any, samples: Any) -> str | None:
         values = rng.normal(size=(2, *a.shape[1:])) if real else rng.integers(0, 100, (2, *a.shape[1:]))
         return np.asarray(values).astype(jax.dtypes.canonicalize_dtype(a.dtype))
 
-    x, y = drawn(samples[0]), np.zeros((2, *samples[1].shape[1:]), jax.dtypes.canonicalize_dtype(samples[1].dtype))
+    x = map_inputs(drawn, samples[0])
+    y = np.zeros((2, *samples[1].shape[1:]), jax.dtypes.canonicalize_dtype(samples[1].dtype))
     after = jax.jit(lambda variables, batch: task.loss_and_statistics(variables, batch, jax.random.key(0))[1])
-    copies = ([0], [1], [0] * 8, [0, 1] * 4)  # several, because dropout hides some
-    batches = [type(samples)(x[rows], y[rows]) for rows in copies]
+
+    def repeated(rows: list[int]) -> Any:
+        return type(samples)(*jax.tree.map(lambda a: a[np.array(rows)], (x, y)))
+
+    batches = [repeated(rows) for rows in ([0], [1], [0] * 8, [0, 1] * 4)]  # several, because dropout hides some
     try:
         found = [jax.tree.leaves(after(variables, batch)) for batch in batches]
     except Exception:  # raised by user code: some models accept only some batch sizes

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 
 from fedrax import tree, xla
-from fedrax.contract.task_checks import MANY, traced
+from fedrax.contract.task_checks import MANY, shape_of_batch, traced
 from fedrax.errors import FedraxError, known_fields_only, warn
+from fedrax.inputs import describe_inputs, map_inputs
 
 
 @known_fields_only
@@ -121,14 +122,14 @@ class Traits:
         Args:
             task: the task.
             variables: parameters or `Variables`, as the task's functions take them.
-            x: samples [n, ...]; only their shape and dtype are used.
+            x: inputs [n, ...]; only their shapes and dtypes are used.
 
         Raises:
             FedraxError: if features or blocks cannot be traced.
         """
-        kind, key = jax.dtypes.canonicalize_dtype(x.dtype), jax.random.key(0)
-        some = jax.ShapeDtypeStruct((MANY, *x.shape[1:]), kind)
-        about = f"x {some.dtype} {list(some.shape[1:])}"
+        key = jax.random.key(0)
+        some = map_inputs(lambda a: shape_of_batch(a, MANY), x)
+        about = describe_inputs(some)
         if self.features:
             traced("features", about, task.features, variables, some, key)
             if not xla.dependent_leaves(task.features, variables, some):

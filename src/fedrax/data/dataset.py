@@ -1,7 +1,7 @@
 """Data sets before they are partitioned over clients: NumPy arrays in host memory, in dtypes that JAX supports."""
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,6 +10,16 @@ import numpy as np
 from fedrax.config.arguments import checked_arguments
 from fedrax.errors import FedraxError, unknown
 from fedrax.host_memory import is_memory_mapped, release_pages
+from fedrax.inputs import (
+    Inputs,
+    arrays_of,
+    by_key,
+    describe_inputs,
+    has_several,
+    map_inputs,
+    named_inputs,
+    same_form,
+)
 
 if TYPE_CHECKING:
     from fedrax.contract.task import Preprocess
@@ -31,12 +41,28 @@ class Samples(NamedTuple):
         (4, 28, 28, 1)
     """
 
-    x: np.ndarray
-    """Inputs [n, ...]: images [n, height, width, channels], sequences [n, time, channels], tokens [n, time], or
-    features [n, features]."""
+    x: Inputs
+    """Inputs, an array [n, ...]: images [n, height, width, channels], sequences [n, time, channels], tokens [n, time],
+    or features [n, features]. Several inputs of a sample are a dictionary or tuple of such arrays."""
     y: np.ndarray
     """Labels [n], or [n, ...] with one label per position: next tokens [n, time], a segmentation [n, height, width],
     several targets [n, targets]. Class labels are int32, regression targets floating-point."""
+
+    def map(self, function: Callable[[np.ndarray], Any]) -> "Samples":
+        """Apply a function to each array.
+
+        Args:
+            function: A function of an array [n, ...].
+
+        Returns:
+            Its values in place of the arrays.
+        """
+        return Samples(map_inputs(function, self.x), function(self.y))
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        """The arrays of x, and y."""
+        return [*arrays_of(self.x), self.y]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,8 +98,9 @@ class Dataset:
     """Natural client of each test row, integers [n]; None if test rows belong to no client."""
     class_names: tuple[str, ...] = ()
     """Names of the classes 0 .. C - 1, or empty."""
-    pixels: bool = False
-    """Whether x holds image bytes (uint8), which models read scaled to [0, 1]. Other bytes are tokens or counts."""
+    pixels: bool | str = False
+    """Whether x holds image bytes (uint8), which models read scaled to [0, 1]. Other bytes are tokens or counts. Of
+    several inputs the name of the one that does, of a tuple its number, such as "0"."""
     padding: int | None = None
     """Label of positions that loss and metrics ignore (such as -1 or 255), where y is [n, ...]."""
     truth: np.ndarray | None = None
@@ -97,13 +124,13 @@ class Dataset:
 
     def __repr__(self) -> str:
         """Numbers of samples, shapes and dtypes."""
-        x, y = self.train.x, self.train.y
+        y = self.train.y
         kind = "targets" if self.num_classes is None else f"{self.num_classes} classes"
         clients = 0 if self.train_clients is None else len(np.unique(self.train_clients))
         of = f" of {clients:,} clients" if clients else ""
         return (
             f"Dataset {self.name!r}: {len(y):,} training samples{of}, {len(self.test.y):,} test samples\n"
-            f"  x {x.dtype} {list(x.shape[1:])}, y {y.dtype} {list(y.shape[1:])}: {kind}"
+            f"  {describe_inputs(self.train.x)}, y {y.dtype} {list(y.shape[1:])}: {kind}"
         )
 
     def __post_init__(self) -> None:
@@ -137,14 +164,15 @@ class Dataset:
 
 
 def make_preprocess(
-    pixels: bool, mean: tuple[float, ...], std: tuple[float, ...], normalize: bool
+    pixels: bool | str, mean: tuple[float, ...], std: tuple[float, ...], normalize: bool
 ) -> "Preprocess | None":
     """`rescale` for pixels and for data with a mean, which refers to pixels; None otherwise."""
     from fedrax.contract.task import rescale  # here, so that arrays can be read without JAX
 
+    which = pixels if isinstance(pixels, str) else None
     if mean and normalize:
-        return rescale(mean, std)
-    return rescale() if pixels or mean else None
+        return rescale(mean, std, which)
+    return rescale(of=which) if pixels or mean else None
 
 
 @checked_arguments
@@ -156,7 +184,8 @@ def as_samples(x: Any, y: Any, padding: int | None = None) -> Samples:
     Only such conversions copy.
 
     Args:
-        x: Inputs [n, ...]; a table of pandas or polars gives [n, columns].
+        x: Inputs [n, ...]; a table of pandas or polars gives [n, columns]. Several inputs of a sample are a dictionary
+            of such arrays, whose names are Python identifiers, or a tuple of them.
         y: Labels [n] or [n, ...]: integers or Booleans for classes, floats for regression targets.
         padding: Label of positions to ignore, which may be negative.
 
@@ -172,25 +201,27 @@ def as_samples(x: Any, y: Any, padding: int | None = None) -> Samples:
         >>> samples.y.dtype.name, samples.y.tolist()
         ('int32', [1, 0])
     """
-    given = x
-    for what, array, other in (("x", x, y), ("y", y, x)):
-        _reject_several_arrays(what, array, other)
+    given = split_inputs(x, y)
+    y = _one_label(y, given)
+    for what, array in (*named_inputs(given), ("y", y)):
         if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
             raise FedraxError(f"{what} has masked values: leave those rows out, or fill them with numbers.")
     try:
-        x, y = _to_array(x), np.asarray(y)
+        x, y = map_inputs(_to_array, given), np.asarray(y)
     except (ValueError, TypeError) as error:
         raise FedraxError("samples must be arrays of numbers in which all rows have one shape.") from error
     missing = sum(map(is_missing, y.ravel())) if y.dtype.kind == "O" else 0
     if missing:
         raise FedraxError(f"labels are missing in {missing:,} of {y.size:,} rows: leave those rows out.")
-    if any(a.dtype.kind not in "buif" and a.dtype.name != "bfloat16" for a in (x, y)):
-        raise FedraxError(
-            f"samples must be real numbers, not x of dtype {x.dtype} with y of dtype {y.dtype}"
-            f"{_conversion_hint(given, x, y)}."
-        )
-    if x.ndim < 1 or y.ndim < 1 or len(x) != len(y):
-        raise FedraxError(f"x of shape {x.shape} and y of shape {y.shape} are not n samples with n labels.")
+    for (what, array), (_, original) in zip(named_inputs(x), named_inputs(given), strict=True):
+        if any(a.dtype.kind not in "buif" and a.dtype.name != "bfloat16" for a in (array, y)):
+            raise FedraxError(
+                f"samples must be real numbers, not {what} of dtype {array.dtype} with y of dtype {y.dtype}"
+                f"{_conversion_hint(original, array, y)}."
+            )
+        _check_lengths(what, array, y)
+    made = iter([_to_jax_dtype(array, what) for what, array in named_inputs(x)])
+    x = map_inputs(lambda _: next(made), x)
     if y.dtype.kind in "bui":
         low, high = label_range(y, padding)
         if low < 0 or high > _INT32_MAX:
@@ -198,8 +229,62 @@ def as_samples(x: Any, y: Any, padding: int | None = None) -> Samples:
             if low < 0 and padding is None and y.ndim > 1:
                 hint = f" (padding={low} leaves positions out)"
             raise FedraxError(f"class labels must be 0 or more and fit into 32 bits, found {low} .. {high}{hint}.")
-        return Samples(_to_jax_dtype(x, "x"), y.astype(np.int32, copy=False))
-    return Samples(_to_jax_dtype(x, "x"), _to_jax_dtype(y, "y"))
+        return Samples(x, y.astype(np.int32, copy=False))
+    return Samples(x, _to_jax_dtype(y, "y"))
+
+
+def split_inputs(x: Any, y: Any) -> Inputs:
+    """``x`` as one object, or as a dictionary or tuple of them where a sample has several inputs.
+
+    Raises FedraxError for an empty dictionary, names that are no identifiers, and lists of several inputs.
+    """
+    if isinstance(x, Mapping):
+        odd = [name for name in x if not (isinstance(name, str) and name.isidentifier())]
+        if odd or not len(x):
+            found = f"not {odd[0]!r}" if odd else "and it is empty"
+            raise FedraxError(f"a dictionary of inputs has names that are Python identifiers, {found}.")
+        nested = next((name for name, value in x.items() if isinstance(value, Mapping)), None)
+        if nested is not None:
+            raise FedraxError(f"x[{nested!r}] must be an array [n, ...], not a dictionary: give all inputs in one.")
+        return {name: x[name] for name in sorted(x)}
+    arrays = isinstance(x, tuple | list) and bool(x) and all(map(_is_array, x))
+    if arrays and isinstance(x, tuple):
+        return tuple(x)
+    # a list of arrays has one for each sample, of which there are as many as labels
+    if arrays and hasattr(y, "__len__") and len(x) != len(y) and all(len(part) == len(y) for part in x):
+        raise FedraxError(
+            f"x is one array [n, ...], not a list of {len(x)}: several inputs of a sample are a tuple of arrays, or a"
+            " dictionary of them by name."
+        )
+    return list(x) if isinstance(x, tuple) else x
+
+
+def _is_array(value: Any) -> bool:
+    """Whether ``value`` is an array with rows, or a table."""
+    return (hasattr(value, "dtype") and np.ndim(value) > 0) or bool(_table_columns(value))
+
+
+def _one_label(y: Any, x: Any) -> Any:
+    """``y`` if it is one array; FedraxError for several labels of a sample: a dictionary, tuple or list of arrays."""
+    parts = list(y.values()) if isinstance(y, Mapping) else y if isinstance(y, tuple | list) else ()
+    arrays = bool(parts) and all(hasattr(part, "dtype") and np.ndim(part) for part in parts)
+    first = next(iter(arrays_of(x)), ()) if has_several(x) else x
+    if isinstance(y, list) and arrays and hasattr(first, "__len__"):
+        arrays = len(parts) != len(first) and all(len(part) == len(first) for part in parts)
+    if not arrays and not isinstance(y, Mapping):
+        return y
+    raise FedraxError(
+        f"y is one array [n, ...], not a {type(y).__name__} of {len(parts)}: stack several labels of a sample into one"
+        " array, np.stack([a, ...], axis=1), and take them apart in the loss of fedrax.contract.supervised."
+    )
+
+
+def _check_lengths(what: str, array: np.ndarray, y: np.ndarray, where: str = "") -> None:
+    """Raise FedraxError, prefixed by ``where``, unless there is a label for each row."""
+    if array.ndim < 1 or y.ndim < 1 or len(array) != len(y):
+        raise FedraxError(
+            f"{where}{what} of shape {array.shape} and y of shape {y.shape} are not n samples with n labels."
+        )
 
 
 def _to_array(given: Any) -> np.ndarray:
@@ -273,26 +358,6 @@ def _string_array(labels: Any) -> np.ndarray | None:
         return None
     texts = array.dtype.kind in "UT" or (array.dtype.kind == "O" and all(isinstance(v, str) for v in array.ravel()))
     return array.astype(str) if texts and array.size else None
-
-
-def _reject_several_arrays(what: str, given: Any, other: Any) -> None:
-    """Raise FedraxError for several inputs or labels of a sample: a dictionary, tuple or list of arrays.
-
-    A list of arrays may also have an array for each sample, of which there are as many as in ``other``.
-    """
-    parts = list(given.values()) if isinstance(given, Mapping) else given if isinstance(given, tuple | list) else ()
-    arrays = bool(parts) and all(hasattr(part, "dtype") and np.ndim(part) for part in parts)
-    if isinstance(given, list) and arrays and hasattr(other, "__len__"):
-        arrays = len(parts) != len(other) and all(len(part) == len(other) for part in parts)
-    if not arrays and not isinstance(given, Mapping):
-        return
-    remedy = {
-        "x": "concatenate several inputs of a sample into one array, np.concatenate([a.reshape(n, -1), ...], axis=1),"
-        " and split it in the model",
-        "y": "stack several labels of a sample into one array, np.stack([a, ...], axis=1), and take them apart in the"
-        " loss of fedrax.contract.supervised",
-    }
-    raise FedraxError(f"{what} is one array [n, ...], not a {type(given).__name__} of {len(parts)}: {remedy[what]}.")
 
 
 def _conversion_hint(given: Any, x: np.ndarray, y: np.ndarray) -> str:
@@ -371,7 +436,11 @@ def _to_jax_dtype(array: np.ndarray, what: str) -> np.ndarray:
 
 def check_matching_shapes(train: Samples, test: Samples, where: str) -> None:
     """Raise FedraxError, prefixed by ``where``, unless training and test samples have the same shape."""
-    for what, a, b in (("samples", train.x, test.x), ("labels", train.y, test.y)):
+    if not same_form(train.x, test.x):
+        found = " and ".join(", ".join(name for name, _ in named_inputs(part.x)) for part in (train, test))
+        raise FedraxError(f"{where}: training and test samples must have the same inputs, not {found}.")
+    names = ["samples"] if not has_several(train.x) else [f"inputs {name}" for name, _ in named_inputs(train.x)]
+    for what, a, b in zip([*names, "labels"], train.arrays, test.arrays, strict=True):
         if not (hasattr(a, "dtype") and hasattr(b, "dtype")):
             raise FedraxError(f"{where}: {what} must be arrays; as_samples converts lists.")
         if a.shape[1:] != b.shape[1:]:
@@ -384,17 +453,30 @@ def check_parts(data: Any, where: str) -> None:
     for part, samples in (("training", data.train), ("test", data.test)):
         check_samples(samples, data.num_classes, f"{where}, {part} part", data.pixels, data.padding)
     check_class_names(data.class_names, data.num_classes, where)
-    _check_scale(data.mean, data.std, data.train.x.dtype, where)
+    _check_scale(data.mean, data.std, _images(data.train.x, data.pixels, bool(data.mean), where), where)
 
 
-def _check_scale(mean: tuple[float, ...], std: tuple[float, ...], dtype: np.dtype, where: str) -> None:
+def _images(x: Inputs, pixels: bool | str, needed: bool, where: str) -> np.ndarray | None:
+    """The input that holds images, None unless it is ``needed``; FedraxError if ``pixels`` does not name it."""
+    if not (pixels or needed):
+        return None
+    inputs = by_key(x)
+    if isinstance(pixels, str) and pixels in inputs:
+        return inputs[pixels]
+    if isinstance(pixels, str) or has_several(x):
+        known = f"{' or '.join(map(repr, inputs))}, the input that holds images" if inputs else "True, x is one array"
+        raise FedraxError(f"{where}: pixels must be {known}, not {pixels!r}.")
+    return x
+
+
+def _check_scale(mean: tuple[float, ...], std: tuple[float, ...], images: np.ndarray | None, where: str) -> None:
     """Raise FedraxError, prefixed by ``where``, unless mean and std standardize bytes that are scaled by 1/255."""
     if len(mean) != len(std) or not (np.isfinite((*mean, *std)).all() and all(s > 0 for s in std)):
         raise FedraxError(f"{where}: mean and std need one finite number per channel, std above 0.")
-    if mean and dtype != np.uint8:
+    if images is not None and mean and images.dtype != np.uint8:
         raise FedraxError(
-            f"{where}: mean and std standardize image bytes (uint8), and x is {dtype}: standardize x, and leave them"
-            " out."
+            f"{where}: mean and std standardize image bytes (uint8), and x is {images.dtype}: standardize x, and leave"
+            " them out."
         )
     if any(not 0 <= m <= 1 for m in mean):
         raise FedraxError(
@@ -411,17 +493,18 @@ def check_class_names(names: tuple[str, ...], num_classes: int | None, where: st
 
 
 def check_samples(
-    samples: Samples, num_classes: int | None, where: str, pixels: bool = False, padding: int | None = None
+    samples: Samples, num_classes: int | None, where: str, pixels: bool | str = False, padding: int | None = None
 ) -> None:
     """Raise FedraxError, prefixed by ``where``, unless lengths, dtypes and labels are consistent."""
     x, y = samples
-    if x.ndim < 1 or y.ndim < 1 or len(x) != len(y):
-        raise FedraxError(f"{where}: x of shape {x.shape} and y of shape {y.shape} are not n samples with n labels.")
+    for what, array in named_inputs(x):
+        _check_lengths(what, array, y, f"{where}: ")
     if 0 in y.shape[1:]:
         raise FedraxError(f"{where}: labels of shape {y.shape[1:]} are empty.")
-    if pixels and x.dtype != np.uint8:
-        raise FedraxError(f"{where}: pixels must be bytes (uint8), not {x.dtype}.")
-    for what, array in (("x", x), ("y", y if num_classes is None else x)):
+    images = _images(x, pixels, False, where)
+    if images is not None and images.dtype != np.uint8:
+        raise FedraxError(f"{where}: pixels must be bytes (uint8), not {images.dtype}.")
+    for what, array in (*named_inputs(x), *([("y", y)] if num_classes is None else [])):
         wide = array.dtype.itemsize > (4 if array.dtype.kind in "iu" else 8)
         if array.dtype.kind not in "buif" or wide or not array.dtype.isnative:
             raise FedraxError(f"{where}: JAX does not support {what} of dtype {array.dtype}; as_samples converts it.")
@@ -480,7 +563,8 @@ def check_finite(
         columns: Names of the columns of x, if it was a table.
         memory_mapped: Whether memory-mapped arrays are read.
     """
-    for what, array, titles in zip(names, samples, (columns, ()), strict=True):
+    inputs = [(*one, columns) for one in named_inputs(samples.x, names[0])]
+    for what, array, titles in (*inputs, (names[1], samples.y, ())):
         if is_memory_mapped(array) and not memory_mapped:
             continue
         bad = nonfinite_rows(array)

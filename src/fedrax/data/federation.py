@@ -26,6 +26,7 @@ from fedrax.data.dataset import (
 from fedrax.data.partition import Natural, Partitioner
 from fedrax.errors import FedraxError, describe_value
 from fedrax.host_memory import is_memory_mapped
+from fedrax.inputs import describe_inputs
 
 if TYPE_CHECKING:
     from fedrax.contract.task import Preprocess
@@ -71,8 +72,9 @@ class Federation:
     """Names of the classes 0 .. C - 1, or empty."""
     name: str = "arrays"
     """Name in reports and messages."""
-    pixels: bool = False
-    """Whether x holds image bytes (uint8), which models read scaled to [0, 1]."""
+    pixels: bool | str = False
+    """Whether x holds image bytes (uint8), which models read scaled to [0, 1]; of several inputs the name of the one
+    that does, of a tuple its number, such as "0"."""
     padding: int | None = None
     """Label of positions that loss and metrics ignore, where y is [n, ...]."""
     truth: np.ndarray | None = None
@@ -110,13 +112,13 @@ class Federation:
 
     def __repr__(self) -> str:
         """Numbers of clients and samples, shapes and dtypes."""
-        sizes, x, y = self.sizes, self.train.x, self.train.y
+        sizes, y = self.sizes, self.train.y
         rows = f"{sizes.min():,} to {sizes.max():,}" if sizes.min() < sizes.max() else f"{sizes.max():,}"
         kind = "targets" if self.num_classes is None else f"{self.num_classes} classes"
         owned = "" if self.test_offsets is None else ", each client's own"
         return (
             f"Federation {self.name!r}: {self.num_clients:,} clients of {rows} training samples, {len(y):,} in all\n"
-            f"  x {x.dtype} {list(x.shape[1:])}, y {y.dtype} {list(y.shape[1:])}: {kind}\n"
+            f"  {describe_inputs(self.train.x)}, y {y.dtype} {list(y.shape[1:])}: {kind}\n"
             f"  {len(self.test.y):,} test samples{owned}"
         )
 
@@ -218,7 +220,7 @@ class Federation:
         std: tuple[float, ...] = (),
         class_names: tuple[str, ...] = (),
         name: str = "arrays",
-        pixels: bool = False,
+        pixels: bool | str = False,
         padding: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
@@ -229,7 +231,8 @@ class Federation:
         ``shuffle=False`` and aligned arrays of dtypes that JAX supports, nothing is copied.
 
         Args:
-            x: Inputs [n, ...].
+            x: Inputs [n, ...]; several inputs of a sample are a dictionary of such arrays, whose names are Python
+                identifiers, or a tuple of them.
             y: Labels [n] or [n, ...]: integer classes, floating-point targets, or strings, which become classes in
                 the order of ``class_names`` or, without them, in sorted order.
             client_ids: Client of each row [n], integers or strings. Clients are numbered in sorted order, and strings
@@ -244,7 +247,8 @@ class Federation:
             std: Standard deviation per channel, on the same scale.
             class_names: Names of the classes.
             name: Name in reports and messages.
-            pixels: Whether x holds image bytes (uint8).
+            pixels: Whether x holds image bytes (uint8); of several inputs the name of the one that does, of a tuple
+                its number, such as "0".
             padding: Label of y [n, ...] that loss and metrics ignore.
             seed: Seed of the shuffle.
             shuffle: Put the rows of each client into random order, as in `from_dataset`.
@@ -295,7 +299,7 @@ def _train_and_test(
 ) -> tuple[Samples, Samples]:
     """Training samples, and test samples, which may be empty."""
     train = as_samples(x, y, padding)
-    tested = Samples(train.x[:0], train.y[:0]) if test is None else as_samples(*test, padding)
+    tested = train.map(lambda a: a[:0]) if test is None else as_samples(*test, padding)
     check_matching_shapes(train, tested, where)
     if not len(train.y):
         raise FedraxError("a federation needs training samples.")
@@ -349,7 +353,7 @@ def allocate_aligned(shape: tuple[int, ...], dtype: np.dtype, make: Callable = n
 
 def _aligned_samples(samples: Samples) -> Samples:
     """Samples in aligned arrays."""
-    return Samples(aligned_array(samples.x), aligned_array(samples.y))
+    return samples.map(aligned_array)
 
 
 def take_rows(samples: Samples, rows: np.ndarray) -> Samples:
@@ -360,13 +364,13 @@ def take_rows(samples: Samples, rows: np.ndarray) -> Samples:
         # mode="raise" would gather into a second buffer; rows come from a partition and are in range.
         return np.take(array, rows, axis=0, out=out, mode="clip")
 
-    return Samples(take(samples.x), take(samples.y))
+    return samples.map(take)
 
 
 def _take_finite(samples: Samples, rows: np.ndarray, where: str) -> Samples:
     """Rows of samples; of memory-mapped ones, which were not read before, FedraxError unless they are finite."""
     taken = take_rows(samples, rows)
-    if any(map(is_memory_mapped, samples)):
+    if any(map(is_memory_mapped, samples.arrays)):
         check_finite(taken, where, rows=rows)
     return taken
 
@@ -496,7 +500,7 @@ def check_memory_mapped(federation: Federation, training: bool) -> None:
         training: Whether to read the training samples, too, and not only the test samples.
     """
     for part, samples, read in (("training", federation.train, training), ("test", federation.test, True)):
-        if read and any(map(is_memory_mapped, samples)):
+        if read and any(map(is_memory_mapped, samples.arrays)):
             check_finite(samples, f"federation {federation.name!r}, {part} part", memory_mapped=True)
 
 

@@ -25,7 +25,14 @@ from fedrax.data.dataset import (
     train_test_split,
 )
 from fedrax.data.federation import check_client_ids
-from fedrax.data.readers.array_files import data_directory, find_file, given_directory, read_idx, read_npz
+from fedrax.data.readers.array_files import (
+    data_directory,
+    find_file,
+    given_directory,
+    npz_names,
+    read_idx,
+    read_npz,
+)
 from fedrax.data.readers.assembly import encode_labels, make_dataset, split_rows, take_rows, to_float32
 from fedrax.data.readers.huggingface import load_huggingface
 from fedrax.data.readers.image_folders import load_image_folder
@@ -37,6 +44,7 @@ from fedrax.data.readers.tff_database import CHARACTERS, load_femnist, load_shak
 from fedrax.data.synthetic import load_matrix_sensing, load_quartic_pair, load_synthetic
 from fedrax.errors import FedraxError, unknown
 from fedrax.files import MAX_FILE, cache_directory, open_regular_file
+from fedrax.inputs import Inputs, arrays_of, from_flat
 
 if TYPE_CHECKING:
     from fedrax.data.remote_files import RemoteFile
@@ -353,19 +361,25 @@ def _load_har(path: Path, name: str, windows: bool) -> Dataset:
 def load_npz(
     path: str | Path,
     name: str | None = None,
-    pixels: bool = False,
+    pixels: bool | str = False,
     padding: int | None = None,
     num_classes: int | None = None,
 ) -> Dataset:
     """Plain arrays x_train, y_train, x_test, y_test and optionally client_train, client_test of an NPZ file.
 
+    Several inputs of a sample are arrays x_NAME_train and x_NAME_test, or x_0_train, x_1_train, ... for a tuple.
+
     Integer labels are classes 0, 1, ..., of which there are ``num_classes`` or by default as many as the largest label
     needs; strings are classes in sorted order, and floats are regression targets. Clients are integers or strings;
-    without ``client_test`` test rows belong to no client. With ``pixels``, x holds image bytes. ``padding`` is the
-    label of y [n, ...] that loss and metrics ignore.
+    without ``client_test`` test rows belong to no client. With ``pixels``, x holds image bytes; of several inputs
+    ``pixels`` names the one that does. ``padding`` is the label of y [n, ...] that loss and metrics ignore.
     """
     path = Path(path)
-    arrays = read_npz(path, ("x_train", "y_train", "x_test", "y_test"), ("client_train", "client_test"))
+    inputs = ["x_train"]
+    if "x_train" not in (names := npz_names(path)):
+        inputs = [name for name in names if name.startswith("x_") and name.endswith("_train")] or inputs
+    keys = [name for key in inputs for name in (key, f"{key.removesuffix('train')}test")]
+    arrays = read_npz(path, (*keys, "y_train", "y_test"), ("client_train", "client_test"))
     return _from_npz(arrays, name or path.stem, path, pixels=pixels, padding=padding, num_classes=num_classes)
 
 
@@ -471,16 +485,15 @@ def _from_npz(
     path: Path,
     client: str = "client",
     class_names: tuple[str, ...] = (),
-    pixels: bool = False,
+    pixels: bool | str = False,
     padding: int | None = None,
     num_classes: int | None = None,
 ) -> Dataset:
-    labels = [decode_bytes(arrays[f"y_{part}"]) for part in ("train", "test")]
+    labels = [decode_bytes(arrays[f"y_{part}"]) for part in _PARTS]
     if all(y.ndim == 1 and y.dtype.kind == "U" for y in labels):
         found, y = np.unique(np.concatenate(labels), return_inverse=True)
         class_names, labels = tuple(map(str, found)), [y[: len(labels[0])], y[len(labels[0]) :]]
-    train = as_samples(arrays["x_train"], labels[0], padding)
-    test = as_samples(arrays["x_test"], labels[1], padding)
+    train, test = (as_samples(_inputs_of(arrays, part), y, padding) for part, y in zip(_PARTS, labels, strict=True))
     for part, samples in (("train", train), ("test", test)):
         check_finite(samples, str(path), names=(f"x_{part}", f"y_{part}"))
     if not len(train.y):
@@ -516,10 +529,19 @@ def _from_npz(
     )
 
 
+_PARTS = ("train", "test")
+
+
+def _inputs_of(arrays: dict[str, np.ndarray], part: str) -> Inputs:
+    """The inputs of a part: x_train, or x_NAME_train."""
+    found = {key.removesuffix(f"_{part}"): a for key, a in arrays.items() if key.endswith(f"_{part}")}
+    return from_flat({key: a for key, a in found.items() if key == "x" or key.startswith("x_")})
+
+
 def _npz_notes(train: Samples, test: Samples, padding: int | None, class_names: tuple[str, ...]) -> tuple[str, ...]:
     """Warnings for arrays that may be misinterpreted: features of unlike scales, labels not from 0."""
     x, y = train
-    notes = scale_notes(x) if x.ndim == 2 and x.dtype.kind == "f" else []
+    notes = [note for a in arrays_of(x) if a.ndim == 2 and a.dtype.kind == "f" for note in scale_notes(a)]
     counted = y.dtype.kind == "i" and padding is None and not class_names  # the smallest label may be padding
     lowest = int(min(part.y.min() for part in (train, test) if part.y.size)) if counted else 0
     if lowest:

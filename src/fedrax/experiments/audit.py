@@ -182,10 +182,10 @@ def _hypotheses(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arguments of `observe_client` for both hypotheses. coins: whether mini-batches are Poisson samples."""
     rows = slice(*federation.offsets[client : client + 2])
-    x, y = federation.train.x[rows], federation.train.y[rows]
+    x, y = federation.train.map(lambda a: a[rows])
     changed = np.arange(len(y)) if unit == "client" else np.arange(1)
     if coins:  # the first sample is moved to the end, where it is present or not
-        samples = Batch(np.roll(x, -1, 0), np.roll(y, -1, 0))
+        samples = Batch(*federation.train.map(lambda a: np.roll(a[rows], -1, 0)))
         return {"client": samples, "size": len(y)}, {"client": samples, "size": len(y) - 1}
     if drawn == "poisson":
         return {"client": Batch(x, y), "rate": rate}, {"client": Batch(x, y), "rate": 0.0}
@@ -247,7 +247,7 @@ def audit_canaries(
     result = simulate(algorithm, task, dataclasses.replace(federation, train=train), settings, progress=False)
 
     def losses(labels: np.ndarray) -> np.ndarray:
-        batch = Batch(federation.train.x[rows], labels[rows])
+        batch = Batch(federation.train.map(lambda a: a[rows]).x, labels[rows])
         return np.asarray(task.loss(result.params, batch, jax.random.key(0)), float)
 
     gains, classes = losses(federation.train.y) - losses(flipped), federation.train.y[rows]

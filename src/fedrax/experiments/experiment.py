@@ -53,6 +53,7 @@ from fedrax.experiments.serialization import ALGORITHM, ClassChoice, Reader, Tom
 from fedrax.experiments.task_specs import TASK, Auto
 from fedrax.experiments.user_code import Trust, trust_in
 from fedrax.files import read_toml, write_text
+from fedrax.inputs import map_inputs
 from fedrax.models import MODELS, Model
 from fedrax.report.doctor import runs_below
 from fedrax.simulation.persistence.checkpoint import check_format
@@ -267,7 +268,8 @@ def make_task(experiment: Experiment, federation: Federation) -> Task:
     build = experiment.model.build
     options = {"vocabulary": federation.vocabulary} if "vocabulary" in inspect.signature(build).parameters else {}
     outputs = experiment.task.outputs(federation)
-    made = build(input_shape=federation.train.x.shape[1:], num_outputs=outputs, **options)
+    shape = map_inputs(lambda a: a.shape[1:], federation.train.x)
+    made = build(input_shape=shape, num_outputs=outputs, **options)
     if isinstance(made, Task):
         if experiment.task != Auto():
             raise FedraxError(f"{MODEL.name_of(experiment.model)} returns a Task itself: leave [task] out.")

@@ -24,7 +24,7 @@ from fedrax.contract.client_data import Layout
 from fedrax.contract.model import with_statistics
 from fedrax.contract.task import Batch, Task
 from fedrax.contract.task_checks import check_values
-from fedrax.data import Dataset, Federation, Samples
+from fedrax.data import Dataset, Federation
 from fedrax.devices import use_all_cores
 from fedrax.errors import FedraxError
 from fedrax.flower.client_store import ClientStore
@@ -34,6 +34,7 @@ from fedrax.flower.persistence import open_client_state
 from fedrax.flower.registry import log
 from fedrax.flower.schema import MessageSchema, message_schemas, needs_initial_parameters, shapes_of_samples
 from fedrax.flower.serialization import pack, unpack
+from fedrax.inputs import flat_inputs
 from fedrax.prng.keys import RUN, purpose_key
 from fedrax.simulation.evaluation import sample_values
 from fedrax.simulation.process import numeric_context
@@ -103,7 +104,7 @@ class _Client:
         use_all_cores()
         own = load_client_data(self.data, context)
         facts: dict[str, Any] = {"size": len(own.train.y), "test_size": len(own.test.y), "version": VERSION}
-        for name, part in zip("xy", own.train, strict=True):
+        for name, part in (flat_inputs(own.train.x) | {"y": own.train.y}).items():
             # float64 and float32 samples are both converted to the run's dtype
             kind = "float32" if part.dtype == np.float64 else str(part.dtype)
             facts |= {f"{name}_type": kind, f"{name}_shape": list(part.shape[1:])}
@@ -213,7 +214,7 @@ class _Client:
         """Sums of the metrics of a model over samples."""
         sums: dict[str, np.ndarray] = {}
         for first in range(0, len(samples.y), _EVALUATION_BATCH):
-            part = jax.device_put(Batch(*(a[first : first + _EVALUATION_BATCH] for a in samples)))
+            part = jax.device_put(jax.tree.map(lambda a, at=first: a[at : at + _EVALUATION_BATCH], samples))
             for name, values in _compiled_metrics(self.task, CodeFingerprint(self.task))(model, part).items():
                 sums[name] = sums.get(name, np.zeros(())) + np.asarray(values, float).sum(0)
         return sums
@@ -291,7 +292,7 @@ def load_client_data(data: Data, context: Context) -> Federation:
         found = (found.train, found.test)
     try:
         first, second = found
-        (x, y), test = (first, tuple(second)) if isinstance(first, tuple) else (found, None)
+        (x, y), test = (first, tuple(second)) if _is_pair(first, second) else (found, None)
         rows, kind = len(y), np.asarray(y).dtype.kind
     except (TypeError, ValueError):
         raise FedraxError(
@@ -303,6 +304,12 @@ def load_client_data(data: Data, context: Context) -> Federation:
     return Federation.from_arrays(
         x, y, offsets=np.array([0, rows]), test=test, shuffle=False, name="own", **description
     )
+
+
+def _is_pair(first: Any, second: Any) -> bool:
+    """Whether these are training and test samples (x, y), and not inputs, which may be a tuple, and labels."""
+    listed = isinstance(second, list) and len(second) == 2
+    return isinstance(first, tuple) and len(first) == 2 and (isinstance(second, tuple) or listed)
 
 
 def _call_data_function(data: Callable[[Context], Any], context: Context) -> Any:
@@ -330,8 +337,8 @@ def client_of_federation(federation: Federation, context: Context) -> Federation
     mine = slice(0) if federation.test_offsets is None else slice(*federation.test_offsets[number : number + 2])
     return replace(
         federation,
-        train=Samples(*(a[rows] for a in federation.train)),
-        test=Samples(*(a[mine] for a in federation.test)),
+        train=federation.train.map(lambda a: a[rows]),
+        test=federation.test.map(lambda a: a[mine]),
         offsets=np.array([0, rows.stop - rows.start]),
         test_offsets=None,
         client_names=(),

@@ -30,6 +30,7 @@ from fedrax.files import new_directory, read_json, write_text
 from fedrax.flower.client import client_of_federation
 from fedrax.flower.credentials import CA, CERTIFICATE, KEY, make_certificates, make_node_key
 from fedrax.flower.server import federation_settings
+from fedrax.inputs import flat_inputs, from_flat
 from fedrax.simulation.settings import Settings
 from fedrax.version import VERSION
 
@@ -207,8 +208,8 @@ def _deployable(settings: Settings) -> Settings:
 def _facts(federation: Federation) -> dict[str, Any]:
     """What a task may know of the data, as JSON values."""
     facts: dict[str, Any] = {"clients": federation.num_clients}
-    for name, part in zip("xy", federation.train, strict=True):
-        facts[name] = {"shape": list(part.shape[1:]), "dtype": part.dtype.name}
+    arrays = flat_inputs(federation.train.x) | {"y": federation.train.y}
+    facts["samples"] = {name: {"shape": list(a.shape[1:]), "dtype": a.dtype.name} for name, a in arrays.items()}
     truth = federation.truth
     facts["truth"] = None if truth is None else {"dtype": truth.dtype.name, "values": truth.tolist()}
     return facts | {name: getattr(federation, name) for name in _DESCRIPTIVE}
@@ -216,13 +217,15 @@ def _facts(federation: Federation) -> dict[str, Any]:
 
 def _placeholder(facts: Mapping[str, Any]) -> Federation:
     """A federation of one sample of zeros, with the facts that a task depends on."""
-    train = Samples(*(np.zeros((1, *facts[name]["shape"]), facts[name]["dtype"]) for name in "xy"))
+    arrays = {name: np.zeros((1, *fact["shape"]), fact["dtype"]) for name, fact in facts["samples"].items()}
+    y = arrays.pop("y")
+    train = Samples(from_flat(arrays), y)
     truth = facts["truth"]
     described: dict[str, Any] = {name: tuple(v) if isinstance(v := facts[name], list) else v for name in _DESCRIPTIVE}
     return Federation(
         train=train,
         offsets=np.array([0, 1]),
-        test=Samples(train.x[:0], train.y[:0]),
+        test=train.map(lambda a: a[:0]),
         test_offsets=None,
         truth=None if truth is None else np.array(truth["values"], truth["dtype"]),
         **described,

@@ -13,13 +13,14 @@ from flwr.app import ConfigRecord, MessageType, RecordDict
 
 from fedrax.contract.model import with_statistics
 from fedrax.contract.task import Batch, Task
-from fedrax.data.dataset import as_samples
+from fedrax.data.dataset import Samples, as_samples
 from fedrax.errors import FedraxError
 from fedrax.flower.executor import DeliveryState
 from fedrax.flower.instructions import RoundInstructions
 from fedrax.flower.registry import ClientRegistry, log
 from fedrax.flower.schema import shapes_of_samples
 from fedrax.flower.serialization import pack
+from fedrax.inputs import arrays_of, named_inputs, same_form
 from fedrax.simulation.evaluation import (
     Evaluator,
     Metrics,
@@ -40,9 +41,7 @@ Evaluate = Callable[[Tree, Tree, RoundInstructions, np.ndarray], Metrics]
 
 def evaluate_on_server(task: Task, test: tuple[Any, Any], samples: Batch) -> Evaluate:
     """Evaluate on test samples (x [n, ...], y [n, ...]) of the shapes of the clients' ``samples``."""
-    _check_test(test, samples)
-    x, y = (np.asarray(part) for part in test)
-    evaluator = Evaluator(task, make_mesh(1), Batch(*as_samples(x, y)))
+    evaluator = Evaluator(task, make_mesh(1), Batch(*_checked_test(test, samples)))
 
     def evaluate(params: Tree, statistics: Tree, instructions: RoundInstructions, available: np.ndarray) -> Metrics:
         return parameter_metrics(task, params) | evaluator(with_statistics(params, statistics), "test")
@@ -150,13 +149,18 @@ def _aggregate_metrics(task: Task, replies: list[tuple[int, dict[str, np.ndarray
     return metrics
 
 
-def _check_test(test: Any, samples: Batch) -> None:
-    """Raise FedraxError for test samples that are not a pair, or differ in shape from the clients'."""
+def _checked_test(test: Any, samples: Batch) -> Samples:
+    """The test samples; FedraxError if they are not a pair, or differ in shape from the clients'."""
     if not isinstance(test, tuple | list) or len(test) != 2:
         raise FedraxError(
             "test is a pair (x, y) of the server's test samples: leave it out to evaluate on the clients' test samples"
         )
-    shapes = [jax.numpy.shape(part)[1:] for part in test]
-    wanted = [part.shape[1:] for part in samples]
-    if shapes != wanted:
-        raise FedraxError(f"test has samples (x, y) of shapes {shapes}, and the clients' are {wanted}: they must agree")
+    found = as_samples(*test)
+    shapes, wanted = ([a.shape[1:] for a in (*arrays_of(x), y)] for x, y in (found, samples))
+    if not same_form(found.x, samples.x) or shapes != wanted:
+        names = [", ".join(name for name, _ in named_inputs(part.x)) for part in (found, samples)]
+        raise FedraxError(
+            f"test has samples ({names[0]}, y) of shapes {shapes}, and the clients' are ({names[1]}, y) of shapes"
+            f" {wanted}: they must agree"
+        )
+    return found

@@ -14,12 +14,15 @@ from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from fedrax.errors import FedraxError
+from fedrax.inputs import from_flat
 from fedrax.version import VERSION
 
 log = getLogger("flwr")
 """Flower's logger: its output is shown by ``flwr run`` and ``flwr log``."""
 _MAX_INTEGER = 1 << 31
 """Bound of the integers that a client may send: they are stored as int32."""
+_MAX_ARRAYS = 64
+"""Most arrays of a sample, so that a malformed introduction cannot occupy the server."""
 _NAMES = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 complex128"
 _TYPES = {name: np.dtype(jax.numpy.dtype(name)) for name in _NAMES.split()}
 """Allowed dtypes of samples."""
@@ -48,7 +51,7 @@ class ClientRegistry:
     test_sizes: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
     """Numbers of test samples, [N]."""
     samples: Any = None
-    """Shapes and dtypes of one sample, x [1, ...] and y [1, ...]."""
+    """Shapes and dtypes of one sample, (x [1, ...], y [1, ...])."""
     node_of: dict[int, int] = field(default_factory=dict)
     """The node of each client."""
     by_number: bool = False
@@ -88,14 +91,13 @@ class ClientRegistry:
             log.warning(message, node, number, count)
         facts = [found[self.node_of[client]] for client in range(count)]
         self.sizes, self.test_sizes = (np.array([one[name] for one in facts], int) for name in ("size", "test_size"))
-        kinds = [_sample_kind(one) for one in facts]
+        kinds = [_sample_kinds(one) for one in facts]
         if odd := [client for client in range(count) if kinds[client] != kinds[0]]:
             words = [f"client {client} {_describe_samples(kinds[client])}" for client in (0, odd[0])]
             raise FedraxError(f"clients have samples of different shapes or dtypes: {' and '.join(words)}")
-        x_type, x_shape, y_type, y_shape = kinds[0]
-        self.samples = tuple(
-            jax.ShapeDtypeStruct((1, *shape), _TYPES[kind]) for shape, kind in ((x_shape, x_type), (y_shape, y_type))
-        )
+        made = {name: jax.ShapeDtypeStruct((1, *shape), _TYPES[kind]) for name, (kind, shape) in kinds[0].items()}
+        y = made.pop("y")
+        self.samples = from_flat(made), y
 
     def _assign_numbers(self, known: Mapping[int, Mapping[str, Any]], count: int) -> None:
         """Number the clients by their nodes' partition-ids, or in the order of node IDs if one has none.
@@ -219,19 +221,29 @@ def _is_valid_introduction(facts: Any) -> bool:
     if not isinstance(facts, ConfigRecord):
         return False
     whole: list[Any] = [facts.get(name, 0) for name in ("client", "test_size", "size")]
-    shapes = [facts.get(f"{part}_shape") for part in "xy"]
-    types = [facts.get(f"{part}_type") for part in "xy"]
+    if not all(type(n) is int and 0 <= n < _MAX_INTEGER for n in whole) or not whole[-1]:
+        return False
+    names = _array_names(facts)
+    shapes = [facts.get(f"{name}_shape") for name in names]
     lists = all(isinstance(s, list) and all(type(n) is int and 0 <= n < _MAX_INTEGER for n in s) for s in shapes)
-    numbers = all(type(n) is int and 0 <= n < _MAX_INTEGER for n in whole) and whole[-1] > 0
-    return lists and numbers and all(isinstance(name, str) and name in _TYPES for name in types)
+    known = all(isinstance(kind := facts[f"{name}_type"], str) and kind in _TYPES for name in names)
+    try:
+        from_flat(dict.fromkeys(name for name in names if name != "y"))
+    except FedraxError:
+        return False
+    return lists and known and "y" in names and len(names) <= _MAX_ARRAYS
 
 
-def _describe_samples(kind: tuple[str, tuple[int, ...], str, tuple[int, ...]]) -> str:
+def _array_names(facts: Mapping[str, Any]) -> list[str]:
+    """The names of the arrays of a client's samples: x or, of several inputs, x_mask or x_0, and y."""
+    return sorted(key.removesuffix("_type") for key in facts if key.endswith("_type"))
+
+
+def _describe_samples(kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
     """Shapes and dtypes of a client's samples as text."""
-    x_type, x_shape, y_type, y_shape = kind
-    return f"x {x_type} {list(x_shape)}, y {y_type} {list(y_shape)}"
+    return ", ".join(f"{name} {kind} {list(shape)}" for name, (kind, shape) in kinds.items())
 
 
-def _sample_kind(facts: Mapping[str, Any]) -> tuple[str, tuple[int, ...], str, tuple[int, ...]]:
-    """(dtype of x, shape of x, dtype of y, shape of y) of a client's samples."""
-    return facts["x_type"], tuple(facts["x_shape"]), facts["y_type"], tuple(facts["y_shape"])
+def _sample_kinds(facts: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """(dtype, shape of a sample) of each array of a client's samples, by name."""
+    return {name: (facts[f"{name}_type"], tuple(facts[f"{name}_shape"])) for name in _array_names(facts)}

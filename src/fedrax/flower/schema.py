@@ -12,6 +12,7 @@ from fedrax import tree
 from fedrax.contract.algorithm import Algorithm, ClientOutput
 from fedrax.contract.assignment import ClientAssignment
 from fedrax.contract.task import Batch
+from fedrax.contract.task_checks import shape_of_batch
 from fedrax.simulation.round import (
     ClientRecord,
     PhaseResult,
@@ -85,8 +86,7 @@ def placeholder_assignment() -> ClientAssignment:
 
 def shapes_of_samples(samples: Any) -> Batch:
     """Shapes of samples (x, y), with the dtypes that JAX computes in."""
-    x, y = (jax.ShapeDtypeStruct(a.shape, jax.dtypes.canonicalize_dtype(a.dtype)) for a in samples)
-    return Batch(x, y)  # type: ignore[arg-type]
+    return jax.tree.map(lambda a: shape_of_batch(a, len(a)), Batch(*samples))
 
 
 def needs_initial_parameters(algorithm: Algorithm, params: Tree, statistics: Tree) -> bool:

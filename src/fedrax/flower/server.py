@@ -298,7 +298,7 @@ def _has_personal_models(algorithm: Algorithm, valid: ValidatedRun) -> bool:
 
 def _placeholder_data(samples: Batch) -> Federation:
     """A federation of one zero sample with the shapes of the clients' samples, which the server does not have."""
-    x, y = (np.zeros(a.shape, a.dtype) for a in samples)
+    x, y = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), samples)
     return Federation.from_arrays(x, y, [0], num_classes=1)
 
 

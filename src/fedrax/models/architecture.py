@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from fedrax.config.hyperparameters import check
 from fedrax.contract.model import Model
+from fedrax.errors import FedraxError
 
 Shape = tuple[int, ...]
+
+
+def _check_shape(name: str, input_shape: object) -> None:
+    """Raise FedraxError for the shapes of several inputs."""
+    if isinstance(input_shape, dict) or any(isinstance(size, tuple) for size in input_shape):  # type: ignore[attr-defined]
+        raise FedraxError(
+            f"{name} takes samples of one array, and these have several inputs, {input_shape}: give a model of your own"
+        )
 
 
 class Architecture:
@@ -33,6 +42,7 @@ class Architecture:
             FedraxError: A field is invalid, or the architecture does not take inputs of this shape.
         """
         check(self)
+        _check_shape(type(self).__name__, input_shape)
         return self._build(input_shape, num_outputs)
 
     def _build(self, input_shape: Shape, num_outputs: int) -> Model:
@@ -64,6 +74,7 @@ class TextArchitecture(Architecture):
             FedraxError: A field is invalid, or the architecture does not take inputs of this shape.
         """
         check(self)
+        _check_shape(type(self).__name__, input_shape)
         return self._build_for(input_shape, num_outputs, vocabulary)
 
     def _build_for(self, input_shape: Shape, num_outputs: int, vocabulary: tuple[str, ...]) -> Model:

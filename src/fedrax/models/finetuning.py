@@ -21,6 +21,7 @@ from fedrax import tree
 from fedrax.config.arguments import checked_arguments
 from fedrax.contract.model import Model, Params, Variables
 from fedrax.errors import FedraxError, listed
+from fedrax.inputs import arrays_of, map_inputs
 from fedrax.models.weights import check_arrays, shape_problem, shapes_by_name
 from fedrax.tree import Tree
 from fedrax.xla import evaluate_equation, shape_struct, trace_inlined
@@ -125,7 +126,7 @@ def lora(
     Args:
         model: the model.
         params: its pretrained parameters, or `Variables` where it keeps running statistics.
-        example: a batch of inputs [B, ...] of the model; only shapes and dtypes matter.
+        example: a batch of inputs [B, ...] of the model, an array or several; only shapes and dtypes matter.
         rank: r.
         alpha: scale of the adapters; None: r.
         target: patterns of the names of adapted matrices, or a function name -> bool; None: all matrices with which
@@ -228,7 +229,7 @@ def _whole(value: Any) -> Array:
 def _matrices(model: Model, weights: Params, statistics: Any, example: Any) -> dict[int, _Split]:
     """Parameters, by number, with which the model multiplies activations, and how."""
     try:
-        shapes = jax.tree.map(shape_struct, (weights, jnp.asarray(example)))
+        shapes = jax.tree.map(shape_struct, (weights, map_inputs(jnp.asarray, example)))
     except (TypeError, ValueError) as error:
         raise FedraxError(f"example must be a batch of the model's inputs: {error}") from error
     leaves, structure = jax.tree.flatten(shapes[0])
@@ -241,7 +242,8 @@ def _matrices(model: Model, weights: Params, statistics: Any, example: Any) -> d
         closed, _ = trace_inlined(outputs, leaves, shapes[1])
     except (TypeError, ValueError, IndexError) as error:
         cause = str(error).split("\n")[0]
-        raise FedraxError(f"the model does not take an example of shape {shapes[1].shape}: {cause}") from error
+        given = " and ".join(str(a.shape) for a in arrays_of(shapes[1]))
+        raise FedraxError(f"the model does not take an example of shape {given}: {cause}") from error
     number = {v: i for i, v in enumerate(closed.jaxpr.invars[: len(leaves)])}
     forms: dict[Any, tuple[int, tuple[int, ...]]] = {v: (i, tuple(range(v.aval.ndim))) for v, i in number.items()}
     found: dict[int, _Split] = {}

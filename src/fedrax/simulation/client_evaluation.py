@@ -240,7 +240,7 @@ class PersonalEvaluator:
             each_bytes += len(self.kinds) * self._chunks * self._rows * self.outputs.size * self.outputs.dtype.itemsize
         fits = max(1, _AT_ONCE_BYTES // max(1, each_bytes))
         each, train = -(-min(clients, fits) // devices), self.federation.train
-        row_bytes = sum(part.nbytes for part in train) / len(train.y)
+        row_bytes = sum(part.nbytes for part in train.arrays) / len(train.y)
         # two at least: a loop of a single trip is compiled to other code, which may round otherwise
         while self._streamed and each > 2 and self._most_rows(each) * row_bytes > _AT_ONCE_BYTES:
             each = -(-each // 2)

@@ -94,6 +94,17 @@ def _can_hold(path: Path, stored: int) -> str:
     return f"the {decompressed_limit(stored) >> 20:,} MiB that are taken from a compressed file of its size: unpack it."
 
 
+def npz_names(path: Path) -> list[str]:
+    """The names of the arrays of an NPZ file."""
+    try:
+        with open_regular_file(path) as stored, zipfile.ZipFile(stored) as archive:
+            return [name.removesuffix(".npy") for name in archive.namelist()]
+    except FedraxError:
+        raise
+    except Exception as error:  # a damaged file may break zipfile in any way
+        raise FedraxError(f"{path} cannot be read as an NPZ file: {error or type(error).__name__}.") from error
+
+
 def read_npz(path: Path, keys: Iterable[str], optional: Iterable[str] = ()) -> dict[str, np.ndarray]:
     """The arrays ``keys``, and those of ``optional`` that exist, from an NPZ file.
 

@@ -14,6 +14,7 @@ from fedrax.contract.model import Model, Params, Variables
 from fedrax.errors import FedraxError
 from fedrax.models.adapters.modules import (
     MODE_ARGUMENTS,
+    Arguments,
     ModuleFunction,
     create_module,
     library,
@@ -34,7 +35,8 @@ def from_equinox(
 
     The module is vmapped over the batch. Its floating-point arrays are the parameters. If ``__call__`` has an argument
     ``key``, each sample gets its own key in training. Without a key the module runs in inference mode; a required key
-    is then constant. Arguments such as ``inference`` and ``enable_dropout`` are set as in `from_linen`.
+    is then constant. Arguments such as ``inference`` and ``enable_dropout`` are set as in `from_linen`. Several inputs
+    of a sample are keyword arguments of ``__call__`` (a dictionary) or positional ones (a tuple).
 
     A module with state, such as batch norm, has Equinox's signature ``__call__(x, state) -> (output, state)``. The
     state must be the same for all samples of a batch.
@@ -76,7 +78,7 @@ def from_equinox(
         params = jax.tree.unflatten(jax.tree.structure(template), leaves)
         return Variables(params, start) if has_statistics else params
 
-    def run(method: Callable, variables: Any, x: Array, key: Array | None, train: bool) -> tuple[Any, Any]:
+    def run(method: Callable, variables: Any, inputs: Arguments, key: Array | None, train: bool) -> tuple[Any, Any]:
         params, statistics = variables if has_statistics else (variables, {})
         network = equinox.combine(params, static)
         network = network if train else equinox.nn.inference_mode(network)
@@ -85,24 +87,30 @@ def from_equinox(
         if key is None and key_argument is not None and key_argument.default is inspect.Parameter.empty:
             key = jax.random.key(0)
         options = mode_arguments(method, train)
-        keys = {"key": jax.random.split(key, x.shape[0])} if key is not None and key_argument is not None else {}
-        if not has_statistics or len(arguments.keys() - {"key", *MODE_ARGUMENTS}) < 3:
-            over_batch = jax.vmap(lambda x, keys: method(network, x, **options, **keys), axis_name=axis_name)
-            with _explain_errors(type(example), x):
-                return over_batch(x, keys), statistics
+        arrays = jax.tree.leaves(inputs)
+        keys = {"key": jax.random.split(key, len(arrays[0]))} if key is not None and key_argument is not None else {}
+        if not has_statistics or len(arguments.keys() - {"key", *MODE_ARGUMENTS}) < 2 + len(arrays):
+            over_batch = jax.vmap(
+                lambda inputs, keys: method(network, *inputs[0], **inputs[1], **options, **keys), axis_name=axis_name
+            )
+            with _explain_errors(type(example), arrays):
+                return over_batch(inputs, keys), statistics
         state = equinox.nn.State.tree_unflatten(names, [statistics[name] for name in names])
+        last, named = ((), {"state": state}) if inputs[1] else ((state,), {})
         over_batch = jax.vmap(
-            lambda x, keys: method(network, x, state, **options, **keys), out_axes=(0, None), axis_name=axis_name
+            lambda inputs, keys: method(network, *inputs[0], *last, **inputs[1], **named, **options, **keys),
+            out_axes=(0, None),
+            axis_name=axis_name,
         )
-        with _explain_errors(type(example), x):
-            outputs, state = over_batch(x, keys)
+        with _explain_errors(type(example), arrays):
+            outputs, state = over_batch(inputs, keys)
         return outputs, dict(zip(names, state.tree_flatten()[0], strict=True))
 
     return make_model(type(example), init, run, features, blocks, has_statistics)
 
 
 @contextmanager
-def _explain_errors(kind: type, x: Array) -> Iterator[None]:
+def _explain_errors(kind: type, arrays: list[Array]) -> Iterator[None]:
     """Explain the errors of dropout without a key and of convolutions over channels-last images."""
     try:
         yield
@@ -112,7 +120,8 @@ def _explain_errors(kind: type, x: Array) -> Iterator[None]:
                 f"{kind.__name__} draws random numbers without a key: give its __call__ an argument key, and each"
                 " dropout layer a key that jax.random.split derives from it"
             ) from error
-        if x.ndim == 4 and "conv" in str(error):
+        x = next((a for a in arrays if a.ndim == 4), None)
+        if x is not None and "conv" in str(error):
             height, width, channels = x.shape[1:]
             layout = (
                 f"a sample is [height, width, channels] = [{height}, {width}, {channels}], and Equinox's convolutions"

@@ -18,7 +18,15 @@ from jax import Array
 from fedrax.config.arguments import checked_arguments
 from fedrax.contract.model import Model, Params, Variables
 from fedrax.errors import FedraxError
-from fedrax.models.adapters.modules import ModuleFunction, explain_axis_errors, library, make_model, mode_arguments
+from fedrax.inputs import Inputs, arrays_of, as_arguments, map_inputs
+from fedrax.models.adapters.modules import (
+    Arguments,
+    ModuleFunction,
+    explain_axis_errors,
+    library,
+    make_model,
+    mode_arguments,
+)
 
 _MAX_CONSTANT_BYTES = 1 << 20
 """Larger collections that never change are statistics: constants are embedded in every program of the model."""
@@ -27,13 +35,14 @@ _MAX_CONSTANT_BYTES = 1 << 20
 @checked_arguments
 def from_linen(
     module: Any,
-    sample_input: Array | np.ndarray,
+    sample_input: Any,
     *,
     features: ModuleFunction | None = None,
     blocks: Sequence[ModuleFunction] = (),
 ) -> Model:
     """Convert a Flax Linen module, which maps a batch [B, ...] to outputs [B, ...], to a model.
 
+    Several inputs of a sample are keyword arguments of ``__call__`` (a dictionary) or positional ones (a tuple).
     The collection "params" holds the parameters. Other collections, such as "batch_stats", are running statistics.
     There are two exceptions: collections that grow with every call (sown intermediates) are dropped, and those that
     training does not change and that are the same for every key are constants. An argument ``train``,
@@ -42,7 +51,8 @@ def from_linen(
 
     Args:
         module: An instance of a Linen module.
-        sample_input: A batch [B, ...] as the data set stores it; only its shape and dtype matter.
+        sample_input: A batch [B, ...] as the data set stores it, an array or several inputs; only its shape and dtype
+            matter.
         features: Method name or function (module, x) that gives the input of the last layer.
         blocks: Method names or functions (module, x) that ``__call__`` applies one after the other.
 
@@ -63,20 +73,21 @@ def from_linen(
     _check_instance(module, library("flax.linen", "flax"))
     errors, meta = importlib.import_module("flax.errors"), importlib.import_module("flax.core.meta")
     call, sample = type(module).__call__, _batch(sample_input)
+    arguments = as_arguments(sample)
     training, evaluation = mode_arguments(call, train=True), mode_arguments(call, train=False)
 
     @jax.jit  # one trace for shapes and values
     def variables_of(key: Array) -> dict[str, Any]:
         # Partitioning metadata is removed: devices are assigned to clients, not to slices of parameters.
-        return meta.unbox(module.init({"params": key}, sample, **evaluation))
+        return meta.unbox(module.init({"params": key}, *arguments[0], **arguments[1], **evaluation))
 
     try:
         # The matmul precision of a run, so that the run finds this trace in the cache.
         with jax.default_matmul_precision("highest"), explain_axis_errors(type(module)):
             shapes = jax.eval_shape(variables_of, jax.random.key(0))
-            collections, unchanged = _mutable_collections(module, shapes, sample, training)
+            collections, unchanged = _mutable_collections(module, shapes, arguments, training)
     except (errors.FlaxError, TypeError, ValueError) as error:
-        example = f"{sample.dtype} {list(sample.shape)}"
+        example = ", ".join(f"{a.dtype} {list(a.shape)}" for a in arrays_of(sample))
         raise FedraxError(
             f"{type(module).__name__} cannot be initialized with a batch {example}: {_first_line(error)}"
         ) from error
@@ -88,22 +99,23 @@ def from_linen(
         params = variables.get("params", {})
         return Variables(params, {name: variables[name] for name in collections}) if collections else params
 
-    def run(method: Callable, variables: Any, x: Array, key: Array | None, train: bool) -> tuple[Any, Any]:
+    def run(method: Callable, variables: Any, arguments: Arguments, key: Array | None, train: bool) -> tuple[Any, Any]:
         params, statistics = variables if collections else (variables, {})
         # Flax derives any other random stream from "params".
         rngs = None if key is None else {"dropout": key, "params": jax.random.fold_in(key, 1)}
-        options = {"rngs": rngs, "method": method, **mode_arguments(method, train)}
+        args, options = arguments[0], {"rngs": rngs, "method": method, **arguments[1], **mode_arguments(method, train)}
         together = {"params": params, **constants, **statistics}
         with _explain_flax_errors(module, errors):
             if not (collections and train):
-                return module.apply(together, x, **options), statistics
-            outputs, updated = module.apply(together, x, mutable=collections, **options)
+                return module.apply(together, *args, **options), statistics
+            outputs, updated = module.apply(together, *args, mutable=collections, **options)
             return outputs, {**statistics, **updated}
 
     if collections:
         known = {name: shapes[name] for name in shapes if name in ("params", *collections)}
         with _explain_flax_errors(module, errors):
-            jax.eval_shape(lambda v: module.apply({**constants, **v}, sample, **evaluation), known)
+            args, named = arguments
+            jax.eval_shape(lambda v: module.apply({**constants, **v}, *args, **named, **evaluation), known)
     return make_model(type(module), init, run, features, blocks, has_statistics=bool(collections))
 
 
@@ -116,19 +128,21 @@ def _check_instance(module: Any, linen: ModuleType) -> None:
         raise FedraxError(f"from_linen takes an instance of a Linen module, not {what}")
 
 
-def _batch(sample_input: Any) -> Array:
-    """The sample input as an array; raises FedraxError if it is none."""
+def _batch(sample_input: Any) -> Inputs:
+    """The sample input as an array, or as several; raises FedraxError if it is none."""
     try:
-        return jnp.asarray(sample_input)
+        return map_inputs(jnp.asarray, sample_input)
     except (TypeError, ValueError) as error:
         what = type(sample_input).__name__
         raise FedraxError(
-            f"from_linen takes as sample_input a batch in the form of the data set, an array [B, ...], not a {what}: a"
-            " module with several inputs slices them from x"
+            "from_linen takes as sample_input a batch in the form of the data set, an array [B, ...] or a dictionary or"
+            f" tuple of arrays, not a {what}"
         ) from error
 
 
-def _mutable_collections(module: Any, shapes: Any, x: Any, training: dict[str, bool]) -> tuple[list[str], list[str]]:
+def _mutable_collections(
+    module: Any, shapes: Any, arguments: Arguments, training: dict[str, bool]
+) -> tuple[list[str], list[str]]:
     """(names of the mutable collections, names of those that a training call does not change).
 
     The latter never include batch norm's statistics.
@@ -138,7 +152,8 @@ def _mutable_collections(module: Any, shapes: Any, x: Any, training: dict[str, b
         return [], []
 
     def called(variables: Any, key: Array) -> Any:
-        updated = module.apply(variables, x, mutable=names, rngs={"dropout": key, "params": key}, **training)[1]
+        options = {"mutable": names, "rngs": {"dropout": key, "params": key}, **arguments[1], **training}
+        updated = module.apply(variables, *arguments[0], **options)[1]
         return {name: updated.get(name, variables[name]) for name in names}
 
     made, shape = jax.make_jaxpr(called, return_shape=True)(shapes, jax.random.key(0))

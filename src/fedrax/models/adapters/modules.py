@@ -16,10 +16,13 @@ from jax.sharding import use_abstract_mesh
 from fedrax.contract.model import Model, Params, Variables
 from fedrax.devices import use_all_cores
 from fedrax.errors import FedraxError, describe_value, unknown
+from fedrax.inputs import as_arguments
 from fedrax.xla import NO_MESH, equations_in, shape_struct
 
 ModuleFunction = str | Callable[..., Any]
 """A method's name, or a function (module, x)."""
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a module's call."""
 
 _TRAINING = ("train", "training", "is_training", "is_train", "enable_dropout")
 _INFERENCE = ("deterministic", "use_running_average", "inference", "eval", "evaluate", "is_eval", "test", "testing")
@@ -87,7 +90,8 @@ def make_model(
     Args:
         kind: Class of the module.
         init: Initializer, key -> parameters, or `Variables` if there are running statistics.
-        run: (function (module, x), variables, x, key, train) -> (outputs, running statistics).
+        run: (function (module, ...), variables, arguments of the function, key, train) -> (outputs, running
+            statistics).
         features: Method name or function (module, x) that gives the input of the last layer.
         blocks: Method names or functions (module, x) whose composition is ``__call__``.
         has_statistics: Whether the module has running statistics.
@@ -96,19 +100,22 @@ def make_model(
         The model.
     """
 
-    def checked_run(function: ModuleFunction) -> Callable[..., tuple[Any, Any]]:
+    def checked_run(function: ModuleFunction, of_samples: bool = True) -> Callable[..., tuple[Any, Any]]:
         method = getattr(kind, function, None) if isinstance(function, str) else function
         if method is None:
             known = [name for name in vars(kind) if not name.startswith("_")]
             raise unknown(f"method of {kind.__name__}", str(function), known)
+        # A function (module, x) takes several inputs as they are, a method as the module itself does.
+        spread = of_samples and (isinstance(function, str) or function is kind.__call__)
         checked: list[bool] = []
 
-        def called(variables: Any, x: Array, key: Array | None, train: bool) -> tuple[Any, Any]:
+        def called(variables: Any, x: Any, key: Array | None, train: bool) -> tuple[Any, Any]:
+            arguments = as_arguments(x) if spread else ((x,), {})
             if train and not checked:
-                _check_mode_arguments(kind, run, method, variables, x, key)
+                _check_mode_arguments(kind, run, method, variables, arguments, key)
                 checked.append(True)
             with explain_axis_errors(kind):
-                return run(method, variables, x, key, train)
+                return run(method, variables, arguments, key, train)
 
         return called
 
@@ -121,12 +128,12 @@ def make_model(
         outputs(whole),
         None if features is None else outputs(checked_run(features)),
         kind.__name__,
-        tuple(outputs(checked_run(block)) for block in blocks) or None,
+        tuple(outputs(checked_run(block, of_samples=i == 0)) for i, block in enumerate(blocks)) or None,
         (lambda variables, x, key: whole(variables, x, key, True)) if has_statistics else None,
     )
 
 
-def _check_mode_arguments(kind: type, run: Callable, method: Callable, variables: Any, x: Any, key: Any) -> None:
+def _check_mode_arguments(kind: type, run: Callable, method: Callable, variables: Any, x: Arguments, key: Any) -> None:
     """Raise FedraxError if a Boolean argument of unknown name selects the mode and its default is wrong in one mode.
 
     This is so if flipping it makes training draw random numbers or update statistics, or stops evaluation from doing
@@ -158,7 +165,7 @@ def _difference(first: set[str] | None, second: set[str] | None) -> set[str]:
 
 
 def _training_effects(
-    run: Callable, method: Callable, variables: Any, x: Any, key: Any, train: bool
+    run: Callable, method: Callable, variables: Any, x: Arguments, key: Any, train: bool
 ) -> set[str] | None:
     """What a call does that only training should: update statistics, draw random numbers; None if the call fails."""
 

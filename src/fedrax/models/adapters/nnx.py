@@ -13,7 +13,14 @@ from jax.core import Tracer
 
 from fedrax.config.arguments import checked_arguments
 from fedrax.contract.model import Model, Params, Variables
-from fedrax.models.adapters.modules import ModuleFunction, create_module, library, make_model, mode_arguments
+from fedrax.models.adapters.modules import (
+    Arguments,
+    ModuleFunction,
+    create_module,
+    library,
+    make_model,
+    mode_arguments,
+)
 from fedrax.xla import closure_values
 
 
@@ -21,6 +28,7 @@ from fedrax.xla import closure_values
 def from_nnx(module: Any, *, features: ModuleFunction | None = None, blocks: Sequence[ModuleFunction] = ()) -> Model:
     """Convert a Flax NNX module, which maps a batch [B, ...] to outputs [B, ...], to a model.
 
+    Several inputs of a sample are keyword arguments of ``__call__`` (a dictionary) or positional ones (a tuple).
     With a key the module runs in training mode, without one in evaluation mode. Arguments such as ``train`` are set as
     in `from_linen`. A key reseeds all random streams of the module; an argument ``rngs`` of ``__call__`` gets streams
     made from the key. Variables other than parameters and random states, such as ``nnx.BatchStat``, are running
@@ -70,7 +78,7 @@ def from_nnx(module: Any, *, features: ModuleFunction | None = None, blocks: Seq
         params, statistics = (nnx.to_pure_dict(nnx.state(made, kind)) for kind in (nnx.Param, is_statistic))
         return Variables(params, statistics) if has_statistics else params
 
-    def run(method: Callable, variables: Any, x: Array, key: Array | None, train: bool) -> tuple[Any, Any]:
+    def run(method: Callable, variables: Any, arguments: Arguments, key: Array | None, train: bool) -> tuple[Any, Any]:
         params, statistics = variables if has_statistics else (variables, {})
         states = _filled(nnx, params_template, params), _filled(nnx, statistics_template, statistics), other
         network = nnx.merge(graph, *states, copy=True)
@@ -83,7 +91,7 @@ def from_nnx(module: Any, *, features: ModuleFunction | None = None, blocks: Seq
         rngs, options = inspect.signature(method).parameters.get("rngs"), mode_arguments(method, train)
         if rngs is not None and (key is not None or rngs.default is inspect.Parameter.empty):
             options["rngs"] = nnx.Rngs(jax.random.key(0) if key is None else key)
-        outputs = method(network, x, **options)
+        outputs = method(network, *arguments[0], **arguments[1], **options)
         updated = nnx.state(network, lambda path, value: path in statistic_paths and is_statistic(path, value))
         return outputs, nnx.to_pure_dict(updated)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
@@ -19,6 +19,7 @@ from fedrax.config.arguments import checked_arguments
 from fedrax.contract.model import Model, Params, Variables
 from fedrax.devices import use_all_cores
 from fedrax.errors import FedraxError, unknown
+from fedrax.inputs import arrays_of, as_arguments, has_several, map_inputs
 from fedrax.models.adapters.modules import ModuleFunction
 from fedrax.models.pytorch.export import tracing_settings
 from fedrax.models.pytorch.module_state import call_with_state_check
@@ -94,14 +95,18 @@ def from_torch(
     are running statistics. JAX draws the random numbers, such as dropout's. The outputs for ``example`` are compared
     with PyTorch's in evaluation mode and, if nothing is random, in training mode.
 
+    Several inputs of a sample are keyword arguments of ``forward`` (a dictionary, as ``transformers`` takes them) or
+    positional ones (a tuple). Where it returns an output of ``transformers``, the model's outputs are its ``logits``.
+
     Args:
         module: A module, which is the initial value for every key; or a class or function without arguments that
             makes one, for which PyTorch draws an initial value per key.
-        example: A batch [B, ...] in the module's layout, images as [B, C, H, W].
+        example: A batch [B, ...] in the module's layout, images as [B, C, H, W]; a dictionary or tuple of such arrays
+            where samples have several inputs.
         features: Method name or function (module, x) that gives the input of the last layer.
         blocks: Method names or functions (module, x) that ``forward`` applies one after the other.
         channels_last: Whether the model's inputs are [B, ..., C], as fedrax reads images; they are transposed for the
-            module.
+            module, of several inputs all.
 
     Returns:
         The model.
@@ -120,7 +125,7 @@ def from_torch(
     net = _checked_copy(torch, module if make is None else _create(torch, make, 0))
     name = type(net).__name__
     batch = _example_batch(torch, net, example, name)
-    whole = _TracedFunction(torch, net, lambda net, x: net(x), batch, name)
+    whole = _TracedFunction(torch, net, _forward, batch, name)
     state = _ModuleState(torch, net, whole.training.updated_buffers)
     if updated := ", ".join(whole.evaluation.updated_buffers):
         raise FedraxError(f"{name} updates {updated} in evaluation too: do it only if self.training")
@@ -154,6 +159,18 @@ def from_torch(
         module=net,
         running_buffers=frozenset(state.running),
     )
+
+
+def _forward(net: Any, x: Any) -> Any:
+    """The module's outputs for a batch; the logits of an output of ``transformers``."""
+    outputs = _call(net, x)
+    return outputs.logits if hasattr(outputs, "logits") else outputs
+
+
+def _call(function: Callable, x: Any) -> Any:
+    """Call a module or method with one or several inputs."""
+    positional, named = as_arguments(x)
+    return function(*positional, **named)
 
 
 def _checked_copy(torch: ModuleType, source: Any) -> Any:
@@ -205,13 +222,23 @@ def _copy_sharing_parameters(torch: ModuleType, module: Any) -> Any:
 
 def _check_batch_sizes(apply: Callable, variables: Any, batch: Any, name: str) -> None:
     """Raise FedraxError for a module that takes only the example's batch size; the tracer does not always notice."""
-    x = jax.ShapeDtypeStruct((len(batch) + 1, *batch.shape[1:]), jax.dtypes.canonicalize_dtype(_array(batch[:1]).dtype))
+    rows = _rows(batch)
+
+    def with_one_more(part: Any) -> jax.ShapeDtypeStruct:
+        dtype = jax.dtypes.canonicalize_dtype(_array(part[:1]).dtype)
+        return jax.ShapeDtypeStruct((rows + 1, *part.shape[1:]), dtype)
+
     try:
-        fits = jax.eval_shape(apply, variables, x).shape[0] == len(batch) + 1
+        fits = jax.eval_shape(apply, variables, map_inputs(with_one_more, batch)).shape[0] == rows + 1
     except FedraxError:
         fits = False
     if not fits:
-        raise FedraxError(fixed_batch_message(len(batch), name))
+        raise FedraxError(fixed_batch_message(rows, name))
+
+
+def _rows(batch: Any) -> int:
+    """Number of samples of a batch."""
+    return len(arrays_of(batch)[0])
 
 
 class _TracedFunction:
@@ -255,14 +282,16 @@ class _TracedFunction:
     def compare(self, state: _ModuleState, batch: Any) -> None:
         """Raise FedraxError if outputs differ from PyTorch's, or do not have a row for each sample."""
         values = {alias: state.initial[own] for alias, own in state.names.items()}
-        expected_single = self._outputs_of_single(batch[:1])
-        x, random = _array(batch), []
+        expected_single = self._outputs_of_single(map_inputs(lambda part: part[:1], batch))
+        x, random = map_inputs(_array, batch), []
 
-        def evaluation(values: dict, x: Array) -> tuple[Array, Array | None]:
-            single = None if expected_single is None else self.evaluation.run(values, x[:1], None, jnp.float32)[0]
+        def evaluation(values: dict, x: Any) -> tuple[Array, Array | None]:
+            first, single = map_inputs(lambda part: part[:1], x), None
+            if expected_single is not None:
+                single = self.evaluation.run(values, first, None, jnp.float32)[0]
             return self.evaluation.run(values, x, None, jnp.float32)[0], single
 
-        def training(values: dict, x: Array) -> tuple[Array, dict]:
+        def training(values: dict, x: Any) -> tuple[Array, dict]:
             outputs, updated, drawn = self.training.run(values, x, jax.random.key(0), jnp.float32)
             random.append(drawn)
             return outputs, updated
@@ -270,9 +299,9 @@ class _TracedFunction:
         with jax.default_matmul_precision("highest"):
             evaluated, single = jax.jit(evaluation, **_FAST_COMPILATION)(values, x)
         self._compare("evaluation", evaluated, self.expected)
-        if self.expected.shape[:1] != batch.shape[:1]:
+        if self.expected.shape[:1] != (_rows(batch),):
             raise FedraxError(
-                f"{self._name} returns outputs of shape {tuple(self.expected.shape)} for {len(batch)} samples: the"
+                f"{self._name} returns outputs of shape {tuple(self.expected.shape)} for {_rows(batch)} samples: the"
                 " first axis must be the samples, and positions the next"
             )
         if single is not None and single.shape == expected_single.shape:  # squeeze() may remove the axis in PyTorch
@@ -391,29 +420,36 @@ def _create(torch: ModuleType, make: Callable, seed: int) -> Any:
 
 
 def _example_batch(torch: ModuleType, module: Any, example: Any, name: str) -> Any:
-    """The example as a tensor of at least two samples that the module accepts, floats in the module's dtype."""
-    try:
-        batch = (
-            torch.as_tensor(np.asarray(example) if not isinstance(example, torch.Tensor) else example).detach().cpu()
-        )
-    except (TypeError, ValueError) as error:
-        raise FedraxError(f"the example must be a batch of numbers, an array [B, ...]: {error}") from None
-    if batch.ndim < 1 or not len(batch):
-        raise FedraxError(
-            f"the example must be a batch [B, ...] of at least one sample, not of shape {tuple(batch.shape)}"
-        )
+    """The example as tensors of at least two samples that the module accepts, floats in the module's dtype."""
     kind = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-    batch = batch[:_MOST_SAMPLES].to(kind if batch.is_floating_point() else torch.int64)
-    batch = batch if len(batch) > 1 else torch.cat([batch, batch])  # PyTorch's tracer takes a size of 1 for a constant
+    example = dict(sorted(example.items())) if isinstance(example, Mapping) else example
+    several = has_several(example)
+
+    def read(part: Any) -> Any:
+        try:
+            batch = torch.as_tensor(part if isinstance(part, torch.Tensor) else np.asarray(part)).detach().cpu()
+        except (TypeError, ValueError) as error:
+            raise FedraxError(f"the example must be a batch of numbers, an array [B, ...]: {error}") from None
+        if batch.ndim < 1 or not len(batch):
+            raise FedraxError(
+                f"the example must be a batch [B, ...] of at least one sample, not of shape {tuple(batch.shape)}"
+            )
+        batch = batch[:_MOST_SAMPLES]
+        if not (several and batch.dtype == torch.bool):  # Booleans beside other inputs are masks
+            batch = batch.to(kind if batch.is_floating_point() else torch.int64)
+        return batch if len(batch) > 1 else torch.cat([batch, batch])  # PyTorch's tracer takes a size of 1 for constant
+
+    batch = map_inputs(read, example)
+    if len(sizes := {len(part) for part in arrays_of(batch)}) != 1:
+        raise FedraxError(f"the inputs of the example must have one number of samples, not {sorted(sizes)}")
     try:
         with tracing_settings(torch), torch.enable_grad():
-            module(batch)
+            _call(module, batch)
     except Exception as error:  # any error of user code
         cause = next((text for text in str(error).splitlines() if text.strip()), type(error).__name__)
         where = line_of_error(torch, error)
-        raise FedraxError(
-            f"{name} does not take an example of shape {tuple(batch.shape)} at {where}: {cause}"
-        ) from error
+        shapes = " and ".join(str(tuple(part.shape)) for part in arrays_of(batch))
+        raise FedraxError(f"{name} does not take an example of shape {shapes} at {where}: {cause}") from error
     return batch
 
 
@@ -424,12 +460,12 @@ def _function(module: Any, function: ModuleFunction) -> Callable:
     if not callable(getattr(module, function, None)):
         known = [name for name, value in vars(type(module)).items() if callable(value) and not name.startswith("_")]
         raise unknown(f"method of {type(module).__name__}", function, known)
-    return lambda net, x: getattr(net, function)(x)
+    return lambda net, x: _call(getattr(net, function), x)
 
 
 def _channels_first(x: Any, channels_last: bool) -> Any:
     """[B, ..., C] -> [B, C, ...] if ``channels_last``."""
-    return jnp.moveaxis(jnp.asarray(x), -1, 1) if channels_last else x
+    return map_inputs(lambda part: jnp.moveaxis(jnp.asarray(part), -1, 1), x) if channels_last else x
 
 
 def _array(tensor: Any) -> np.ndarray:

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from fedrax.errors import FedraxError
+from fedrax.inputs import map_inputs
 from fedrax.models.pytorch.operators import OPERATORS, key_of
 from fedrax.models.pytorch.source_locations import current_line, line_of_error
 from fedrax.models.pytorch.stop_gradients import NEW_ARRAY_REMEDY, mark_stopped_gradients
@@ -46,7 +47,7 @@ def export(torch: ModuleType, module: Any, function: Callable, example: Any, nam
         torch: The module torch.
         module: The PyTorch module; its mode is that of the trace.
         function: (module, x) -> outputs.
-        example: A batch of at least two samples.
+        example: A batch of at least two samples, a tensor or several.
         name: Name of the function in messages.
 
     Returns:
@@ -67,7 +68,8 @@ def export(torch: ModuleType, module: Any, function: Callable, example: Any, nam
             _cumulative_batch_norm(torch),
             _silent(),
         ):
-            exported = torch.export.export(wrapper, (example,), dynamic_shapes=({0: batch},), strict=False)
+            shapes = (map_inputs(lambda _: {0: batch}, example),)
+            exported = torch.export.export(wrapper, (example,), dynamic_shapes=shapes, strict=False)
             mark_stopped_gradients(torch, exported, name)
             if not _needs_decomposition(exported):
                 return exported

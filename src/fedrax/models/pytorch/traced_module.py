@@ -19,6 +19,7 @@ import numpy as np
 from jax import Array, lax
 
 from fedrax.errors import FedraxError
+from fedrax.inputs import arrays_of, flat_inputs, map_inputs
 from fedrax.models.pytorch import (  # noqa: F401 - importing them registers their operators
     fourier_ops,
     interpolation_ops,
@@ -50,8 +51,9 @@ class TracedModule:
     """
 
     def __init__(self, torch: ModuleType, module: Any, function: Callable, example: Any, name: str):
-        self._torch, self._name, self._sample_shape = torch, name, list(example.shape[1:])
-        self._takes_integers, self._training = example.dtype == torch.int64, module.training
+        self._torch, self._name, self._training = torch, name, module.training
+        self._names, self._sample_shapes = [*flat_inputs(example)], [list(a.shape[1:]) for a in arrays_of(example)]
+        self._takes_integers = [part.dtype == torch.int64 for part in arrays_of(example)]
         exported = export(torch, module, function, example, name)
         self.graph, signature = exported.graph_module, exported.graph_signature
         self.inputs = {spec.arg.name: spec for spec in signature.input_specs}
@@ -73,7 +75,7 @@ class TracedModule:
 
         Args:
             values: Parameters and buffers by their names in the module.
-            x: The batch.
+            x: The batch, an array or several as in the example.
             key: Random key; None in evaluation mode.
             float_type: Dtype of the computation.
 
@@ -81,12 +83,18 @@ class TracedModule:
             (outputs, values of updated buffers by name, whether random numbers were drawn).
         """
         context = Context(key, float_type)
-        inputs = []
+        inputs, parts = [], arrays_of(map_inputs(jnp.asarray, x))
+        if [*flat_inputs(x)] != self._names:
+            raise FedraxError(
+                f"{self._name} takes the inputs of its example, {', '.join(self._names)}, not"
+                f" {', '.join(flat_inputs(x))}"
+            )
+        remaining = zip(parts, self._takes_integers, strict=True)
         for node, spec in self.inputs.items():
             if spec.kind.name == "USER_INPUT":
-                x = jnp.asarray(x)
-                widen = self._takes_integers and jnp.issubdtype(x.dtype, jnp.integer)  # int8 would overflow
-                inputs.append(x.astype(jnp.int32) if widen else x)
+                part, takes_integers = next(remaining)
+                widen = takes_integers and jnp.issubdtype(part.dtype, jnp.integer)  # int8 would overflow
+                inputs.append(part.astype(jnp.int32) if widen else part)
             else:
                 value = jnp.asarray(
                     self.constants[node] if node in self.constants else values[_name_in_module(spec.target)]
@@ -95,20 +103,22 @@ class TracedModule:
         try:
             results = self._evaluate(self.graph, inputs, context)
         except FedraxError as error:
-            raise FedraxError(f"{error}{self._shape_hint(list(jnp.shape(x)[1:]))}") from error
+            raise FedraxError(f"{error}{self._shape_hint([list(a.shape[1:]) for a in parts])}") from error
         updated = {}
         for spec, value in zip(self.outputs, results, strict=True):
             if spec.kind.name == "BUFFER_MUTATION":
                 updated[_name_in_module(spec.target)] = value
         return results[-1], updated, context.has_drawn
 
-    def _shape_hint(self, shape: list[int]) -> str:
+    def _shape_hint(self, shapes: list[list[int]]) -> str:
         """A possible cause of an error: samples of another shape than those of the example."""
-        if shape == self._sample_shape:
+        pair = next((pair for pair in zip(shapes, self._sample_shapes, strict=True) if pair[0] != pair[1]), None)
+        if pair is None:
             return ""
-        channels_last = len(shape) == 3 and shape == [*self._sample_shape[1:], self._sample_shape[0]]
+        shape, expected = pair
+        channels_last = len(shape) == 3 and shape == [*expected[1:], expected[0]]
         remedy = ": from_torch(..., channels_last=True) transposes them" if channels_last else ""
-        return f"; the example had samples of shape {self._sample_shape}, and these have {shape}{remedy}"
+        return f"; the example had samples of shape {expected}, and these have {shape}{remedy}"
 
     def _evaluate(self, graph: Any, inputs: list, context: Context) -> Any:
         """The outputs of a graph."""
@@ -160,12 +170,14 @@ class TracedModule:
         outputs = [spec for spec in self.outputs if spec.kind.name == "USER_OUTPUT"]
         if has_objects or len(outputs) != 1 or len(self.outputs) != 1 + len(self.updated_buffers):
             mode = " in training" if self._training else ""
-            raise FedraxError(f"{self._name} must map one array to one array{mode}: wrap it in a module that does")
-        node = next(n for n in self.graph.graph.nodes if n.op == "placeholder" and n.name == self._user_input())
-        size = node.meta["val"].shape[0]
-        if isinstance(size, int):
-            raise FedraxError(fixed_batch_message(len(example), self._name))
-        self._check_range(self._bounds.get(size.node.expr), len(example))
+            raise FedraxError(f"{self._name} must map a batch to one array{mode}: wrap it in a module that does")
+        rows = len(arrays_of(example)[0])
+        for node in self.graph.graph.nodes:
+            if node.op == "placeholder" and node.name in self._user_inputs():
+                size = node.meta["val"].shape[0]
+                if isinstance(size, int):
+                    raise FedraxError(fixed_batch_message(rows, self._name))
+                self._check_range(self._bounds.get(size.node.expr), rows)
 
     def _check_range(self, bounds: Any, size: int) -> None:
         """Raise FedraxError if the trace is valid only for a range of batch sizes: it has one branch of a condition."""
@@ -175,9 +187,9 @@ class TracedModule:
                 f" for fewer than {bounds.lower} or more than {bounds.upper}"
             )
 
-    def _user_input(self) -> str:
-        """Name of the node of the batch."""
-        return next(node for node, spec in self.inputs.items() if spec.kind.name == "USER_INPUT")
+    def _user_inputs(self) -> set[str]:
+        """Names of the nodes of the batch."""
+        return {node for node, spec in self.inputs.items() if spec.kind.name == "USER_INPUT"}
 
 
 def fixed_batch_message(size: int, name: str) -> str:

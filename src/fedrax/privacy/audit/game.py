@@ -99,8 +99,8 @@ def observe_client(
     if not 1 <= rounds <= MAX_ROUNDS:
         raise FedraxError(f"rounds must be 1 to {MAX_ROUNDS}, not {rounds}")
     keys = jax.random.split(purpose_key(seed, AUDIT), runs)
-    samples = Batch(jnp.asarray(client.x), jnp.asarray(client.y))
-    other = samples if bystander is None else Batch(jnp.asarray(bystander.x), jnp.asarray(bystander.y))
+    samples = jax.tree.map(jnp.asarray, client)
+    other = samples if bystander is None else jax.tree.map(jnp.asarray, bystander)
     options = _StaticOptions(task, rounds, seen, min(_RUNS_AT_ONCE, runs), drawn, size is not None, precision)
     program = _program(options, CodeFingerprint(algorithm, task))
     own = jnp.int32(len(samples.y) if size is None else size)

@@ -20,6 +20,7 @@ from fedrax.contract.task import Batch
 from fedrax.contract.traits import Traits
 from fedrax.contract.wrapper import Wrapper
 from fedrax.errors import FedraxError
+from fedrax.inputs import has_several
 from fedrax.privacy.mechanisms.noise import clip_by_norm, gradient_count_only, with_noise
 from fedrax.privacy.mechanisms.taint import find_leak
 from fedrax.privacy.releases import Release
@@ -214,9 +215,9 @@ def linear_noise(key: Array, model: Tree, alpha: Any) -> Tree:
 
 def unit_features(x: Any) -> Any:
     """Features x [B, ...] with each sample divided by its norm if that is above 1."""
-    if not jnp.issubdtype(x.dtype, jnp.floating):
+    if has_several(x) or not jnp.issubdtype(x.dtype, jnp.floating):
         raise FedraxError(
-            "objective perturbation needs floating-point features: convert them, or set guarantee = 'none'"
+            "objective perturbation needs one array of floating-point features: convert them, or set guarantee = 'none'"
         )
     length = jnp.sqrt(jnp.sum(x.reshape(len(x), -1) ** 2, axis=1))
     return x / jnp.maximum(length, 1).reshape(-1, *[1] * (x.ndim - 1))

@@ -160,8 +160,7 @@ def describe_nonfinite_samples(federation: Federation) -> str:
     Samples are checked when a federation is created. Arrays may have been changed since, and memory-mapped ones are not
     checked.
     """
-    x, y = map(nonfinite_rows, federation.train)
-    bad = np.union1d(x, y)
+    bad = np.unique(np.concatenate([nonfinite_rows(array) for array in federation.train.arrays]))
     if not len(bad):
         return ""
     client = int(np.searchsorted(federation.offsets, bad[0], side="right")) - 1

@@ -23,6 +23,7 @@ from fedrax.config.annotations import fields_of
 from fedrax.contract.algorithm import Algorithm
 from fedrax.data import Federation
 from fedrax.escaping import printable_line
+from fedrax.inputs import by_key
 from fedrax.participation.policy import ParticipationPolicy
 from fedrax.simulation.evaluation import TracedEvaluation
 from fedrax.simulation.persistence.checkpoint import FORMAT
@@ -140,7 +141,7 @@ def of_participation(policy: ParticipationPolicy) -> dict[str, str]:
 
 def of_data(federation: Federation) -> dict[str, str]:
     """The part of the identity that all runs on these data share: versions and a digest of the samples."""
-    sets = (*federation.train, *federation.test)
+    sets = [*federation.train.arrays, *federation.test.arrays, *by_key(federation.train.x)]
     digest = _digest([*sets, federation.offsets, *jax.tree.leaves(federation.test_offsets)])
     return {"versions": _versions(), "data": digest}
 

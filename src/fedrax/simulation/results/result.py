@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +17,7 @@ from fedrax.config.arguments import checked_arguments
 from fedrax.contract.model import Params, Variables, with_statistics
 from fedrax.errors import FedraxError, unknown, warn
 from fedrax.escaping import escape_matplotlib
+from fedrax.inputs import arrays_of, map_inputs
 from fedrax.simulation.persistence.model_file import save_model
 from fedrax.simulation.results.events import Event, rounds_done
 from fedrax.simulation.results.message_recorder import RecordedExchange
@@ -194,7 +197,7 @@ class Result:
         """Compute the model's outputs in evaluation mode.
 
         Args:
-            x: samples [n, ...] as the data set stores them.
+            x: inputs [n, ...] as the data set stores them, an array or several.
             client: number of a client, for the outputs of its model (see :meth:`client_model`); None: the global model.
 
         Returns:
@@ -206,9 +209,11 @@ class Result:
         outputs = None if self.task is None else self.task.outputs
         if outputs is None:
             raise FedraxError("predict needs a task with outputs: give Task(..., outputs=...)")
-        x = np.asarray(x)
+        x = map_inputs(np.asarray, dict(x) if isinstance(x, Mapping) else x)
+        rows = len(arrays_of(x)[0])
         model, compiled = self.model if client is None else self.client_model(client), xla.jit(outputs)
-        parts = [compiled(model, x[start : start + _BATCH]) for start in range(0, max(1, len(x)), _BATCH)]
+        batches = (map_inputs(itemgetter(slice(at, at + _BATCH)), x) for at in range(0, max(1, rows), _BATCH))
+        parts = [compiled(model, batch) for batch in batches]
         return np.concatenate([np.asarray(part) for part in parts])
 
     def _record(self, client: int) -> Any:
