@@ -3,21 +3,24 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
 import polars as pl
 import pytest
 
-from fedrax import FedAvg, Federation, FedraxError, classification, simulate
+from fedrax import FedAvg, Federation, FedraxError, LocalSGD, classification, simulate
 from fedrax.contract import Batch
 from fedrax.contract.task import margin
 from fedrax.data import Samples
 from fedrax.experiments import experiment
-from fedrax.models import Linear, Model, SentencePairs, Tweets
+from fedrax.models import Linear, Model, SentencePairs, Tweets, cut_padding, from_linen
 from fedrax.models.lstm import lstm
 from fedrax.models.text_networks import lstm_states
+from fedrax.privacy import SampleDP
 
 WORDS = ("a", "b", "c")
 KEY = jax.random.key(1)
@@ -172,3 +175,68 @@ def test_word_indices_out_of_range_are_rejected(number: int) -> None:
         federation = Federation.from_arrays(samples["train"], [0, 1, 0], [0, 0, 1], test=(samples["test"], [0, 1, 0]))
         with pytest.raises(FedraxError, match=rf"from .*{number}.*, and the model tweets has embeddings for 0 .*to 4"):
             simulate(FedAvg(), task, federation, rounds=1, cohort_size=1)
+
+
+class Reader(flax.linen.Module):
+    """Attention among the tokens that are not padding, with their positions."""
+
+    @flax.linen.compact
+    def __call__(self, input_ids: Any, attention_mask: Any) -> Any:
+        seen = attention_mask != 0
+        at = self.param("positions", flax.linen.initializers.normal(1.0), (12, 6))[: input_ids.shape[1]]
+        h = flax.linen.Embed(9, 6)(input_ids) + at
+        scores = jnp.where(seen[:, None], h @ h.swapaxes(1, 2), -1e9)
+        mean = jnp.where(seen[..., None], jax.nn.softmax(scores) @ h, 0).sum(1) / seen.sum(1, keepdims=True)
+        return flax.linen.Dense(3)(mean)
+
+
+def texts_of_many_lengths(rows: int = 48) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    mask = (np.arange(12) < rng.integers(1, 13, (rows, 1))).astype(np.int32)
+    return {"input_ids": rng.integers(1, 9, (rows, 12), np.int32) * mask, "attention_mask": mask}
+
+
+@pytest.mark.parametrize(
+    ("method", "plan"),
+    [
+        (FedAvg(local=LocalSGD(lr=0.3, epochs=1, batch_size=4)), "scan"),
+        (FedAvg(local=LocalSGD(lr=0.3, epochs=1, batch_size=4)), "vmap"),
+        (SampleDP(FedAvg(local=LocalSGD(lr=0.3, steps=2, batch_size=4))), "scan"),
+    ],
+)
+def test_cut_padding_changes_nothing(method: Any, plan: Any):
+    x = texts_of_many_lengths()
+    y = np.random.default_rng(1).integers(0, 3, len(x["input_ids"]))
+    federation = Federation.from_arrays(x, y, np.arange(len(y)) % 4, test=(x, y))
+    whole = from_linen(Reader(), jax.tree.map(lambda a: a[:2], x))
+    runs = [
+        simulate(method, classification(model), federation, rounds=2, cohort_size=3, plan=plan, progress=False)
+        for model in (whole, cut_padding(whole, (3, 6)))
+    ]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), runs[0].params, runs[1].params)
+    assert runs[0].events[-1]["test_loss"] == pytest.approx(runs[1].events[-1]["test_loss"], rel=1e-5)
+
+
+def test_clients_side_by_side_compute_one_length():
+    """A branch is chosen by the longest text of all, in place of computing every branch."""
+    x = texts_of_many_lengths(6)
+    widths: list[int] = []
+
+    def apply(params: Any, x: Any, key: Any = None) -> Any:
+        widths.append(x["input_ids"].shape[1])
+        return jnp.where(x["attention_mask"] != 0, params[x["input_ids"]], 0)
+
+    model = cut_padding(Model(lambda key: jnp.arange(9.0), apply), (3, 6))
+    params, batches = jnp.arange(9.0), jax.tree.map(lambda a: a.reshape(3, 2, 12), x)
+    together = jax.vmap(model.apply, (None, 0))
+    np.testing.assert_array_equal(together(params, batches).reshape(6, 12), x["input_ids"])
+    assert set(widths) == {3, 6, 12}
+    made = jax.make_jaxpr(together)(params, batches)
+    (branches,) = (e.params["branches"] for e in made.jaxpr.eqns if e.primitive.name == "cond")
+    assert len(branches) == 3
+    tokens = cut_padding(Model(lambda key: params, lambda p, x, key=None: p[x].sum(1)), (3, 6))
+    np.testing.assert_array_equal(tokens.apply(params, x["input_ids"]), x["input_ids"].sum(1))
+    with pytest.raises(FedraxError, match="needs samples with the input 'mask'"):
+        cut_padding(model, (3,), mask="mask").apply(params, x)
+    with pytest.raises(FedraxError, match="lengths must be integers of 1 or more"):
+        cut_padding(model, ())

@@ -14,6 +14,7 @@ from fedrax.models.convolutional import TinyNN as TinyNN
 from fedrax.models.finetuning import FineTunedModel as FineTunedModel
 from fedrax.models.finetuning import freeze as freeze
 from fedrax.models.finetuning import lora as lora
+from fedrax.models.padding import cut_padding as cut_padding
 from fedrax.models.polynomial import Polynomial as Polynomial
 from fedrax.models.pytorch import TorchModel as TorchModel
 from fedrax.models.pytorch import from_torch as from_torch
