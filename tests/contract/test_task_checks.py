@@ -176,3 +176,45 @@ def test_unnamed_statistics_are_rejected():
     task = classification(Model(lambda key: Variables({"w": jnp.zeros((4, 3))}, jnp.zeros(3)), apply, train=train))
     with pytest.raises(FedraxError, match="running statistics are arrays by name"):
         run(task)
+
+
+WORDS, POSITIONS = 7, 5
+
+
+def transformer_like(positions: int = POSITIONS, **embed: Any) -> Model:
+    """Looks up tokens and positions, as models of texts do."""
+
+    def apply(params: Any, x: Any, key: Any = None) -> jax.Array:
+        tokens = x["tokens"]
+        at = params["at"][jnp.arange(tokens.shape[1])]
+        return (jnp.take(params["words"], tokens, axis=0, mode=embed.get("mode")) + at).sum(1) @ params["out"]
+
+    def init(key: Any) -> Any:
+        return {"words": jnp.ones((WORDS, 3)), "at": jnp.ones((positions, 3)), "out": jnp.ones((3, 2))}
+
+    return Model(init, apply, name="reader")
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "says"),
+    [
+        (
+            transformer_like(),
+            np.full((4, 5), 7),
+            r"x\['tokens'\] of 'arrays' holds integers from 7 to 7, by which the mo",
+        ),
+        (transformer_like(), np.full((4, 5), -8), "a table of 7: encode texts by the model's own tokenizer"),
+        (transformer_like(), np.zeros((4, 6), int), "reader has 5 positions, and looks up 6 for .*: shorten them to 5"),
+        (transformer_like(), np.full((4, 5), 6), None),
+        (transformer_like(), np.full((4, 5), -7), None),
+        (transformer_like(mode="clip"), np.full((4, 5), 99), None),
+    ],
+)
+def test_tokens_and_positions_are_within_the_tables(model: Model, tokens: np.ndarray, says: str | None):
+    inputs = {"tokens": tokens.astype(np.int32), "weight": np.ones(4, np.float32)}
+    federation = Federation.from_arrays(inputs, [0, 1, 0, 1], [0, 0, 1, 1])
+    if says is None:
+        simulate(FedAvg(), classification(model), federation, rounds=0, cohort_size=1)
+        return
+    with pytest.raises(FedraxError, match=says):
+        simulate(FedAvg(), classification(model), federation, rounds=0, cohort_size=1)

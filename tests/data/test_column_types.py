@@ -103,10 +103,12 @@ def test_distinct_measured_integers_are_not_row_identifiers(tmp_path: Path):
 
 
 def test_free_text_is_rejected_as_a_category(tmp_path: Path):
-    """Messages with line breaks, for which another reader has a tokenizer."""
+    """Newsgroup messages with line breaks; as texts they are read word by word."""
     rows = "".join(f'"Hello all,\n this ""is"" message {i}\nregards",{"ab"[i % 2]}\n' for i in range(80))
-    with pytest.raises(FedraxError, match="max_categories; the reader huggingface reads such texts word by word"):
-        load("csv", path=write(tmp_path / "news.csv", "text,label\n" + rows))
+    path = write(tmp_path / "news.csv", "text,label\n" + rows)
+    with pytest.raises(FedraxError, match=r"max_categories, or read it as texts, texts = \['text'\]"):
+        load("csv", path=path)
+    assert load("csv", path=path, texts=["text"], length=9).train.x.shape == (64, 9)
 
 
 def test_one_hot_columns_that_exceed_memory_are_rejected(tmp_path: Path):

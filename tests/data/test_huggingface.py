@@ -116,8 +116,37 @@ def test_images_texts_and_lists(tmp_path: Path) -> None:
     arrays = from_huggingface(lists, columns=("x",), test_fraction=0.0)
     assert arrays.train.x.tolist() == [[[1, 2], [3, 4]], [[5, 6], [7, 8]]]
     assert from_huggingface(lists, columns=("v",), test_fraction=0.0).train.x.tolist() == [[1.5], [2.5]]
-    with pytest.raises(FedraxError, match="not read together with others"):
-        from_huggingface(lists)
+    both = from_huggingface(lists, test_fraction=0.0)
+    assert {name: a.shape for name, a in both.train.x.items()} == {"v": (2, 1), "x": (2, 2, 2)}
+
+
+def test_columns_of_several_kinds_are_several_inputs() -> None:
+    shades, ages = [10, 20, 30, 40], [5.0, 6.0, 7.0, 8.0]
+    columns = {"scan": [picture(s) for s in shades], "age": ages, "note": ["a b", "c", "b", "a"], "label": [0, 1, 0, 1]}
+    kinds = {"scan": datasets.Image(), "age": Value("float64"), "note": Value("string"), "label": Value("int64")}
+    records = datasets.Dataset.from_dict(columns, features=EncodedFeatures(kinds))
+    options: dict[str, Any] = {"test_fraction": 0.0, "standardize": "none", "size": (2, 2)}
+
+    def letters(text: str) -> list[int]:
+        return [ord(letter) - 96 for letter in text.replace(" ", "")]
+
+    made = from_huggingface(records, texts=("note",), tokenizer=letters, **options)
+    x = made.train.x
+    assert sorted(x) == ["attention_mask", "features", "input_ids", "scan"] and made.feature_names == ("age",)
+    assert x["scan"][:, 0, 0, 0].tolist() == shades and x["features"].ravel().tolist() == ages
+    assert x["input_ids"].tolist() == [[1, 2], [3, 0], [2, 0], [1, 0]] and made.pixels == "scan"
+    federation = Federation.from_dataset(made, DirichletClasses(2, 1.0), seed=0)
+    scaled = federation.preprocess()(federation.train.x)  # type: ignore[misc]
+    np.testing.assert_array_equal(scaled["input_ids"], federation.train.x["input_ids"])
+    assert abs(float(scaled["scan"].mean())) < 1e-5
+    words = from_huggingface(records, texts=("note",), drop=("age",), length=2, size=(2, 2), test_fraction=0.0)
+    assert words.train.x["tokens"].shape == (4, 2) and sorted(words.train.x) == ["scan", "tokens"]
+    encoded = from_huggingface(records, columns=("note",), tokenizer=letters, test_fraction=0.0)
+    np.testing.assert_array_equal(encoded.train.x["input_ids"], x["input_ids"])
+    with pytest.raises(FedraxError, match="tokenizer has no effect on features and images: leave it out"):
+        from_huggingface(records, drop=("note",), tokenizer=letters, **options)
+    with pytest.raises(FedraxError, match="scan, other are images, of which a sample may have one"):
+        from_huggingface(records.add_column("other", [picture(1)] * 4), drop=("note",), **options)
 
 
 def test_unsupported_datasets_are_rejected(tmp_path: Path) -> None:

@@ -1,14 +1,18 @@
 """Tokens, vocabularies, word vectors, and the readers of sentence pairs and tweets."""
 
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import polars as pl
 import pytest
 
-from fedrax import FedraxError
-from fedrax.data import Federation, Natural, load
+from fedrax import FedAvg, FedraxError, classification, simulate
+from fedrax.data import Federation, Natural, encode_texts, load, next_tokens
 from fedrax.data.readers.text_data import MAX_LINE, build_vocabulary, encode_words, read_word_vectors, tokenize
+from fedrax.models import Model
 
 
 def test_tokens_are_lower_case_words_and_single_punctuation_marks() -> None:
@@ -168,3 +172,87 @@ def test_words_in_other_scripts():
     assert (
         tokenize("हिन्दी में") == ["हिन्दी", "में"] and len(tokenize("İstanbul")) == 1
     )  # combining marks are no letters in Python
+
+
+def letters(*texts: str) -> list[int]:
+    return [ord(letter) - 96 for text in texts for letter in text]
+
+
+def test_tokens_of_a_function_have_a_mask() -> None:
+    encoded = encode_texts(["abc", "", "b"], letters)
+    assert {name: a.tolist() for name, a in encoded.items()} == {
+        "attention_mask": [[1, 1, 1], [0, 0, 0], [1, 0, 0]],
+        "input_ids": [[1, 2, 3], [0, 0, 0], [2, 0, 0]],
+    }
+    assert all(a.dtype == np.int32 for a in encoded.values())
+    cut = encode_texts(["abc"], letters, pairs=["ba"], length=4)
+    assert cut["input_ids"].tolist() == [[1, 2, 3, 2]] and cut["attention_mask"].all()
+    assert encode_texts(["a"], letters, length=3)["input_ids"].tolist() == [[1, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"texts": ["a", None]}, "a text is wanted, not None"),
+        ({"pairs": ["a"]}, "a second text for each text, and there are 1 for 2"),
+        ({"length": 0}, "room for 1 token or more, not 0"),
+        ({"tokenizer": str}, "a list of token numbers for each text, not 'a'"),
+        ({"tokenizer": lambda text: [0.5]}, "a list of token numbers"),
+        ({"tokenizer": lambda text: [-1]}, "these in -1 to -1"),
+        ({"tokenizer": "bert"}, "tokenizer must be one of transformers, or a function, not str"),
+    ],
+)
+def test_what_is_no_tokenizer_raises_a_clear_error(given: dict[str, Any], says: str) -> None:
+    options: dict[str, Any] = {"texts": ["a", "b"], "tokenizer": letters} | given
+    with pytest.raises(FedraxError, match=says):
+        encode_texts(**options)
+
+
+def test_columns_of_a_table_are_texts(tmp_path: Path) -> None:
+    path, names = tmp_path / "reviews.csv", ["shop", "title", "review", "stars", "good"]
+    rows = [["a", "007", "good, very good", 5, 1], ["a", "no", "bad", 1, 0], ["b", "007", "good", 4, 1]]
+    pl.DataFrame(dict(zip(names, zip(*rows, strict=True), strict=True))).write_csv(path)
+    options: dict[str, Any] = {"path": path, "label": "good", "client": "shop", "test_fraction": 0.0, "length": 3}
+    one = load("csv", texts=["review"], drop=("title", "stars"), **options)
+    assert one.vocabulary == ("good", ",", "bad", "very") and one.client_names == ("a", "b")
+    assert one.train.x.tolist() == [[2, 3, 5], [4, 0, 0], [2, 0, 0]] and one.train.y.tolist() == [1, 0, 1]
+    two = load("csv", texts=["title", "review"], columns=("title", "review"), **options)
+    assert two.train.x.shape == (3, 2, 3) and "007" in two.vocabulary
+    both = load("csv", texts=["review"], drop=("title",), standardize="none", **options)
+    assert both.train.x["features"].tolist() == [[5], [1], [4]] and both.feature_names == ("stars",)
+    np.testing.assert_array_equal(both.train.x["tokens"], one.train.x)
+    for changes, says in (
+        ({"texts": ["good"]}, "texts names one column of texts, or two for pairs of texts, not 'good', which has"),
+        ({"texts": ["a", "b", "c"]}, "or two for pairs of texts, not a, b, c"),
+        ({"texts": ["text"]}, "column of .*reviews.csv"),
+        ({}, "length has no effect without texts"),
+        ({"texts": ["review"], "drop": ("title",), "tokenizer": str(tmp_path / "none")}, "transformers"),
+    ):
+        with pytest.raises(FedraxError, match=says):
+            load("csv", **(options | changes))
+
+
+def test_the_next_token_is_predicted_where_there_is_one() -> None:
+    """The loss is the mean of samples, perplexity that of all tokens, as NumPy computes them."""
+    texts = ["abcabc", "ab", "cabab", "bca"]
+    x = encode_texts(texts, letters)
+    y = next_tokens(x)
+    assert y[1].tolist() == [2, -1, -1, -1, -1, -1] and (y >= 0).sum() == sum(len(text) - 1 for text in texts)
+    assert next_tokens([[4, 5]]).tolist() == [[5, -1]]
+    data = Federation.from_arrays(x, y, [0, 0, 1, 1], test=(x, y), num_classes=4, padding=-1)
+    table = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
+    model = Model(
+        lambda key: {"table": jnp.asarray(table)}, lambda params, x, key=None: params["table"][x["input_ids"]]
+    )
+    task = classification(model, padding=-1, metrics=["perplexity"])
+    found = simulate(FedAvg(), task, data, rounds=0, cohort_size=2, eval_first=True, progress=False).events[-1]
+    log_p = table - np.log(np.exp(table).sum(1, keepdims=True))
+    lost = [[-log_p[a, b] for a, b in zip(letters(t), letters(t)[1:], strict=False)] for t in texts]
+    assert found["test_loss"] == pytest.approx(np.mean([np.mean(one) for one in lost]), rel=1e-5)
+    assert found["test_perplexity"] == pytest.approx(np.exp(np.mean(np.concatenate(lost))), rel=1e-5)
+    before = jax.tree.map(np.asarray, model.init(None))
+    after = simulate(FedAvg(), task, data, rounds=1, cohort_size=2, progress=False).params
+    moved = (np.asarray(after["table"]) != before["table"]).any(1)
+    assert moved.tolist() == [False, True, True, True]  # padding is never a token
+    with pytest.raises(FedraxError, match="takes 'input_ids' and 'attention_mask'"):
+        next_tokens({"tokens": x["input_ids"]})

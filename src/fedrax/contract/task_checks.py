@@ -10,12 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import use_abstract_mesh
 
 from fedrax import tree, xla
 from fedrax.config.user_errors import innermost_user_frame, tracing_message
+from fedrax.contract.lookups import find_lookups, index_outside
 from fedrax.errors import FedraxError, warn
-from fedrax.inputs import arrays_of, by_key, describe_inputs, has_several, map_inputs
+from fedrax.inputs import arrays_of, by_key, describe_inputs, has_several, map_inputs, named_inputs
 
 MANY = 16 * xla.TRACE_BATCH
 """Batch size of the second attempt, for models that need a multiple of two, four, eight or sixteen samples."""
@@ -72,9 +74,15 @@ def _check_of(rows: int, task: Any, variables: Any, samples: Any, federation: An
     _check_per_sample("loss", losses, rows)
     if not jnp.issubdtype(losses.dtype, jnp.floating):
         raise FedraxError(f"the task's loss must be floating-point numbers, not {losses.dtype}, which have no gradient")
-    metrics = dict(task.metrics)
-    if task.one_output_a_class and task.outputs is not None:
-        _enough_outputs(traced("model", about, task.outputs, variables, batch.x).shape[-1:], federation.num_classes)
+    metrics, counted = dict(task.metrics), task.one_output_a_class and task.outputs is not None
+    if task.outputs is not None and any(jnp.issubdtype(a.dtype, jnp.integer) for a in arrays_of(batch.x)):
+        closed, _ = traced("model", about, task.outputs, variables, batch.x, how=xla.trace_inlined)
+        check_lookups(task, closed, federation)
+        outputs: Any = closed.out_avals[0]
+    elif counted and task.outputs is not None:
+        outputs = traced("model", about, task.outputs, variables, batch.x)
+    if counted:
+        _enough_outputs(outputs.shape[-1:], federation.num_classes)
         metrics.pop("accuracy", None)  # built in
     for name, metric in metrics.items():
         values = traced(f"metric {name!r}", about, metric, variables, batch)
@@ -107,6 +115,28 @@ def check_words(task: Any, federation: Any) -> None:
                 raise FedraxError(
                     f"the samples of {federation.name!r} are token indices from {least} to {largest}, and the model"
                     f" {task.name.rpartition('/')[2]} has embeddings for 0 (padding) to {task.words - 1}"
+                )
+
+
+def check_lookups(task: Any, closed: ClosedJaxpr, federation: Any) -> None:
+    """Raise FedraxError for tokens and positions that a traced model looks up outside of its tables."""
+    arrays, model = named_inputs(federation.train.x), task.name.rpartition("/")[2]
+    for lookup in find_lookups(closed, closed.jaxpr.invars[-len(arrays) :]):
+        if lookup.largest is not None and lookup.largest >= lookup.size:
+            raise FedraxError(
+                f"the model {model} has {lookup.size} positions, and looks up {lookup.largest + 1} for the samples of"
+                f" {federation.name!r} ({describe_inputs(federation.train.x)}): shorten them to {lookup.size}"
+            )
+        if lookup.input is None:
+            continue
+        name, _ = arrays[lookup.input]
+        for part in (federation.train, federation.test):
+            found = index_outside(arrays_of(part.x)[lookup.input], lookup.size)
+            if found is not None:
+                raise FedraxError(
+                    f"{name} of {federation.name!r} holds integers from {found[0]} to {found[1]}, by which the model"
+                    f" {model} looks up rows of a table of {lookup.size}: encode texts by the model's own tokenizer, or"
+                    " enlarge its embedding"
                 )
 
 
@@ -188,11 +218,14 @@ def _enough_outputs(found: tuple[int, ...], num_classes: int | None) -> None:
         )
 
 
-def traced(what: str, about: str, function: Callable, *arguments: Any) -> Any:
-    """The shapes of what ``function`` returns; FedraxError that mentions ``about`` if it cannot be traced."""
+def traced(what: str, about: str, function: Callable, *arguments: Any, how: Callable = jax.eval_shape) -> Any:
+    """The shapes of what ``function`` returns; FedraxError that mentions ``about`` if it cannot be traced.
+
+    how: what traces a function with its arguments.
+    """
     try:
         with use_abstract_mesh(xla.NO_MESH):  # the trace is cached and reused for the gradients
-            return jax.eval_shape(function, *arguments)
+            return how(function, *arguments)
     except FedraxError:
         raise
     except (TypeError, ValueError) as error:  # what JAX raises for shapes and dtypes that do not match

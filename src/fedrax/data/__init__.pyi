@@ -26,6 +26,8 @@ from fedrax.data.readers.huggingface import from_huggingface as from_huggingface
 from fedrax.data.readers.text_data import build_vocabulary as build_vocabulary
 from fedrax.data.readers.text_data import encode_words as encode_words
 from fedrax.data.readers.text_data import tokenize as tokenize
+from fedrax.data.readers.token_data import encode_texts as encode_texts
+from fedrax.data.readers.token_data import next_tokens as next_tokens
 from fedrax.data.registry import DATASETS as DATASETS
 from fedrax.data.registry import DatasetEntry as DatasetEntry
 from fedrax.data.registry import download as download

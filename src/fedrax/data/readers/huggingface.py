@@ -31,13 +31,14 @@ from fedrax.data.readers.images import (
 from fedrax.data.readers.table_files import cast_numeric
 from fedrax.data.readers.tabular import (
     ColumnRoles,
+    TableInputs,
     TableRows,
     check_columns,
     concatenate_tables,
-    dataset_from_table,
     label_notes,
 )
 from fedrax.data.readers.text_data import MAX_CHARACTERS, build_vocabulary, encode_characters, encode_words, tokenize
+from fedrax.data.readers.token_data import DEFAULT_WORDS, TextReader
 from fedrax.errors import FedraxError, unknown
 
 if TYPE_CHECKING:
@@ -62,9 +63,11 @@ def load_huggingface(
     size: tuple[int, int] | None = None,
     color: Literal["rgb", "gray"] = "rgb",
     tokens: Literal["words", "characters"] = "words",
-    length: int = 40,
+    length: int | None = None,
     min_count: int = 1,
     largest: int = 100_000,
+    texts: tuple[str, ...] = (),
+    tokenizer: str | None = None,
     standardize: Literal["all", "client", "none"] = "all",
     missing: Literal["refuse", "mean"] | float = "refuse",
     missing_as: tuple[str, ...] = (),
@@ -79,15 +82,16 @@ def load_huggingface(
     ``length`` ``tokens`` are read (the vocabulary: training words that occur ``min_count`` times, at most ``largest``);
     or lists of numbers, all of one shape. Otherwise columns are features, with ``standardize``, ``missing``,
     ``missing_as``, ``categorical`` (also for a single text column), ``max_categories`` and ``different_columns`` as in
-    csv, the latter for splits and for Parquet files of a split. Options without effect on what the columns hold raise
-    an error. Natural clients are the values of ``client``; partitions use the column ``partition_by`` instead of the
-    label if it is given. Without ``test_split`` the test part is ``test_fraction`` of the rows of each client (without
-    clients, of each class).
+    csv, the latter for splits and for Parquet files of a split. Of several columns each one of images or lists is an
+    input by its name, and all others are the input ``features``; ``texts`` and ``tokenizer`` are those of csv. Options
+    without effect on what the columns hold raise an error. Natural clients are the values of ``client``; partitions use
+    the column ``partition_by`` instead of the label if it is given. Without ``test_split`` the test part is
+    ``test_fraction`` of the rows of each client (without clients, of each class).
     """
     given = dict(locals())
     chosen = ColumnRoles(label, client, partition_by, tuple(columns), tuple(drop), labels, standardize, missing)
     chosen = replace(chosen, categorical=tuple(categorical), max_categories=max_categories)
-    chosen = replace(chosen, different_columns=different_columns)
+    chosen = replace(chosen, different_columns=different_columns, texts=tuple(texts))
     if tokens not in ("words", "characters"):
         raise unknown("tokens:", tokens, ("words", "characters"))
     splits, name = _splits(path, different_columns)
@@ -100,47 +104,80 @@ def load_huggingface(
     notes += [] if getattr(features[label], "names", None) else label_notes(table, chosen)
     notes += _unused_split_notes(splits, train_split, test_split, name)
     owners = replace(owners, notes=(*owners.notes, *notes))
-    inputs = chosen.features(table, name)
-    kind = _sample_kind({column: _column_kind(table[column].dtype) for column in inputs}, chosen, given, name)
-    if kind == "features":
-        return dataset_from_table(table, chosen, owners, name, name)
-    column = table[inputs[0]]
-    if column.null_count():
-        raise FedraxError(f"{name}: column {inputs[0]!r} has missing values.")
-    if kind == "images":
-        return _image_dataset(column, owners, size, color, name)
-    if kind == "texts":
-        return _text_dataset(column, owners, tokens, length, min_count, largest, name)
-    return owners.dataset(name, _nested_lists(column, name))
+    kinds = {column: _column_kind(table[column].dtype) for column in chosen.features(table, name)}
+    single = next(iter(kinds)) if len(kinds) == 1 and not texts else None
+    if single is not None and kinds[single] == "text" and single not in categorical and tokenizer is not None:
+        chosen, kinds, single = replace(chosen, texts=(single,)), {}, None
+    found = _kinds_of_samples(kinds, chosen)
+    _reject_options_of_others(found, chosen, given)
+    if single is not None and found != {"features"}:
+        column = table[single]
+        if column.null_count():
+            raise FedraxError(f"{name}: column {single!r} has missing values.")
+        if found == {"images"}:
+            images, mean, std = _decoded(column, owners, size, color, name)
+            return replace(owners.dataset(name, images, (_STANDARDIZED,)), pixels=True, mean=mean, std=std)
+        if found == {"texts"}:
+            return _text_dataset(column, owners, tokens, length, min_count, largest, name)
+        return owners.dataset(name, _nested_lists(column, name))
+    nested = {column: kind for column, kind in kinds.items() if kind not in _SCALARS}
+    read = TextReader(tokenizer, length, min_count, largest)
+    inputs = TableInputs.of(table, chosen, owners, name, read, [column for column in kinds if column not in nested])
+    pictures = [column for column, kind in nested.items() if kind == "image"]
+    if len(pictures) > 1:
+        raise FedraxError(
+            f"{name}: {', '.join(pictures)} are images, of which a sample may have one: leave others out."
+        )
+    x: Any = inputs.x
+    mean, std = (), ()
+    if nested and not isinstance(x, dict):
+        x = {} if x is None else {"tokens" if chosen.texts else "features": x}
+    for column, kind in nested.items():
+        if table[column].null_count():
+            raise FedraxError(f"{name}: column {column!r} has missing values.")
+        if kind == "image":
+            x[column], mean, std = _decoded(table[column], owners, size, color, name)
+        else:
+            x[column] = _nested_lists(table[column], name)
+    made = owners.dataset(name, x, (*inputs.notes, *([_STANDARDIZED] if pictures else [])))
+    made = replace(made, feature_names=inputs.feature_names, vocabulary=inputs.vocabulary)
+    return replace(made, pixels=pictures[0], mean=mean, std=std) if pictures else made
 
 
+_SCALARS = ("text", "number", "time")
+"""Kinds of columns with one value in each row."""
+_STANDARDIZED = "pixels are standardized by mean and deviation of the training images (normalize)"
+"""Note on images."""
 _OPTIONS = {
     "images": ("size", "color"),
     "texts": ("tokens", "length", "min_count", "largest"),
+    "tokens": ("tokenizer", "length", "min_count", "largest"),
     "lists": (),
     "features": ("standardize", "missing", "missing_as", "categorical", "max_categories"),
 }
 """Kinds of samples, and the options that apply to them."""
 
 
-def _sample_kind(kinds: dict[str, str], chosen: ColumnRoles, given: dict[str, Any], name: str) -> str:
-    """The kind of samples: features for several columns, or the kind of a single column; validates the options."""
-    odd = next((column for column, kind in kinds.items() if kind not in ("text", "number", "time")), None)
-    if odd is not None and len(kinds) > 1:
-        raise FedraxError(
-            f"{name}: column {odd!r} holds {kinds[odd]}s, which are not read together with others"
-            f" ({', '.join(kinds)}): choose one in columns."
-        )
-    if odd is not None:
-        found = "images" if kinds[odd] == "image" else "lists"
-    else:
-        texts = list(kinds.values()) == ["text"] and not set(kinds) <= set(chosen.categorical)
-        found = "texts" if texts else "features"
-    idle = sorted(option for of in _OPTIONS.values() for option in of if option not in _OPTIONS[found])
+def _kinds_of_samples(kinds: dict[str, str], chosen: ColumnRoles) -> set[str]:
+    """The kinds of inputs: of a single column its own; of several, images and lists, and features of all others."""
+    found = {"images" if kind == "image" else "lists" for kind in kinds.values() if kind not in _SCALARS}
+    scalars = [column for column, kind in kinds.items() if kind in _SCALARS]
+    if chosen.texts:
+        found.add("tokens")
+    elif len(kinds) == 1 and list(kinds.values()) == ["text"] and not set(kinds) <= set(chosen.categorical):
+        return {"texts"}
+    return found | ({"features"} if scalars else set())
+
+
+def _reject_options_of_others(found: set[str], chosen: ColumnRoles, given: dict[str, Any]) -> None:
+    """Raise FedraxError for options that apply to none of these kinds of inputs."""
+    used = {option for kind in found for option in _OPTIONS[kind]}
+    idle = sorted({option for of in _OPTIONS.values() for option in of} - used)
     if set(chosen.categorical) <= {chosen.label, chosen.partition_by}:  # which are no samples
         idle = [option for option in idle if option != "categorical"]
-    reject_unused_options(load_huggingface, f"on {found}", **{option: given[option] for option in idle})
-    return found
+    reject_unused_options(
+        load_huggingface, f"on {' and '.join(sorted(found))}", **{option: given[option] for option in idle}
+    )
 
 
 @checked_arguments
@@ -334,9 +371,10 @@ def _column_kind(dtype: Any) -> str:
     return "text" if dtype in (pl.String, pl.Categorical, pl.Enum) else "time"
 
 
-def _image_dataset(
+def _decoded(
     column: pl.Series, owners: TableRows, size: tuple[int, int] | None, color: str, name: str
-) -> Dataset:
+) -> tuple[np.ndarray, tuple[float, ...], tuple[float, ...]]:
+    """(images [n, height, width, channels], mean and standard deviation of the training images per channel)."""
     import polars as pl
 
     encoded = column if column.dtype == pl.Binary else column.struct.field("bytes")
@@ -346,9 +384,7 @@ def _image_dataset(
         )
     shape, mode = check_image_form(_first_image_size(encoded[0], name) if size is None else size, color)
     images = decode_images(encoded.to_list(), _open_bytes, shape, mode, name)
-    mean, std = channel_moments(images, owners.train)
-    note = "pixels are standardized by mean and deviation of the training images (normalize)"
-    return replace(owners.dataset(name, images, (note,)), pixels=True, mean=mean, std=std)
+    return images, *channel_moments(images, owners.train)
 
 
 def _open_bytes(data: bytes) -> AbstractContextManager[io.BytesIO]:
@@ -367,8 +403,9 @@ def _first_image_size(data: bytes, name: str) -> tuple[int, int]:
 
 
 def _text_dataset(
-    column: pl.Series, owners: TableRows, tokens: str, length: int, min_count: int, largest: int, name: str
+    column: pl.Series, owners: TableRows, tokens: str, length: int | None, min_count: int, largest: int, name: str
 ) -> Dataset:
+    length = DEFAULT_WORDS if length is None else length
     if not 1 <= length <= MAX_CHARACTERS or 4 * len(column) * length > MAX_BYTES:
         raise FedraxError(f"{name}: {len(column):,} texts of length {length} are none, or too much.")
     texts = [str(text)[:MAX_CHARACTERS] for text in column]

@@ -25,8 +25,10 @@ from fedrax.data.readers.assembly import (
     split_rows,
 )
 from fedrax.data.readers.table_files import CsvFormat, normalize_decimal, read_csv, zero_padded_columns
+from fedrax.data.readers.token_data import TextReader
 from fedrax.errors import FedraxError, unknown
 from fedrax.host_memory import host_memory
+from fedrax.inputs import Inputs
 
 if TYPE_CHECKING:
     import polars as pl
@@ -95,6 +97,7 @@ class ColumnRoles:
     max_categories: int = 50
     decimal: Literal[".", ","] = "."
     different_columns: Literal["refuse", "union", "intersection"] = "refuse"
+    texts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_choices(labels=self.labels, standardize=self.standardize, different_columns=self.different_columns)
@@ -109,6 +112,10 @@ class ColumnRoles:
             raise FedraxError(f"columns names {twice!r} twice.")
         if self.client in self.columns:
             raise FedraxError(f"columns names {self.client!r}, the column of clients, which cannot be a feature.")
+        wrong = next((name for name in self.texts if name in (*self.rows, *self.drop, *self.categorical)), None)
+        if wrong is not None or len(self.texts) > 2 or len(set(self.texts)) < len(self.texts):
+            found = f"{wrong!r}, which has another role" if wrong is not None else ", ".join(self.texts)
+            raise FedraxError(f"texts names one column of texts, or two for pairs of texts, not {found}.")
 
     @property
     def rows(self) -> list[str]:
@@ -118,24 +125,24 @@ class ColumnRoles:
     @property
     def named(self) -> list[str]:
         """All columns that must exist."""
-        return [*self.rows, *self.columns, *self.drop, *self.categorical]
+        return [*self.rows, *self.columns, *self.drop, *self.categorical, *self.texts]
 
     @property
     def of_names(self) -> list[str]:
-        """Columns of classes, clients and categories, whose values are names: 007 differs from 7."""
+        """Columns of classes, clients, categories and texts, whose values are read as written: 007 differs from 7."""
         classes = [self.label] if self.labels != "numbers" else []
-        return [*classes, *([self.client] if self.client is not None else []), *self.categorical]
+        return [*classes, *([self.client] if self.client is not None else []), *self.categorical, *self.texts]
 
     def uses(self, name: str) -> bool:
         """Whether a column has a role or is a feature."""
         is_selected = not self.columns or name in self.columns
-        return name in self.rows or (is_selected and name not in self.drop)
+        return name in (*self.rows, *self.texts) or (is_selected and name not in self.drop)
 
     def features(self, table: pl.DataFrame, path: object) -> list[str]:
         """The feature columns: the selected ones without those of other roles."""
-        others = {self.label, self.client, *self.drop}
+        others = {self.label, self.client, *self.drop, *self.texts}
         features = [name for name in (self.columns or table.columns) if name not in others]
-        if not features:
+        if not (features or self.texts):
             raise FedraxError(f"{path} has no feature left: label, client, columns and drop leave none of its columns.")
         return features
 
@@ -174,7 +181,7 @@ class TableRows:
         notes += () if clients is None else _unseen_in_training(clients, client_names, train, test, "client", "clients")
         return cls(y, names, clients, client_names, by, train, test, notes)
 
-    def dataset(self, name: str, x: np.ndarray, notes: tuple[str, ...] = ()) -> Dataset:
+    def dataset(self, name: str, x: Inputs, notes: tuple[str, ...] = ()) -> Dataset:
         """The data set of these rows with the inputs x [n, ...]."""
         samples, names = as_samples(x, self.y), self.client_names
         made = make_dataset(name, samples, self.clients, self.train, self.test, self.class_names, client_names=names)
@@ -404,6 +411,11 @@ def load_csv(
     separator: str = ",",
     decimal: Literal[".", ","] = ".",
     different_columns: Literal["refuse", "union", "intersection"] = "refuse",
+    texts: tuple[str, ...] = (),
+    tokenizer: str | None = None,
+    length: int | None = None,
+    min_count: int = 1,
+    largest: int = 100_000,
 ) -> Dataset:
     """Read a table with a header: the column ``label``, optionally a column ``client``, and features (float32).
 
@@ -423,10 +435,19 @@ def load_csv(
     "mean" replaces them by the mean of the training rows (of the client, if each client is standardized by itself), and
     a number takes their place before features are standardized. Missing texts are a category of their own.
     ``separator`` is the character between cells, ``decimal`` the decimal mark.
+
+    ``texts`` are one column of texts, or two for pairs of texts. Without a ``tokenizer`` they are ``length`` (40) words
+    of the vocabulary of the training rows, those that occur ``min_count`` times, at most ``largest``: int32
+    [n, length], of pairs [n, 2, length]. With one, a directory of a tokenizer of ``transformers``, they are the inputs
+    that `encode_texts` gives. Other features beside them are the input ``features``.
     """
     chosen = ColumnRoles(label, client, partition_by, tuple(columns), tuple(drop), labels, standardize, missing)
     chosen = replace(chosen, categorical=tuple(categorical), max_categories=max_categories, decimal=decimal)
-    chosen = replace(chosen, different_columns=different_columns)
+    chosen = replace(chosen, different_columns=different_columns, texts=tuple(texts))
+    read = TextReader(tokenizer, length, min_count, largest)
+    if not texts:
+        unused = {"tokenizer": tokenizer, "length": length, "min_count": min_count, "largest": largest}
+        reject_unused_options(load_csv, "without texts", **unused)
     if test_path is not None:
         reject_unused_options(load_csv, "where test_path holds the test rows", test_fraction=test_fraction)
     parts = [_TableSource.of(Path(p)) for p in (path, test_path) if p is not None]
@@ -435,20 +456,58 @@ def load_csv(
     table, chosen, first, notes = _read_tables(parts, CsvFormat(separator, decimal, tuple(missing_as)), chosen)
     where = str(path) if test_path is None else f"{path} and {test_path}"
     owners = TableRows.of(table, chosen, None if test_path is None else first, test_fraction, seed, where)
-    made = dataset_from_table(table, chosen, owners, Path(path).stem, where)
+    made = dataset_from_table(table, chosen, owners, Path(path).stem, where, read)
     if chosen.client != client:
         notes = [f"each of the {len(parts[0].files)} files of {path} is a client", *notes]
     return replace(made, notes=(*notes, *made.notes, *label_notes(table, chosen)))
 
 
-def dataset_from_table(table: pl.DataFrame, chosen: ColumnRoles, owners: TableRows, name: str, path: str) -> Dataset:
-    """The data set of a table with encoded and standardized features."""
-    names = chosen.features(table, path)
-    reject_text_in_numeric_columns(table, chosen, names, path)
-    features = _encode_features(table, chosen, owners.train, path)
-    x, notes = _standardize(features, owners.train, owners.clients, chosen.standardize, path)
-    made = owners.dataset(name, x, (*features.notes, *notes, *missing_marker_notes(table, chosen, names)))
-    return replace(made, feature_names=features.names)
+@dataclass(frozen=True)
+class TableInputs:
+    """The inputs of all rows of a table."""
+
+    x: Inputs | None
+    """Features float32 [n, features], tokens, or a dictionary of both; None if the table has neither."""
+    notes: tuple[str, ...] = ()
+    feature_names: tuple[str, ...] = ()
+    vocabulary: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, table: pl.DataFrame, chosen: ColumnRoles, owners: TableRows, path: str, read: TextReader, names: list[str]
+    ) -> TableInputs:
+        """Encode and standardize the feature columns ``names``, and encode the texts."""
+        made = cls(None)
+        if names:
+            reject_text_in_numeric_columns(table, chosen, names, path)
+            encoded = _encode_features(table, chosen, names, owners.train, path)
+            x, notes = _standardize(encoded, owners.train, owners.clients, chosen.standardize, path)
+            made = cls(x, (*encoded.notes, *notes), encoded.names)
+        made = replace(made, notes=(*made.notes, *missing_marker_notes(table, chosen, names)))
+        if not chosen.texts:
+            return made
+        tokens, words = read.encode([_texts_of(table, text, path) for text in chosen.texts], owners.train, path)
+        if made.x is not None:
+            tokens = {"features": made.x} | (tokens if isinstance(tokens, dict) else {"tokens": tokens})
+        return replace(made, x=tokens, vocabulary=words)
+
+
+def dataset_from_table(
+    table: pl.DataFrame, chosen: ColumnRoles, owners: TableRows, name: str, path: str, read: TextReader
+) -> Dataset:
+    """The data set of a table with its features, and with the texts that ``read`` encodes."""
+    inputs = TableInputs.of(table, chosen, owners, path, read, chosen.features(table, path))
+    made = owners.dataset(name, inputs.x, inputs.notes)
+    return replace(made, feature_names=inputs.feature_names, vocabulary=inputs.vocabulary)
+
+
+def _texts_of(table: pl.DataFrame, name: str, path: str) -> list[str]:
+    """The texts of a column; FedraxError if some are missing."""
+    import polars as pl
+
+    _reject_missing(table, name, path)
+    _reject_unsupported_type(table[name], path)
+    return table[name].cast(pl.String).to_list()
 
 
 @dataclass(frozen=True)
@@ -562,11 +621,13 @@ def _role(name: str, chosen: ColumnRoles) -> str:
     return options.get(name, "one of columns")
 
 
-def _encode_features(table: pl.DataFrame, chosen: ColumnRoles, train: np.ndarray, path: str) -> EncodedFeatures:
-    """The columns as numbers: texts one-hot encoded, missing values as ``chosen.missing`` says."""
+def _encode_features(
+    table: pl.DataFrame, chosen: ColumnRoles, names: list[str], train: np.ndarray, path: str
+) -> EncodedFeatures:
+    """The columns ``names`` as numbers: texts one-hot encoded, missing values as ``chosen.missing`` says."""
     parts: list[tuple[str, np.ndarray] | OneHotColumn] = []
     notes = []
-    for name in chosen.features(table, path):
+    for name in names:
         column = table[name].fill_nan(None) if table[name].dtype.is_float() else table[name]
         lost = column.null_count()
         if lost and chosen.missing == "refuse":
@@ -656,7 +717,7 @@ def _categorical_column(
     categories = sorted(set(words[train][~lost[train]]))
     if len(categories) > most:
         sentences = np.mean([category.count(" ") for category in categories]) >= FREE_TEXT_SPACES
-        hint = "; the reader huggingface reads such texts word by word from Parquet tables" if sentences else ""
+        hint = f", or read it as texts, texts = [{name!r}]" if sentences else ""
         raise FedraxError(
             f"{path}: column {name!r} has {len(categories):,} distinct texts, too many for categories (limit:"
             f" {most}): leave it out by drop, or raise max_categories{hint}."

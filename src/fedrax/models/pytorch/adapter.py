@@ -449,8 +449,25 @@ def _example_batch(torch: ModuleType, module: Any, example: Any, name: str) -> A
         cause = next((text for text in str(error).splitlines() if text.strip()), type(error).__name__)
         where = line_of_error(torch, error)
         shapes = " and ".join(str(tuple(part.shape)) for part in arrays_of(batch))
-        raise FedraxError(f"{name} does not take an example of shape {shapes} at {where}: {cause}") from error
+        hint = _size_hint(module, batch)
+        raise FedraxError(f"{name} does not take an example of shape {shapes} at {where}: {cause}{hint}") from error
     return batch
+
+
+def _size_hint(module: Any, batch: Any) -> str:
+    """What may be wrong with the tokens of an example: more than a model of ``transformers`` has positions or words."""
+    config = next((part.config for part in module.modules() if hasattr(part, "config")), None)
+    tokens = batch.get("input_ids") if isinstance(batch, dict) else batch
+    if config is None or has_several(tokens) or tokens is None or tokens.is_floating_point():
+        return ""
+    positions, words = (getattr(config, name, None) for name in ("max_position_embeddings", "vocab_size"))
+    if isinstance(positions, int) and tokens.ndim == 2 and tokens.shape[1] > positions:
+        return (
+            f"; texts have {tokens.shape[1]} tokens, and the model {positions} positions: shorten them to {positions}"
+        )
+    if isinstance(words, int) and int(tokens.max()) >= words:
+        return f"; there is a token {int(tokens.max())}, and the model has {words} words: use the model's own tokenizer"
+    return ""
 
 
 def _function(module: Any, function: ModuleFunction) -> Callable:
