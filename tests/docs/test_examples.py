@@ -18,7 +18,7 @@ EXAMPLES = ROOT / "examples"
 mpl.use("agg")
 
 
-LONG = ("own_method", "several_processes", "step_sizes", "client_drift", "fine_tuning")
+LONG = ("own_method", "several_processes", "step_sizes", "client_drift", "fine_tuning", "fine_tuning_text")
 """Examples that are run by ``make test-all`` only, because other tests cover most of their code."""
 
 
