@@ -164,12 +164,12 @@ def test_failed_start_of_a_sink_finishes_earlier_sinks() -> None:
 
     ended: list[Any] = []
 
-    def refuse(_: Any) -> None:
+    def raise_error(_: Any) -> None:
         raise FedraxError("there is no room")
 
     nothing = lambda _: None  # noqa: E731
     first = SimpleNamespace(start=nothing, event=nothing, finish=ended.append)
-    second = SimpleNamespace(start=refuse, event=nothing, finish=lambda _: ended.append("never begun"))
+    second = SimpleNamespace(start=raise_error, event=nothing, finish=lambda _: ended.append("never begun"))
     with pytest.raises(FedraxError, match="there is no room"):
         run(rounds=1, sinks=[first, second])
     assert ended == [None]
@@ -178,11 +178,11 @@ def test_failed_start_of_a_sink_finishes_earlier_sinks() -> None:
 def test_mlflow_ends_its_run_after_a_failed_start(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
-    def refuse(_: Any) -> None:
+    def raise_error(_: Any) -> None:
         raise ValueError
 
     begin = lambda run_name: calls.append("begun")  # noqa: E731
-    fake = SimpleNamespace(set_experiment=calls.append, start_run=begin, log_params=refuse, end_run=calls.append)
+    fake = SimpleNamespace(set_experiment=calls.append, start_run=begin, log_params=raise_error, end_run=calls.append)
     monkeypatch.setitem(sys.modules, "mlflow", fake)
     with pytest.raises(FedraxError, match="MLflow cannot start: ValueError"):
         sinks.MlflowSink("experiment").start(RUN)

@@ -150,38 +150,38 @@ def test_columns_of_several_kinds_are_several_inputs() -> None:
 
 
 def test_unsupported_datasets_are_rejected(tmp_path: Path) -> None:
-    def refused(message: str, given: Any, **options: Any) -> None:
+    def assert_rejected(message: str, given: Any, **options: Any) -> None:
         with pytest.raises(FedraxError, match=message):
             from_huggingface(given, **options)  # call the reader directly, because it accepts objects and paths
 
-    refused("download it first", tmp_path / "nothing")
-    refused("neither what save_to_disk writes", tmp_path)
+    assert_rejected("download it first", tmp_path / "nothing")
+    assert_rejected("neither what save_to_disk writes", tmp_path)
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no table")
-    refused("cannot be read as a Hugging Face", tmp_path / "bad.parquet")
+    assert_rejected("cannot be read as a Hugging Face", tmp_path / "bad.parquet")
     table().save_to_disk(tmp_path / "saved")
     (tmp_path / "saved/state.json").write_text("{")
-    refused("cannot be read as a Hugging Face", tmp_path / "saved")
-    refused("cannot be read: give a datasets.Dataset", table().to_iterable_dataset(), label="ill")
-    refused("cannot be read: give a datasets.Dataset", [1, 2])
-    refused("did you mean 'ill'", table(), label="il")
-    refused("unknown tokens", table(), tokens="bytes")
+    assert_rejected("cannot be read as a Hugging Face", tmp_path / "saved")
+    assert_rejected("cannot be read: give a datasets.Dataset", table().to_iterable_dataset(), label="ill")
+    assert_rejected("cannot be read: give a datasets.Dataset", [1, 2])
+    assert_rejected("did you mean 'ill'", table(), label="il")
+    assert_rejected("unknown tokens", table(), tokens="bytes")
     splits = datasets.DatasetDict({"train": table(), "test": table()})
-    refused("unknown split of huggingface 'training'", splits, label="ill", train_split="training")
-    refused("unknown split of huggingface 'tset'", splits, label="ill", test_split="tset")
+    assert_rejected("unknown split of huggingface 'training'", splits, label="ill", train_split="training")
+    assert_rejected("unknown split of huggingface 'tset'", splits, label="ill", test_split="tset")
     unlabeled = table().map(lambda row: {"ill": -1})
-    refused("-1 are rows without label", datasets.DatasetDict(train=table(), test=unlabeled), label="ill")
-    refused("without rows", table().select([]), label="ill")
+    assert_rejected("-1 are rows without label", datasets.DatasetDict(train=table(), test=unlabeled), label="ill")
+    assert_rejected("without rows", table().select([]), label="ill")
     ragged = datasets.Dataset.from_dict({"x": [[1], [1, 2]], "label": [0, 1]})
-    refused("all have one shape", ragged)
-    refused("must hold numbers", datasets.Dataset.from_dict({"x": [["a"], ["b"]], "label": [0, 1]}))
-    refused(
+    assert_rejected("all have one shape", ragged)
+    assert_rejected("must hold numbers", datasets.Dataset.from_dict({"x": [["a"], ["b"]], "label": [0, 1]}))
+    assert_rejected(
         "holds numbers that are not finite, in 1 rows, the first is row 1",
         datasets.Dataset.from_dict({"x": [[1.0], [float("inf")]], "label": [0, 1]}),
     )
     bad = [{"bytes": b"no image", "path": None}, {"bytes": None, "path": "/etc/hostname"}]
     kinds = EncodedFeatures({"image": datasets.Image(), "label": Value("int64")})
-    refused("not a readable", datasets.Dataset.from_dict({"image": bad[:1], "label": [0]}, features=kinds))
-    refused("stored as bytes", datasets.Dataset.from_dict({"image": bad[1:], "label": [0]}, features=kinds))
+    assert_rejected("not a readable", datasets.Dataset.from_dict({"image": bad[:1], "label": [0]}, features=kinds))
+    assert_rejected("stored as bytes", datasets.Dataset.from_dict({"image": bad[1:], "label": [0]}, features=kinds))
 
 
 def test_loading_scripts_are_not_run(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ class OwnMechanism(Noisy):
 
 
 @pytest.mark.parametrize(
-    ("method", "remembers"),
+    ("method", "uploads_depend_on_states"),
     [
         (ClientDP(OfOneLayer(local=LOCAL), noise=1.0), True),
         (OwnMechanism(local=LOCAL, noise=1.0, seen="public"), True),
@@ -95,7 +95,7 @@ class OwnMechanism(Noisy):
     ],
     ids=["by name", "own mechanism", "models that are not sent"],
 )
-def test_client_states_of_wrappers_and_methods_are_considered(method: Any, remembers: bool):
+def test_client_states_of_wrappers_and_methods_are_considered(method: Any, uploads_depend_on_states: bool):
     result = run(method, cohort_size=2, rounds=3)
-    assert result.spent is not None and result.spent.empty_place == remembers
-    assert ("its place left empty" in result.spent.about) == remembers
+    assert result.spent is not None and result.spent.empty_place == uploads_depend_on_states
+    assert ("its place left empty" in result.spent.about) == uploads_depend_on_states
