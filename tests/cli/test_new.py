@@ -1,4 +1,4 @@
-"""`fedrax new`: the project that it writes, and what it refuses."""
+"""`fedrax new`: the project that it writes, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_the_tests_of_the_project_pass(project: Path):
-    """In a process of their own, as a user runs them: data, method, learning, and the Flower app against simulate."""
+    """In a separate process, as a user runs them: data, method, learning, and the Flower app against simulate."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
@@ -99,7 +99,7 @@ def test_names_become_names_of_a_package_and_of_an_app():
     assert names("a" * 32)[1] == "a" * 32
 
 
-def test_a_directory_with_files_is_refused(fedrax: Callable[..., Outcome], tmp_path: Path):
+def test_directory_with_files_is_rejected(fedrax: Callable[..., Outcome], tmp_path: Path):
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "mine.txt").write_text("mine")
     outcome = fedrax("new", "d")
@@ -109,7 +109,7 @@ def test_a_directory_with_files_is_refused(fedrax: Callable[..., Outcome], tmp_p
     assert fedrax("new", "f").status == 2 and (tmp_path / "f").read_text() == "mine"
 
 
-def test_an_empty_directory_is_filled_and_named_by_its_path(
+def test_empty_directory_is_filled_and_named_by_its_path(
     fedrax: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "cats").mkdir()
@@ -118,7 +118,7 @@ def test_an_empty_directory_is_filled_and_named_by_its_path(
     assert (tmp_path / "cats" / "cats" / "model.py").is_file()
 
 
-def test_what_an_error_leaves_is_removed(tmp_path: Path):
+def test_files_are_removed_after_an_error(tmp_path: Path):
     (tmp_path / "empty").mkdir()
 
     def fill(directory: Path) -> None:

@@ -337,7 +337,7 @@ def test_esr_seizures_split_and_scaling(tmp_path):
         ({"recording": np.zeros(50)}, "recording"),
     ],
 )
-def test_esr_of_another_form(tmp_path, changes, words):
+def test_malformed_esr_is_rejected(tmp_path, changes, words):
     save_esr(tmp_path, **changes)
     with pytest.raises(FedraxError, match=words):
         load("esr", tmp_path)

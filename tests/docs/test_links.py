@@ -40,7 +40,7 @@ def labels() -> set[str]:
 
 
 def broken(page: Path, text: str) -> Iterator[str]:
-    """The links of a page, in Markdown or HTML, that lead to nothing in the repository."""
+    """The links of a page, in Markdown or HTML, without target in the repository."""
     for target in re.findall(r"\]\(([^)\s]+)\)|<img src=\"([^\"]+)\"", prose(text)):
         link = "".join(target)
         if re.match(r"\w+:", link) or link.startswith(WRITTEN):
@@ -54,7 +54,7 @@ def broken(page: Path, text: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES])
-def test_links_lead_somewhere(page: Path):
+def test_links_have_targets(page: Path):
     assert not list(broken(page, page.read_text("utf-8")))
 
 
