@@ -281,7 +281,7 @@ def test_user_defined_aggregation_rule():
         (Attacked(FEDAVG, clients=(8,)), "must be numbers from 0 to 7"),
         (Attacked(FEDAVG, LabelFlip()), "LabelFlip.classes is 10, and the task has 3 classes"),
     ],
-    ids=["sums", "remembered", "attacked sums", "order", "trim", "twice", "nobody", "classes"],
+    ids=["sums", "stored by client", "attacked sums", "order", "trim", "twice", "out of range", "classes"],
 )
 def test_misuse_raises_a_clear_error(method: Algorithm, message: str):
     with pytest.raises(FedraxError, match=message):

@@ -99,7 +99,7 @@ def test_function_called_with_constant_and_other_factors(held: Callable):
         lambda x, s: largest(x) @ lax.fori_loop(0, 3, lambda i, w: w + jnp.eye(16, 2), jnp.full((16, 2), s)),
         lambda x, s: x.reshape(-1, 1) @ jnp.full((1, 1), s),
     ],
-    ids=["other numbers", "chosen", "around", "changed in turns", "of one number"],
+    ids=["different entries", "selected entries", "padded", "changed in a loop", "single entry"],
 )
 def test_other_products_are_unchanged(other: Callable):
     fast = optimize(other)
