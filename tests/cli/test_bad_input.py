@@ -149,7 +149,7 @@ CASES = {
     "empty file": Case("run x.toml", "x.toml is not an experiment", file("x.toml", "")),
     "target of zero": Case("compare --algorithms fedavg --target 0", "accuracy in"),
     "target beyond one": Case("run --run.target 7", "must be at most 1"),
-    "home of nobody": Case("run --data csv --data.path ~nosuchuser/d.csv", "nosuchuser"),
+    "home of an unknown user": Case("run --data csv --data.path ~nosuchuser/d.csv", "nosuchuser"),
     "a name too long": Case(f"run --out {'o' * 300}", "File name too long"),
     "NUL": Case("run --out o\0x", "NUL character"),
     "blocks missing": Case("run --algorithm losac --algorithm.local.blocks None", "set local.blocks"),
@@ -262,7 +262,7 @@ CASES = {
     "damaged events": Case("show r", "line 1, is not an event", lambda folder: damaged(folder)),
     "compare nothing": Case("compare", "nothing to compare"),
     "compare labels": Case("compare --algorithms fedavg fedavg", "two methods are called 'fedavg'"),
-    "compare what is there": Case(
+    "existing comparison": Case(
         "compare x.toml --algorithms FedAvg", "leave 'FedAvg' out, which the file has already", toml()
     ),
     "compare seeds": Case("compare --algorithms fedavg --seeds 1 1", "seeds must be different"),

@@ -151,19 +151,19 @@ CHANGES: dict[str, tuple[str, str, dict[str, str], str]] = {
         {"fedprox": "fedprox-2"},
         "(algorithm.mu 0.1 there, 0.5 here)",
     ),
-    "a setting beside a method of that name": (
+    "a setting and a method of that name": (
         comparison_text(NAMED),
         comparison_text(f"mu = 0.5\n{NAMED}"),
         {"fedprox": "fedprox-3"},
         "(algorithm.mu 0.1 there, 0.5 here)",
     ),
-    "a setting beside a grid": (
+    "a setting and a grid": (
         comparison_text(GRID),
         comparison_text(f"{GRID}local = {{ lr = 0.7 }}"),
         BOTH,
         "(algorithm.local.lr 0.1 there, 0.7 here)",
     ),
-    "a setting beside a range": (
+    "a setting and a range": (
         comparison_text(RANGE, "seeds = [0]\nsearch = { trials = 2 }"),
         comparison_text(f"{RANGE}local = {{ lr = 0.7 }}", "seeds = [0]\nsearch = { trials = 2 }"),
         BOTH,

@@ -77,7 +77,7 @@ MALFORMED_RUNS = {
     "accuracy in words": (RUN, EVENT.replace("0.5", '"half"'), "'test_accuracy' is 'half'"),
     "no bytes": (RUN, EVENT.replace('"bytes_up": 8', '"bytes_up": null'), "'bytes_up' is None"),
     "infinite seconds": (RUN, EVENT.replace("0.1", "1e999"), "'seconds' is inf"),
-    "more bytes than there are": (RUN, EVENT.replace('"bytes_up": 8', f'"bytes_up": {10**400}'), "'bytes_up' is 1000"),
+    "too many bytes": (RUN, EVENT.replace('"bytes_up": 8', f'"bytes_up": {10**400}'), "'bytes_up' is 1000"),
     "a number too large": (RUN, EVENT.replace("0.5", f"{10**400}"), "'test_accuracy' is 1000"),
     "truth": (RUN, EVENT.replace("0.5", "true"), "'test_accuracy' is True"),
     "a list": (RUN, EVENT.replace("0.5", "[0.5]"), "'test_accuracy' is [0.5]"),

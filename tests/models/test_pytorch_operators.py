@@ -156,7 +156,7 @@ CASES: dict[str, Any] = {
     ]},
     "spatial transformer": net_of_images(spatial_transformer, turn=nn.Parameter(0.3 * torch.randn(4, 6))),
     "fourier layer": net_of_images(spectral, mix=nn.Parameter(torch.randn(4, 4))),
-    "turned queries": (Net(nn.Linear(6, 6), rotary), SEQUENCES),
+    "rotary embedding": (Net(nn.Linear(6, 6), rotary), SEQUENCES),
     "dilated pooling": net_of_images(lambda _, y: F.max_pool2d(y, 2, 1, 1, dilation=2, ceil_mode=True)),
     "pooling undone": net_of_images(lambda _, y: F.max_unpool2d(*F.max_pool2d(y, 2, return_indices=True), 2)),
     "codebook": (Net(nn.Linear(6, 4), vector_quantized, book=nn.Parameter(torch.randn(30, 4))), VECTORS),

@@ -214,7 +214,7 @@ TOGETHER: dict[str, tuple[Callable, Any]] = {
     "a softmax over samples": (lambda w, x, key: jax.nn.softmax(sample_sums(x), 0), SQUARE),
     "sorted samples": (lambda w, x, key: jnp.sort(sample_sums(x)), SQUARE),
     "the next sample": (lambda w, x, key: sample_sums(jnp.roll(x, 1, 0) * x), SQUARE),
-    "turned round": (lambda w, x, key: sample_sums(x[::-1]), SQUARE),
+    "reversed samples": (lambda w, x, key: sample_sums(x[::-1]), SQUARE),
     "sums so far": (lambda w, x, key: jnp.cumsum(sample_sums(x)), SQUARE),
     "places in the batch": (lambda w, x, key: sample_sums(x) * jnp.arange(len(x)), SQUARE),
     "noise on the samples": (lambda w, x, key: sample_sums(x + jax.random.normal(key, x.shape)), SQUARE),
@@ -256,7 +256,7 @@ OF_THE_NUMBER: dict[str, Callable] = {
     "a product of ones": lambda w, x: sample_sums(x @ w) / (jnp.ones(len(x)) @ jnp.ones(len(x))),
     "the largest place": lambda w, x: sample_sums(x @ w) / (1 + jnp.arange(len(x)).max()),
     "ones counted so far": lambda w, x: sample_sums(x @ w) * lax.cumsum(jnp.ones(len(x)), reverse=True)[0],
-    "a sum of one's own": lambda w, x: sample_sums(x @ w) / lax.reduce(jnp.ones(len(x)), 0.0, lambda a, b: a + b, (0,)),
+    "lax.reduce": lambda w, x: sample_sums(x @ w) / lax.reduce(jnp.ones(len(x)), 0.0, lambda a, b: a + b, (0,)),
     "a convolution of ones": lambda w, x: (
         sample_sums(x @ w) / jnp.convolve(jnp.ones(len(x)), jnp.ones(len(x)), "valid")
     ),
@@ -264,7 +264,7 @@ OF_THE_NUMBER: dict[str, Callable] = {
     "a power": lambda w, x: sample_sums(x @ w) ** len(x),
     "a threshold": lambda w, x: 2 * sample_sums(x @ w) if len(x) > 3 else sample_sums(x @ w),
     "another one": lambda w, x: 2 * sample_sums(x @ w) if len(x) > 20 else sample_sums(x @ w),
-    "a number of turns": lambda w, x: lax.fori_loop(0, len(x), lambda i, s: s + 0.1, sample_sums(x @ w)),
+    "a loop over the batch size": lambda w, x: lax.fori_loop(0, len(x), lambda i, s: s + 0.1, sample_sums(x @ w)),
     "a derivative's": lambda w, x: sample_sums(shared_out(x @ w)),
     "even numbers alone": lambda w, x: sample_sums(x.reshape(2, len(x) // 2, *WIDE).reshape(x.shape) @ w),
 }
