@@ -72,6 +72,7 @@ def main() -> int:
     where += " --seeds to fig3"
     parser.add_argument("--results", type=Path, help=where)
     parser.add_argument("--methods", nargs="+", metavar="METHOD", help="table3 and sent140: rows of these methods only")
+    parser.add_argument("--settings", nargs="+", metavar="I,S", help="table3: rows of these I and similarities only")
     parser.add_argument("--only-write", action="store_true", help="run nothing, write the tables of kept runs")
     arguments = parser.parse_args()
     fewer = arguments.what == "fig3" and arguments.seeds not in (None, SEEDS)  # the others say how many they have
