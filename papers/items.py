@@ -139,15 +139,14 @@ def value(paper: str, name: str, values: Mapping[str, Mapping[str, Any]]) -> flo
         first, second = (value(paper, other, values) for other in one["quotient"])
         return first / second
     file = ROOT / path_of(paper, one["file"])
-    found = [
-        number
-        for section, columns, cells in rows(file)
-        if one["column"] in columns
-        and _in_order(_parts(one.get("row", "")), cells)
-        and cells[0].startswith(one.get("starts", ""))
-        and one.get("section", section) == section
-        if (number := parse(cells[columns.index(one["column"])], one.get("deviation", False))) is not None
-    ]
+    parts, found = _parts(one.get("row", "")), []
+    for section, columns, cells in rows(file):
+        if one["column"] not in columns or not _in_order(parts, cells):
+            continue
+        if cells[0].startswith(one.get("starts", "")) and one.get("section", section) == section:
+            number = parse(cells[columns.index(one["column"])], one.get("deviation", False))
+            found += [] if number is None else [(cells[: len(parts)] == parts, number)]
+    found = [number for first, number in found if first] or [number for _, number in found]  # the row's first cells win
     if "of" in one:
         return STATISTICS[one["of"]](found) if found or one["of"] == "count" else _missing(file, one)
     return found[0] if len(found) == 1 else _missing(file, one, len(found))

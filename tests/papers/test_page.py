@@ -70,6 +70,7 @@ def test_values_are_found_by_row_column_and_section(paper: Path) -> None:
     assert of(row="10 | A", column="ours", section="", deviation=True) == 0.25
     assert of(row="10 | A", column="ours", section="Held out") == 9
     assert of(row="10 | A", column="ours 2") == 1000
+    assert of(row="10", column="gap") == -2  # not the row with a 10 further on
     assert of(row="100 | A", column="ours 2") == 0.007
     assert of(column="gap", of="median size") == 2
     assert of(column="gap", of="max", starts="100") == 4
