@@ -46,8 +46,8 @@ def bounded_program_cache() -> Iterator[None]:
 def shared_tasks() -> Iterator[None]:
     """Let the commands that a module runs share equal tasks, because compiled programs are cached by task.
 
-    Each command of a user runs in its own process. Tasks with user-defined models, or with data that contain more than
-    arrays (a vocabulary, the true parameters), are not shared.
+    Each command of a user runs in its own process. Tasks with user-defined or fine-tuned models, or with data that
+    contain more than arrays (a vocabulary, the true parameters), are not shared.
     """
     from fedrax.contract import task as tasks
     from fedrax.experiments import experiment
@@ -55,10 +55,11 @@ def shared_tasks() -> Iterator[None]:
     make_task = experiment.make_task
     makers = (tasks.classification, tasks.regression, tasks.binary_classification, tasks.margin)
 
-    def make_task_once(spec: Any, federation: Any) -> Any:
+    def make_task_once(spec: Any, federation: Any, data_dir: Any = None) -> Any:
         (x, y), kind = federation.train, type(spec.model)
-        if kind.__module__ != "fedrax.models.zoo" or federation.truth is not None or federation.vocabulary:
-            return make_task(spec, federation)
+        user_defined = kind.__module__ != "fedrax.models.zoo" or spec.finetuning is not None
+        if user_defined or federation.truth is not None or federation.vocabulary:
+            return make_task(spec, federation, data_dir)
         current_makers = tuple(getattr(tasks, maker.__name__) for maker in makers)  # a test may replace them
         data = (federation.num_classes, federation.padding, federation.pixels, federation.mean, federation.std)
         shapes = (x.shape[1:], x.dtype.str, y.shape[1:], y.dtype.str)

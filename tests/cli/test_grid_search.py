@@ -154,7 +154,7 @@ def test_grid_flags_apply_to_all_methods(
         (["--grid", "algorithm.local.lr=0.1,-1"], "lr must be greater than 0"),
         (["--grid", "algorithm.local.lr=0.1,fast"], "must be"),
         (["--grid", "algorithm.local.lr=0.1,0.1"], "duplicate value"),
-        (["--grid", "model.hidden=1,2"], "cannot vary"),
+        (["--grid", "partition.clients=1,2"], "partition.clients cannot vary: a grid has settings of algorithm, run,"),
         (["--grid", "run.seed=1,2"], "set seeds instead"),
         (["--grid", "run.cohort_size=2,500"], r"\(run.cohort_size 500\): cannot sample 500 clients"),
         (["--grid", "algorithm.server_optimizer.momentum.x=1"], "must be a number"),
@@ -316,3 +316,59 @@ def test_interrupted_vectorized_trials_are_repeated_together(
         outcome = fedrax("compare", "s.toml", "--out", "c", "--quiet")
         assert outcome.status == 2 and f"{Path('c') / place} is a link, which runs do not create" in outcome.err
         assert not list((tmp_path / "away").iterdir())
+
+
+FINETUNED = (
+    "seeds = [0]\ngrid = { finetuning.rank = [1, 3], algorithm.local.lr = [0.05, 0.3] }\n"
+    + TINY.replace("rounds = 4", "rounds = 2")
+    .replace('"logistic"', '"mlp"\nhidden = [6]')
+    .replace('name = "fedavg"\n', "")
+    + """
+[finetuning]
+name = "lora"
+weights = "base/model.safetensors"
+trainable = ["output/*"]
+[[compare]]
+name = "fedavg"
+label = "LoRA"
+[[compare]]
+name = "fedavg"
+label = "B-alone"
+finetuning = { train_a = false }
+grid = { finetuning.rank = [2] }
+[[compare]]
+name = "fedavg"
+label = "all"
+finetuning = "none"
+grid = { model.hidden = [[4], [6]] }
+"""
+)
+
+
+def test_grids_and_methods_vary_the_model_and_the_fine_tuning(
+    fedrax: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Points with other ranks have other tasks; runs are those of their own experiment files, and are not repeated."""
+    pretraining = TINY.replace('"logistic"', '"mlp"\nhidden = [6]').replace("rounds = 4", "rounds = 1")
+    (tmp_path / "base.toml").write_text(pretraining)
+    assert fedrax("run", "base.toml", "--out", "base").status == 0
+    (tmp_path / "f.toml").write_text(FINETUNED)
+    first = fedrax("compare", "f.toml", "--out", "c")
+    assert first.status == 0, first.err
+    searched = json.loads((tmp_path / "c/comparison.json").read_text())["search"]["methods"]
+    points = [trial["point"] for trial in searched["LoRA"]["trials"]]
+    assert points == [{"finetuning.rank": rank, "algorithm.local.lr": lr} for rank in (1, 3) for lr in (0.05, 0.3)]
+    assert [trial["point"] for trial in searched["all"]["trials"]] == [{"model.hidden": [4]}, {"model.hidden": [6]}]
+    uploads: dict[str, list[int]] = {}
+    for path in sorted(tmp_path.glob("c/**/seed-0/experiment.toml")):
+        spec = experiment.read(path, "none")
+        algorithm, task, federation = experiment.build(spec)
+        wanted = simulate(algorithm, task, federation, spec.run).events[-1]
+        found = [json.loads(line) for line in (path.parent / "events.jsonl").read_text().splitlines()][-1]
+        assert found["test_accuracy"] == pytest.approx(wanted["test_accuracy"], abs=0.01)
+        assert found["bytes_up"] == wanted["bytes_up"]
+        uploads.setdefault(spec.name, []).append(found["bytes_up"])
+    assert len(uploads["LoRA"]) == 5 and len(set(uploads["LoRA"])) == 2, "a run for each rank, and the chosen one"
+    assert max(uploads["B-alone"]) < max(uploads["LoRA"]) < min(uploads["all"])
+    monkeypatch.setattr(jobs, "_run", lambda *a: pytest.fail("a finished run is repeated"))
+    assert fedrax("compare", "f.toml", "--out", "c").status == 0

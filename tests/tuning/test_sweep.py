@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import fedrax
-from fedrax.data import Federation, load
+from fedrax.data import Federation, hold_out, load
 from fedrax.data.partition import Shards
-from fedrax.models import Logistic
+from fedrax.models import MLP, Logistic, lora
 from fedrax.participation import Poisson
 from fedrax.simulation import NonFiniteError
 from tests.slow import slow_cases
@@ -199,3 +199,38 @@ def test_settings_have_the_same_effect_in_sweeps(name: str) -> None:
                 assert actual[key] == pytest.approx(desired[key], rel=1e-4, abs=1e-6), key
         assert result.stopped == alone.stopped and result.spent == alone.spent
         assert result.params["output"]["weight"].dtype == alone.params["output"]["weight"].dtype
+
+
+def test_a_search_over_the_models_structure_and_a_learning_rate() -> None:
+    """Every point is the run that its task and algorithm give by hand, also where both have settings."""
+    model = MLP(hidden=(8,)).build(DATA.train.x.shape[1:], 10)
+    base = model.init(jax.random.key(1))
+    made = []
+
+    def adapted(rank: int, alpha: float = 4.0) -> fedrax.Task:
+        made.append(rank)
+        tuned = lora(model, base, DATA.train.x[:1], rank=rank, alpha=alpha, trainable="output/*")
+        return fedrax.classification(tuned)
+
+    method = fedrax.FedAvg(local=fedrax.LocalSGD(steps=2))
+    grid = {"rank": (1, 4), "local.lr": (0.05, 0.2)}
+    run: Any = dict(rounds=2, cohort_size=5)
+    found = fedrax.tune(method, adapted, FEDERATION, grid, metric="loss", **run)
+    assert made == [1, 4] and [trial.point for trial in found.trials] == [
+        {"rank": rank, "local.lr": lr} for rank in (1, 4) for lr in (0.05, 0.2)
+    ]
+    held = hold_out(FEDERATION, 0.2)
+    for trial in found.trials:
+        local = dataclasses.replace(method.local, lr=trial.point["local.lr"])
+        by_hand = fedrax.simulate(fedrax.FedAvg(local=local), adapted(trial.point["rank"]), held, **run)
+        assert trial.value == pytest.approx(by_hand.events[-1]["test_loss"], rel=1e-4)
+    assert found.algorithm.local.lr == found.best.point["local.lr"]  # type: ignore[attr-defined]
+    a = jax.tree.leaves(found.task.init(jax.random.key(0))["lora"])[0]
+    assert a.shape[1] == found.best.point["rank"]
+    for function, points, words in (
+        (adapted, {"local.lr": (0.1,)}, "the grid has no values for rank, which the function task needs"),
+        (lambda rank: rank, {"rank": (1,)}, "the function task must return a Task, not 1"),
+        (adapted, {"rank": (1,), "locl.lr": (0.1,)}, "unknown setting of FedAvg in the grid's locl.lr"),
+    ):
+        with pytest.raises(fedrax.FedraxError, match=words):
+            fedrax.tune(method, function, FEDERATION, points, **run)

@@ -25,7 +25,7 @@ from fedrax.experiments.experiment import Experiment
 from fedrax.experiments.serialization import FROM_PYTHON, ClassChoice, TomlTable, fits_file, is_serializable
 
 T = TypeVar("T")
-PARTS = ("data", "partition", "model", "task", "algorithm", "run")
+PARTS = ("data", "partition", "model", "finetuning", "task", "algorithm", "run")
 _CONFIG = (
     tyro.conf.AvoidSubcommands,
     tyro.conf.SuppressFixed,
@@ -268,7 +268,7 @@ def parse_experiment(
             fields.append((key, Annotated[str, arg], dataclasses.field(default=chosen.name)))
     for part in parts:
         value = getattr(made, part)
-        if dataclasses.fields(value):
+        if value is not None and dataclasses.fields(value):
             fields.append((part, type(value), dataclasses.field(default_factory=lambda value=value: value)))
     parsed = parse(dataclasses.make_dataclass(options.__name__, fields), rest, prog, description)
     changed = {part: getattr(parsed, part) for part in parts if hasattr(parsed, part)}

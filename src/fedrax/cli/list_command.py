@@ -19,6 +19,7 @@ from fedrax.errors import unknown
 from fedrax.escaping import strip_markup
 from fedrax.experiments import serialization
 from fedrax.experiments.experiment import ALGORITHM, DATA, MODEL, PARTITION
+from fedrax.experiments.finetuning_specs import FINETUNING
 from fedrax.experiments.task_specs import TASK
 from fedrax.report.comparison_table import wide_console
 from fedrax.robust.wrapper import Robust
@@ -37,6 +38,7 @@ KINDS = {
     "datasets": DATA,
     "partitions": PARTITION,
     "models": MODEL,
+    "finetuning": FINETUNING,
     "tasks": TASK,
     "optimizers": _of(FedAvg, "server_optimizer"),
     "schedules": _of(LocalSGD, "schedule"),

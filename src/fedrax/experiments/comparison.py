@@ -4,7 +4,7 @@ A comparison is an experiment file with ``seeds``, optionally a ``target`` accur
 for each method: an algorithm's table, with a ``label`` if the name is not unique. ``[algorithm]`` holds settings that
 all methods share; a setting that a wrapper does not have is for the method inside. A ``grid`` lists settings that are
 selected on validation data; a method's own replaces the common one. A method's table ``run`` changes settings of the
-run for it alone.
+run for it alone, and a table ``finetuning`` those of its fine-tuning.
 
     seeds = [0, 1, 2]
     grid = { algorithm.local.lr = [0.01, 0.03, 0.1, 0.3] }
@@ -63,6 +63,8 @@ SHARED_KEYS = (*SHARED, *SAMPLE_KEYS)
 """Tables and keys that may not differ between methods."""
 
 
+_BESIDE_ALGORITHM = ("label", "grid", "run", "finetuning")
+"""Keys of a method's table that are not settings of its algorithm."""
 _LISTED = 4
 """Most differing settings that a message lists."""
 
@@ -245,6 +247,11 @@ class Comparison:
         """Experiments by method and point: reading one from a table takes milliseconds."""
         return {}
 
+    @property
+    def first_candidate(self) -> Experiment:
+        """The first method at the first point of its grid; with settings outside of a grid it may be impossible."""
+        return self.candidates[self.methods[0].name][0][1]
+
     def experiment_at(self, method: Experiment, point: SettingPoint) -> Experiment:
         """The experiment of a method at a point of its grid.
 
@@ -394,10 +401,12 @@ def from_table(table: Mapping[str, Any], source: str, folder: Path = Path(), tru
     for number, entry in enumerate(entries, 1):
         where = f"{source}, [[compare]] {number}" if "compare" in table else source
         _check_seed(entry, where)
-        own = with_tables({key: value for key, value in entry.items() if key not in ("label", "grid", "run")})
+        own = with_tables({key: value for key, value in entry.items() if key not in _BESIDE_ALGORITHM})
         reader = Reader(where, folder, trust=trust)
         algorithm = merge_tables(shared_by(base, own, reader), own)
         parts = {**shared, "algorithm": algorithm, "run": merge_tables(shared.get("run", {}), entry.get("run", {}))}
+        if "finetuning" in entry:
+            parts["finetuning"] = merge_tables(shared.get("finetuning", {}), entry["finetuning"])
         made = reader.fields(Experiment, parts, "", Experiment())
         label = entry.get("label", made.method_name)
         if not isinstance(label, str):

@@ -22,7 +22,7 @@
 (in the folder of the TOML file or below) or ``"module:thing"`` (of a package with an entry point of the group
 ``fedrax``). ``thing`` is a subclass of Algorithm, a function that returns a Dataset, a dataclass with the method
 ``assign`` of a partition, or a function that returns a Model or a Task and may have the parameters ``input_shape`` and
-``num_outputs``. Other parameters are keys of the table.
+``num_outputs``. Other parameters are keys of the table. A table ``[finetuning]`` trains a part of a pretrained model.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
+import jax.numpy as jnp
 import numpy as np
 import tomlkit
 
@@ -49,6 +50,7 @@ from fedrax.data.partition import Shards
 from fedrax.data.readers.array_files import given_directory
 from fedrax.errors import FedraxError
 from fedrax.experiments import serialization
+from fedrax.experiments.finetuning_specs import FINETUNING
 from fedrax.experiments.serialization import ALGORITHM, ClassChoice, Reader, TomlTable
 from fedrax.experiments.task_specs import TASK, Auto
 from fedrax.experiments.user_code import Trust, trust_in
@@ -138,6 +140,9 @@ class Experiment:
     """How samples are distributed over clients."""
     model: Annotated[Any, MODEL] = dataclasses.field(default_factory=lambda: MODELS["2nn"]())
     """The model: options of an entry of `fedrax.models.MODELS`."""
+    finetuning: Annotated[Any | None, FINETUNING] = None
+    """Which parameters of a pretrained model are trained: options of `fedrax.models.lora` or `fedrax.models.freeze`;
+    None: all, without pretrained weights."""
     task: Annotated[Any, TASK] = dataclasses.field(default_factory=Auto)
     """Loss and metrics."""
     algorithm: Annotated[Algorithm, ALGORITHM] = dataclasses.field(default_factory=FedAvg)
@@ -154,6 +159,7 @@ class Experiment:
         data, partition, model = DATA.name_of(self.data), PARTITION.name_of(self.partition), MODEL.name_of(self.model)
         clients = getattr(self.partition, "clients", None)
         of = "" if clients is None else f" among {clients:,} clients"
+        model += "" if self.finetuning is None else f", fine-tuned by {FINETUNING.name_of(self.finetuning)}"
         return (
             f"Experiment {self.name!r}: {self.method_name} on {data}, partition {partition}{of}, model {model}\n"
             f"  {self.run.rounds} rounds with cohorts of {self.run.cohort_size}, seed {self.run.seed}\n"
@@ -174,8 +180,9 @@ class Experiment:
         """Raise FedraxError for values out of their bounds and for contradictory settings."""
         if not 0 <= self.validation < 1:
             raise FedraxError(f"validation must be a share in [0, 1), got {self.validation}")
-        for part in ("model", "algorithm", "run", "partition"):
-            check(getattr(self, part), part)
+        for part in ("model", "finetuning", "algorithm", "run", "partition"):
+            if getattr(self, part) is not None:
+                check(getattr(self, part), part)
         name, run = type(self.algorithm).__name__, self.run
         self.algorithm.traits.check_run(name, run.weights, run.cohort_size, varying_cohort=False)
 
@@ -259,11 +266,11 @@ def with_validation(experiment: Experiment, federation: Federation) -> Federatio
     return hold_out(federation, experiment.validation, experiment.partition.seed)
 
 
-def make_task(experiment: Experiment, federation: Federation) -> Task:
+def make_task(experiment: Experiment, federation: Federation, data_dir: str | Path | None = None) -> Task:
     """Build the model for the federation's inputs, with the loss and the metrics of the experiment's ``[task]``.
 
     ``num_outputs`` of the model is the number of classes (one for a binary task), or the number of targets of a
-    regression.
+    regression. ``data_dir``: directory where pretrained weights are searched too, by default $FEDRAX_DATA.
     """
     build = experiment.model.build
     options = {"vocabulary": federation.vocabulary} if "vocabulary" in inspect.signature(build).parameters else {}
@@ -273,11 +280,17 @@ def make_task(experiment: Experiment, federation: Federation) -> Task:
     if isinstance(made, Task):
         if experiment.task != Auto():
             raise FedraxError(f"{MODEL.name_of(experiment.model)} returns a Task itself: leave [task] out.")
+        if experiment.finetuning is not None:
+            raise FedraxError(f"[finetuning] needs a Model, and {MODEL.name_of(experiment.model)} returns a Task.")
         return made
     if not isinstance(made, Model):
         name = MODEL.name_of(experiment.model)
         raise FedraxError(f"{name} returned {type(made).__name__}, not a Model or a Task of fedrax.")
-    task = experiment.task.build(made, federation, federation.preprocess(experiment.normalize))
+    preprocess = federation.preprocess(experiment.normalize)
+    if experiment.finetuning is not None:
+        example = map_inputs(lambda a: jnp.asarray(a[:1]), federation.train.x)
+        made = experiment.finetuning.tuned(made, example if preprocess is None else preprocess(example), data_dir)
+    task = experiment.task.build(made, federation, preprocess)
     check_words(task, federation)
     return task
 
@@ -285,7 +298,7 @@ def make_task(experiment: Experiment, federation: Federation) -> Task:
 def build(experiment: Experiment, data_dir: str | Path | None = None) -> tuple[Algorithm, Task, Federation]:
     """The algorithm, task and federation, which are the first arguments of ``fedrax.simulate``."""
     federation = load_federation(experiment, data_dir)
-    return experiment.algorithm, make_task(experiment, federation), federation
+    return experiment.algorithm, make_task(experiment, federation, data_dir), federation
 
 
 @checked_arguments

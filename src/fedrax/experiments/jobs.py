@@ -37,6 +37,8 @@ error."""
 FILE_TIMEOUT = 60.0
 """Seconds to wait for a file that a worker has written: network file systems show it with a delay."""
 TaskAndFederation = tuple[Task, Federation]
+ProblemOf = Callable[[Experiment], TaskAndFederation]
+"""Returns the task and the federation of an experiment; those with equal models share a task."""
 Executors = Executor | Callable[[], Executor]
 """An executor, or a function that makes executors."""
 
@@ -132,7 +134,7 @@ def _has_checkpoint(directory: Path) -> bool:
     return any(checkpoint.exists(directory / name) for name in (CHECKPOINT, FAILURE))
 
 
-def check_saved_runs(jobs: Sequence[RunJob], out: Path, problem: Callable[[], TaskAndFederation]) -> None:
+def check_saved_runs(jobs: Sequence[RunJob], out: Path, problem: ProblemOf) -> None:
     """Raise FedraxError for saved runs of other data, another program or another version."""
     for job in jobs:
         run, directory = saved_run(job.spec, job.directory_in(out)), job.directory_in(out)
@@ -140,17 +142,17 @@ def check_saved_runs(jobs: Sequence[RunJob], out: Path, problem: Callable[[], Ta
             continue
         try:
             with warnings_about(job.spec.name):
-                check_possible(job.spec.algorithm, *problem(), job.spec.run, directory)
+                check_possible(job.spec.algorithm, *problem(job.spec), job.spec.run, directory)
         except FedraxError as error:
             raise FedraxError(f"{error}: choose another --out for the present comparison") from error
 
 
-def check_methods(jobs: Sequence[RunJob], out: Path, problem: Callable[[], TaskAndFederation]) -> None:
+def check_methods(jobs: Sequence[RunJob], out: Path, problem: ProblemOf) -> None:
     """Raise FedraxError for a method that does not fit the data, the model or the cohorts."""
     firsts = {job.path.parent: job for job in reversed(unfinished(jobs, out))}
     for job in reversed(firsts.values()):
         with naming(job.spec.name, job.spec.name):
-            check_possible(job.spec.algorithm, *problem(), job.spec.run)
+            check_possible(job.spec.algorithm, *problem(job.spec), job.spec.run)
 
 
 @contextmanager
@@ -163,9 +165,7 @@ def naming(title: str, label: str) -> Iterator[None]:
         raise FedraxError(f"{title}: {error}") from error
 
 
-def run_here(
-    jobs: Sequence[RunJob], out: Path, problem: Callable[[], TaskAndFederation], watcher: ComparisonWatcher
-) -> None:
+def run_here(jobs: Sequence[RunJob], out: Path, problem: ProblemOf, watcher: ComparisonWatcher) -> None:
     """Execute unfinished runs one after another in this process.
 
     A run that diverges records it in its directory, and the others continue.
@@ -176,7 +176,7 @@ def run_here(
             continue
         directory = job.directory_in(out)
         with naming(job.title, job.spec.name) if len(jobs) > 1 else nullcontext():
-            error = _run(job.spec, directory, problem(), watcher.sinks(job, directory, number, len(jobs)))
+            error = _run(job.spec, directory, problem(job.spec), watcher.sinks(job, directory, number, len(jobs)))
         watcher.done(job, directory, error)
 
 

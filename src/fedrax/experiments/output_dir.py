@@ -134,13 +134,19 @@ def _conflict(spec: Comparison, jobs: Sequence[RunJob], out: Path, directory: Pa
 
 
 def _check_shared(spec: Comparison, out: Path) -> None:
-    """Raise OtherExperimentError for runs on other data, or with another partition, model or task."""
+    """Raise OtherExperimentError for runs on other data, or with another partition, model or task.
+
+    Settings of the model that a grid varies are not compared.
+    """
     ours = experiment.to_table(spec.methods[0])
+    varied = [path for own in spec.grids.values() for path, _ in own.axes if path.startswith("model.")]
     for runs in _RUNS:
         shared = (*SHARED, "normalize") if runs.startswith("search") else SHARED_KEYS  # validation differs
         for file in sorted(out.glob(f"{runs}/experiment.toml")):
             saved = experiment.read_file(file)
-            if found := differences(*({key: table.get(key) for key in shared} for table in (saved, ours))):
+            if found := differences(
+                *(_without({key: table.get(key) for key in shared}, varied) for table in (saved, ours))
+            ):
                 raise OtherExperimentError(f"{file.parent} holds a run of another comparison ({found})")
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 from fedrax import files
 from fedrax.config.arguments import checked_arguments
+from fedrax.contract.task import Task
+from fedrax.data import Federation
 from fedrax.errors import FedraxError, each_warning_once
 from fedrax.escaping import format_settings
 from fedrax.experiments import backends, comparison, experiment, jobs
@@ -251,30 +253,40 @@ def _run(
 ) -> ComparisonResult:
     """Load the data, search, and execute the runs."""
     use_all_cores()
-    first = spec.methods[0]
+    first = spec.first_candidate
     federation = experiment.load_federation(first, data_dir)
-    task = experiment.make_task(first, federation)
+    tasks: dict[str, Task] = {}
+
+    def task_of(one: Experiment) -> Task:
+        """One task for all experiments with the same model."""
+        key = repr((one.model, one.finetuning))
+        if key not in tasks:
+            tasks[key] = experiment.make_task(one, federation, data_dir)
+        return tasks[key]
+
+    task = task_of(first)
     for note in (*federation.notes, *task.notes):
         watcher.say(note)
 
     @cache
-    def held() -> TaskAndFederation:
-        return task, experiment.with_validation(
-            dataclasses.replace(first, validation=spec.search.validation), federation
-        )
+    def held() -> Federation:
+        return experiment.with_validation(dataclasses.replace(first, validation=spec.search.validation), federation)
+
+    def problem(one: Experiment) -> TaskAndFederation:
+        return task_of(one), federation
 
     if len(spec.methods) > 1:  # a single method is checked by its own run
         without_search = [job for job in spec.runs(spec.fixed) if job.spec.name not in spec.searched]
-        jobs.check_methods(without_search, out, lambda: (task, federation))
+        jobs.check_methods(without_search, out, problem)
     search_results = {}
     if spec.searched:
-        search_results = trials.search(spec, out, task, held, watcher, workers, data_dir)
+        search_results = trials.search(spec, out, task, lambda one: (task_of(one), held()), watcher, workers, data_dir)
     chosen = spec.fixed | {label: dict(choice.best.point) for label, choice in search_results.items()}
     runs = spec.runs(chosen)
     _update_places(runs, out)
-    jobs.check_saved_runs(runs, out, lambda: (task, federation))
+    jobs.check_saved_runs(runs, out, problem)
     if workers is None:
-        jobs.run_here(runs, out, lambda: (task, federation), watcher)
+        jobs.run_here(runs, out, problem, watcher)
     else:
         jobs.run_on(workers, runs, out, data_dir, watcher)
     return ComparisonResult(spec, out, tuple(_with_settings(spec, out, chosen)), search_results)

@@ -323,7 +323,7 @@ def _settings(data: ReportData) -> str:
             parts.setdefault(part, {})[rest] = value
         elif path != "name":
             parts.setdefault("experiment", {})[path] = value
-    order = ("data", "partition", "model", "task", "algorithm", "run")
+    order = ("data", "partition", "model", "finetuning", "task", "algorithm", "run")
     ranked = sorted(parts, key=lambda part: order.index(part) if part in order else len(order))
     cards = "".join(f'<div class="card"><h3>{shown(part)}</h3>{_keys(parts[part])}</div>' for part in ranked)
     return f'<div class="cards">{cards}</div>'

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -16,7 +17,7 @@ from fedrax.config.arguments import checked_arguments
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.task import Task
 from fedrax.data import Federation, hold_out
-from fedrax.errors import FedraxError, each_warning_once, unknown
+from fedrax.errors import FedraxError, describe_value, each_warning_once, unknown
 from fedrax.simulation.evaluation import is_lower_better, warn_of_direction
 from fedrax.simulation.results.events import Event, rounds_done
 from fedrax.simulation.settings import Settings, SettingsOptions
@@ -123,7 +124,8 @@ class TuningResult(SearchResult):
     Example:
         >>> from fedrax.tuning.selection import Trial
         >>> trials = (Trial({"local.lr": 0.1}, 0.7, 5), Trial({"local.lr": 1.0}, 0.9, 5))
-        >>> fedrax.tuning.TuningResult("accuracy", False, trials, algorithm=fedrax.FedAvg())
+        >>> task = fedrax.classification(fedrax.models.Logistic().build((4,), 3))
+        >>> fedrax.tuning.TuningResult("accuracy", False, trials, algorithm=fedrax.FedAvg(), task=task)
         Tuned by validation accuracy:
           local.lr 0.1: 0.7
           local.lr 1.0: 0.9 *
@@ -132,6 +134,8 @@ class TuningResult(SearchResult):
 
     algorithm: Algorithm = dataclasses.field(kw_only=True)
     """The algorithm with the best hyper-parameters."""
+    task: Task = dataclasses.field(kw_only=True)
+    """The task, with the best settings where it is a function of settings."""
 
     def __repr__(self) -> str:
         """One line for each trial, the best one marked."""
@@ -147,7 +151,7 @@ class TuningResult(SearchResult):
 @checked_arguments
 def tune(
     algorithm: Algorithm,
-    task: Task,
+    task: Task | Callable[..., Task],
     federation: Federation,
     grid: Mapping[str, Sequence[Any]],
     settings: Settings | None = None,
@@ -161,13 +165,15 @@ def tune(
     """Search a grid of hyper-parameters by validation data.
 
     A share of every client's training samples is held out for validation; test data are not used. Every combination of
-    the grid is run; combinations that differ in floats only are vectorized (:func:`fedrax.sweep`).
+    the grid is run; combinations that differ in floats of the algorithm only are vectorized (:func:`fedrax.sweep`).
 
     Args:
         algorithm: the algorithm whose hyper-parameters are searched.
-        task: loss and metrics.
+        task: loss and metrics; or a function that makes a task of settings in the grid, such as
+            ``lambda rank: classification(lora(model, params, example, rank=rank))``.
         federation: the clients' data.
-        grid: values by path, ``{"local.lr": (0.01, 0.1), "server_optimizer": (SGD(), Adam())}``.
+        grid: values by path, ``{"local.lr": (0.01, 0.1), "server_optimizer": (SGD(), Adam())}``. A path that is the
+            name of a parameter of ``task`` is an argument of it: ``{"rank": (2, 8), "local.lr": (0.01, 0.1)}``.
         settings: settings of all runs.
         validation: share of each client's training samples that is held out.
         seeds: seeds over which the metric is averaged; by default the seed of the settings.
@@ -176,7 +182,7 @@ def tune(
         **options: settings by name, as in :func:`fedrax.simulate`.
 
     Returns:
-        All trials and the algorithm with the best hyper-parameters.
+        All trials, and the algorithm and the task with the best hyper-parameters.
 
     Raises:
         FedraxError: for a path that the algorithm does not have, an empty grid, and an unknown metric.
@@ -196,22 +202,50 @@ def tune(
     settings = changed_settings(settings, options)
     if not grid or not all(len(values) for values in grid.values()):
         raise FedraxError("a grid needs a path and values for it: {'local.lr': (0.01, 0.03, 0.1)}")
-    metric = selection_metric(task, metric)
     points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
-    candidates = [with_values(algorithm, point) for point in points]
+    tasks, of_algorithm = _tasks_at(task, points)
+    candidates = [with_values(algorithm, point) for point in of_algorithm]
+    metric = selection_metric(tasks[0], metric)
+    for one in dict.fromkeys(tasks[1:]):
+        selection_metric(one, metric)  # raises if it is unknown
     held = hold_out(federation, validation)
     runs: dict[int, list[Any]] = {}
     with each_warning_once():
-        for group in group_by_structure(candidates):
-            found = sweep([candidates[i] for i in group], task, held, seeds, settings, progress=progress)
-            runs |= dict(zip(group, found, strict=True))
+        for one in dict.fromkeys(tasks):
+            own = [i for i, other in enumerate(tasks) if other is one]
+            for positions in group_by_structure([candidates[i] for i in own]):
+                group = [own[i] for i in positions]
+                found = sweep([candidates[i] for i in group], one, held, seeds, settings, progress=progress)
+                runs |= dict(zip(group, found, strict=True))
     trials = tuple(
         make_trial(point, [(run.events, run.stopped == "diverged") for run in runs[i]], metric)
         for i, point in enumerate(points)
     )
-    choice = SearchResult(metric, is_lower_better(task, metric), trials)
-    best = candidates[next(i for i, trial in enumerate(trials) if trial is choice.best)]
-    return TuningResult(choice.metric, choice.lower_is_better, trials, algorithm=best)
+    choice = SearchResult(metric, is_lower_better(tasks[0], metric), trials)
+    best = next(i for i, trial in enumerate(trials) if trial is choice.best)
+    return TuningResult(metric, choice.lower_is_better, trials, algorithm=candidates[best], task=tasks[best])
+
+
+def _tasks_at(
+    task: Task | Callable[..., Task], points: Sequence[Mapping[str, Any]]
+) -> tuple[list[Task], list[dict[str, Any]]]:
+    """The task at each point, one object for equal settings, and the settings that are the algorithm's."""
+    if isinstance(task, Task):
+        return [task] * len(points), [dict(point) for point in points]
+    parameters = inspect.signature(task).parameters
+    if missing := [name for name, p in parameters.items() if p.default is p.empty and name not in points[0]]:
+        raise FedraxError(f"the grid has no values for {', '.join(missing)}, which the function task needs")
+    made: dict[str, Task] = {}
+    tasks: list[Task] = []
+    for point in points:
+        own = {name: value for name, value in point.items() if name in parameters}
+        key = repr(own)
+        if key not in made:
+            made[key] = task(**own)
+        if not isinstance(made[key], Task):
+            raise FedraxError(f"the function task must return a Task, not {describe_value(made[key])}")
+        tasks.append(made[key])
+    return tasks, [{path: value for path, value in point.items() if path not in parameters} for point in points]
 
 
 def selection_metric(task: Task, name: str | None) -> str:

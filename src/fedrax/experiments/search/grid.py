@@ -2,8 +2,8 @@
 
     grid = { algorithm.local.lr = [0.01, 0.03, 0.1], algorithm.server_optimizer = ["none", "adam"] }
 
-A path is that of a key in an experiment file or of a flag; any setting of the algorithm and of the run may vary. A
-range, "0.001..1:log" or "1..10", may replace a list; Optuna then tries some of its values.
+A path is that of a key in an experiment file or of a flag; any setting of the algorithm, the run, the model and the
+fine-tuning may vary. A range, "0.001..1:log" or "1..10", may replace a list; Optuna then tries some of its values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Axes = tuple[tuple[str, tuple[Any, ...] | SearchRange], ...]
 """Paths with a list of values or a range for each."""
 LARGEST = 1000
 """Limit of the number of points: a larger grid is most likely a mistake, and each point is a run."""
-_VARIED = ("algorithm", "run")
+_VARIED = ("algorithm", "run", "model", "finetuning")
 """Tables of an experiment whose settings a grid may vary."""
 
 _NUMBER = r"([-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)"
@@ -148,8 +148,8 @@ def _checked(found: Mapping[str, Any], source: str) -> Axes:
     for path, values in found.items():
         if path.split(".")[0] not in _VARIED or "." not in path:
             raise FedraxError(
-                f"{source}: {path} cannot vary: a grid has settings of algorithm and run, such as algorithm.local.lr;"
-                " data, partition and model are the same for all methods."
+                f"{source}: {path} cannot vary: a grid has settings of {', '.join(_VARIED)}, such as"
+                " algorithm.local.lr; data, partition and task are the same for all methods."
             )
         if path == "run.seed":
             raise FedraxError(f"{source}: run.seed cannot vary in a grid: set seeds instead.")
@@ -216,6 +216,11 @@ def _set(table: TomlTable, path: str, value: Any, source: str) -> None:
     if last == "name" and not set(parents) <= set(METHODS) and names_another(table, {"name": value}):
         table.clear()  # its settings belong to another class
     table[last] = value
+
+
+def of_model(point: SettingPoint) -> SettingPoint:
+    """The settings of a point that change the model, and so the task."""
+    return {path: value for path, value in point.items() if path.split(".")[0] in ("model", "finetuning")}
 
 
 def point_directory(point: SettingPoint) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import jax
 
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.task import Task
-from fedrax.data import Federation
 from fedrax.errors import FedraxError, warnings_about
 from fedrax.escaping import format_settings
 from fedrax.experiments.comparison import Comparison, RunJob, saved_run
@@ -24,14 +23,14 @@ from fedrax.experiments.experiment import Experiment
 from fedrax.experiments.jobs import (
     ComparisonWatcher,
     ExperimentFile,
-    TaskAndFederation,
+    ProblemOf,
     WorkerPool,
     naming,
     run_here,
     run_on,
     unfinished,
 )
-from fedrax.experiments.search.grid import SettingPoint
+from fedrax.experiments.search.grid import SettingPoint, of_model
 from fedrax.files import join_without_links, read_json, write_text
 from fedrax.simulation import Result, use_all_cores
 from fedrax.simulation.evaluation import is_lower_better
@@ -50,7 +49,7 @@ def run_trials(
     comparison: Comparison,
     jobs: Sequence[RunJob],
     out: Path,
-    problem: Callable[[], TaskAndFederation],
+    problem: ProblemOf,
     watcher: ComparisonWatcher,
 ) -> None:
     """Execute unfinished trials in this process.
@@ -63,7 +62,7 @@ def run_trials(
     for group in _vectorizable([job for job in jobs if job.path not in sequential], comparison.search_seeds):
         if not any(job.path in left for jobs_of_point in group for job in jobs_of_point):
             continue
-        task, federation = problem()
+        task, federation = problem(group[0][0].spec)
         algorithms = [jobs_of_point[0].spec.algorithm for jobs_of_point in group]
         settings = group[0][0].spec.run
         if not should_vectorize(algorithms, task, federation, settings, len(comparison.search_seeds)):
@@ -87,7 +86,8 @@ def _vectorizable(jobs: Sequence[RunJob], seeds: Sequence[int]) -> list[list[lis
     complete = [jobs for jobs in points.values() if len(jobs) == len(seeds)]
     groups: dict[str, list[list[RunJob]]] = {}
     for jobs in complete:
-        groups.setdefault(f"{jobs[0].spec.name} {jobs[0].spec.run!r}", []).append(jobs)
+        spec = jobs[0].spec
+        groups.setdefault(f"{spec.name} {spec.run!r} {spec.model!r} {spec.finetuning!r}", []).append(jobs)
     return [
         [group[i] for i in positions]
         for group in groups.values()
@@ -110,13 +110,13 @@ def _save(job: RunJob, out: Path, result: Result) -> None:
         EventFile(directory, result.events).close()
 
 
-def _check_saved_trials(comparison: Comparison, out: Path, task: Task, federation: Federation) -> None:
+def _check_saved_trials(comparison: Comparison, out: Path, problem: ProblemOf) -> None:
     """Raise FedraxError for saved trials of other samples or programs.
 
     Vectorized runs have no checkpoint with digests of these, so the directory of the search has a file of them.
     """
-    path, data = join_without_links(out, Path("search")) / ".rows.json", of_data(federation)
-    programs = _programs(comparison, task, federation)
+    path, data = join_without_links(out, Path("search")) / ".rows.json", of_data(problem(comparison.first_candidate)[1])
+    programs = _programs(comparison, problem)
     saved: Any = read_json(path) if path.exists() else None
     if next(path.parent.glob("*/*/*/experiment.toml"), None) is not None:
         differs = difference(saved, data)
@@ -133,7 +133,7 @@ def _check_saved_trials(comparison: Comparison, out: Path, task: Task, federatio
     write_text(path, json.dumps((saved if isinstance(saved, dict) else {}) | data | all_digests))
 
 
-def _programs(comparison: Comparison, task: Task, federation: Federation) -> dict[str, dict[str, str]]:
+def _programs(comparison: Comparison, problem: ProblemOf) -> dict[str, dict[str, str]]:
     """For each label with a search, digests of its programs: one for points that differ in floats only.
 
     The keys describe the settings. Raises FedraxError for points that do not fit the data, the model or the cohorts.
@@ -142,13 +142,15 @@ def _programs(comparison: Comparison, task: Task, federation: Federation) -> dic
     for label in comparison.searched:
         firsts: dict[str, tuple[SettingPoint, Experiment]] = {}
         for point, spec in comparison.candidates[label]:
-            firsts.setdefault(f"{_without_numbers(spec.algorithm)} {spec.run!r}", (point, spec))
+            structure = f"{_without_numbers(spec.algorithm)} {spec.run!r} {of_model(point)}"
+            firsts.setdefault(structure, (point, spec))
         found[label] = {}
         for point, spec in firsts.values():
             run = dataclasses.replace(spec.run, seed=comparison.search_seeds[0])
             with naming(f"{label} ({format_settings(dict(point))})", label):
-                name, digests = program_keys(spec.algorithm, task, federation, run)
-            found[label][f"program of {label}: {name}"] = digests
+                name, digests = program_keys(spec.algorithm, *problem(spec), run)
+            at = format_settings(of_model(point))
+            found[label][f"program of {label}{at and f' ({at})'}: {name}"] = digests
     return found
 
 
@@ -161,7 +163,7 @@ def search(
     comparison: Comparison,
     out: Path,
     task: Task,
-    problem: Callable[[], TaskAndFederation],
+    problem: ProblemOf,
     watcher: ComparisonWatcher,
     workers: WorkerPool | None = None,
     data_dir: Path | str | None = None,
@@ -172,7 +174,7 @@ def search(
         comparison: The comparison.
         out: Its directory.
         task: The task.
-        problem: Returns the task and the federation with validation data in place of test data.
+        problem: Returns an experiment's task and the federation with validation data in place of test data.
         watcher: Receives the progress.
         workers: Executes the runs; by default this process.
         data_dir: Directory of data files, for workers.
@@ -204,7 +206,7 @@ def search(
             studies[label] = OptunaStudy(grid.axes, comparison.search.trials, seed, lower)
     if workers is not None:
         workers.connect()  # raises before anything is written
-    _check_saved_trials(comparison, out, *problem())
+    _check_saved_trials(comparison, out, problem)
     run([job for label in full_grids for job in comparison.search_runs(label)])
     results = {
         label: SearchResult(metric, lower, tuple(evaluated(label, [p for p, _ in comparison.candidates[label]])))
