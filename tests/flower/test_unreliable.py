@@ -30,7 +30,7 @@ from tests.flower.messages import (
 LOCAL = LocalSGD(lr=0.05, steps=3, batch_size=4)
 METHOD = Scaffold(local=LOCAL)
 ALL = list(range(len(SIZES)))
-ORDER = RoundInstructions(0, 0, 1, 6, 3.0, -1, [1, 2], "float32")
+ORDER = RoundInstructions(0, 0, 1, 6, 3.0, -1, [1, 2], "float32", "")
 
 
 def make_grid(algorithm: Any = METHOD, seed: int | None = 0) -> SerializingGrid:

@@ -37,6 +37,7 @@ from fedrax.flower.serialization import pack, unpack
 from fedrax.inputs import flat_inputs
 from fedrax.prng.keys import RUN, purpose_key
 from fedrax.simulation.evaluation import sample_values
+from fedrax.simulation.persistence.run_identity import of_frozen
 from fedrax.simulation.process import numeric_context
 from fedrax.simulation.round import ClientInputs, ClientRecord, ClientResult, RoundProgram, run_client
 from fedrax.simulation.validate import initial_client_state, model_shapes
@@ -104,6 +105,7 @@ class _Client:
         use_all_cores()
         own = load_client_data(self.data, context)
         facts: dict[str, Any] = {"size": len(own.train.y), "test_size": len(own.test.y), "version": VERSION}
+        facts["frozen"] = of_frozen(self.task.frozen)
         for name, part in (flat_inputs(own.train.x) | {"y": own.train.y}).items():
             # float64 and float32 samples are both converted to the run's dtype
             kind = "float32" if part.dtype == np.float64 else str(part.dtype)
@@ -129,6 +131,7 @@ class _Client:
         self, instructions: RoundInstructions, content: RecordDict, context: Context, store: ClientStore
     ) -> RecordDict:
         """Run one phase with the client's state; returns the records of the reply."""
+        instructions.check_frozen(of_frozen(self.task.frozen))
         own = load_client_data(self.data, context)
         samples = Batch(*own.train)
         setup = _ClientSetup.of(self.algorithm, self.task, samples, own, instructions)
@@ -194,6 +197,7 @@ class _Client:
             numeric_context(instructions.dtype),
             open_client_state(self._state_directory(context), context.state) as state,
         ):
+            instructions.check_frozen(of_frozen(self.task.frozen))
             own = load_client_data(self.data, context)
             if REQUEST in message.content:
                 answer = ConfigRecord({"mean": self._training_loss(instructions, own, message.content)})

@@ -46,6 +46,10 @@ _DESCRIPTIVE = ("num_classes", "mean", "std", "class_names", "name", "pixels", "
 """Fields of a federation that a task may depend on, besides shapes and the true parameters."""
 _PLACEMENT = ("plan", "samples", "states", "devices", "chunk", "checkpoint_every", "seed")
 """Settings that say where and when a simulation computes: without a meaning in a deployment, whatever their value."""
+_WEIGHTS = """
+Server and clients load the pretrained weights from a file of their own, `{path}`, or the file of this name in the
+directory that the environment variable FEDRAX_DATA names. Only the trained parameters are sent.
+"""
 _CODE = re.compile(r"(?P<file>.+\.py):(?P<name>\w+)")
 _SHARED = f'''"""Shared by server and clients: the method, the task and the settings of {_EXPERIMENT}."""
 
@@ -302,6 +306,7 @@ def _instructions(spec: Experiment, clients: int, hosts: Sequence[str]) -> str:
     host = hosts[0] if hosts else "localhost"
     at = f"[{host}]:8000" if ":" in host else f"{host}:8000"
     node = supernode_command(at, 9094, CA, "client-0", "'partition-id=0 directory=\"client-state\"'")
+    weights = "" if spec.finetuning is None else _WEIGHTS.format(path=spec.finetuning.weights)
     return f"""# {spec.name}: {spec.method_name} on {clients} clients
 
 Try everything on one machine, over TLS and with registered keys:
@@ -309,7 +314,7 @@ Try everything on one machine, over TLS and with registered keys:
     fedrax deploy . --trial
 
 `{APP}/{PACKAGE}/client_app.py` loads a client's samples: replace its function `data` for real clients.
-
+{weights}
 On the server's machine ({", ".join(hosts) or "for others than this one, make the deployment with --server NAME"}):
 
     {" ".join(superlink_command(8000, "0.0.0.0", CERTIFICATES))}

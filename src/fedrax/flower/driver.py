@@ -304,7 +304,9 @@ class RoundDriver:
     def _evaluate(self, r: int, server: Any, statistics: Tree, available: np.ndarray) -> Metrics:
         """The metrics of the global model after round ``r`` that are finite or not defined."""
         params = self.algorithm.params(server)
-        instructions = RoundInstructions(r, 0, 0, self.registry.num_clients, 1.0, -1, [0, 0], self.settings.dtype)
+        instructions = RoundInstructions(
+            r, 0, 0, self.registry.num_clients, 1.0, -1, [0, 0], self.settings.dtype, self.registry.frozen
+        )
         return split_finite(self.evaluate(params, statistics, instructions, available))[0]
 
     def _target_reached(self, event: Event) -> bool:

@@ -264,6 +264,7 @@ class FlowerExecutor(Executor):
             last_aggregated=self.delivery.last_aggregated.get(client, -1),
             shared=self.shared,
             dtype=str(self.round_inputs.assignments.weight.dtype),
+            frozen=self.registry.frozen,
         )
         content = RecordDict({"down": new, **instructions.record()})
         if again:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from fedrax.errors import FedraxError
 
 _NAME = "instructions"
 """Name of the record in a message. It is part of the protocol: both ends need the same version of fedrax."""
+_DIGEST = re.compile(r"(?:[0-9a-f]{32})?")
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class RoundInstructions:
     """Words of the random key that all clients of the round share."""
     dtype: str
     """Dtype of parameters and arithmetic, float32 or float64."""
+    frozen: str
+    """Digest of the server's frozen parameters, see `of_frozen`."""
 
     def record(self) -> dict[str, ConfigRecord]:
         """The instructions as a record of a message."""
@@ -62,4 +66,23 @@ class RoundInstructions:
             return False
         if not isinstance(self.cohort_size, float) or not 0 < self.cohort_size < 2**31:
             return False
-        return self.dtype in ("float32", "float64")
+        return self.dtype in ("float32", "float64") and is_digest(self.frozen)
+
+    def check_frozen(self, own: str) -> None:
+        """Raise FedraxError where the client's frozen parameters have another digest."""
+        if own != self.frozen:
+            raise FedraxError(other_weights("this client", own, self.frozen))
+
+
+def is_digest(value: Any) -> bool:
+    """Whether a value is a digest of frozen parameters, or the empty text for none."""
+    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
+
+
+def other_weights(client: str, theirs: str, ours: str) -> str:
+    """The message about a client whose frozen parameters are not the server's."""
+    digests = [f"digest {digest}" if digest else "no digest, as of a model without any" for digest in (theirs, ours)]
+    return (
+        f"{client} is refused: its frozen parameters have {digests[0]}, and those of the server {digests[1]}: load the"
+        " same weights on both"
+    )

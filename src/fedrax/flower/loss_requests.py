@@ -36,7 +36,8 @@ class LossRequests:
         """The loss of each client that replies, for ``model`` as (parameters, running statistics)."""
         packed, contents, self.asked = pack(model), {}, len(clients)
         for client in map(int, clients):
-            own = RoundInstructions(round, 0, client, self.registry.num_clients, 1.0, -1, [0, 0], self.dtype)
+            clients_of_run, frozen = self.registry.num_clients, self.registry.frozen
+            own = RoundInstructions(round, 0, client, clients_of_run, 1.0, -1, [0, 0], self.dtype, frozen)
             contents[client] = RecordDict({"model": packed, REQUEST: ConfigRecord(), **own.record()})
         name = f"losses before round {round + 1}"
         replies = self.registry.send_and_receive(MessageType.EVALUATE, contents, name) if contents else {}

@@ -14,6 +14,7 @@ from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from fedrax.errors import FedraxError
+from fedrax.flower.instructions import is_digest, other_weights
 from fedrax.inputs import from_flat
 from fedrax.version import VERSION
 
@@ -46,6 +47,8 @@ class ClientRegistry:
     grid: Grid
     timeout: float
     """Seconds to wait for replies."""
+    frozen: str = ""
+    """Digest of the server's frozen parameters; clients with another one are refused."""
     sizes: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
     """Numbers of training samples n_i, [N]."""
     test_sizes: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
@@ -60,6 +63,8 @@ class ClientRegistry:
     """Nodes that have replied to the query for their data, correctly or not."""
     retry_at: dict[int, float] = field(default_factory=dict)
     """Time from which a node that did not reply is queried again."""
+    refused: dict[int, str] = field(default_factory=dict)
+    """Why nodes were refused."""
     traffic: Traffic = field(default_factory=Traffic)
     """Bytes that the run has sent and received."""
 
@@ -83,7 +88,7 @@ class ClientRegistry:
             self._assign_numbers(known, count)
             if len(self.node_of) < count:
                 if time.monotonic() > due:
-                    raise FedraxError(_too_few_message(len(self.node_of), known, count, wait))
+                    raise FedraxError(_too_few_message(len(self.node_of), known, count, wait, self.refused))
                 time.sleep(POLL_SECONDS)
         for node in sorted(set(known) - set(self.node_of.values())):
             number = known[node].get("client")
@@ -179,16 +184,23 @@ class ClientRegistry:
                 self.retry_at[node] = began + passed + 10 * max(passed, POLL_SECONDS)
                 log.warning("node %d did not introduce itself: %s", node, reply or "it did not reply in time")
         contents = {node: reply for node, reply in replies.items() if isinstance(reply, RecordDict)}
-        self.introduced |= set(contents)
-        found = {node: content.get("client") for node, content in contents.items()}
+        found: dict[int, Any] = {node: content.get("client") for node, content in contents.items()}
         wrong = [node for node, facts in found.items() if not _is_valid_introduction(facts)]
+        self.refused = {node: why for node, why in self.refused.items() if node not in found}
+        for node in [node for node, facts in found.items() if node not in wrong and facts["frozen"] != self.frozen]:
+            facts = found.pop(node)
+            name = f"client {facts['client']} (node {node})" if "client" in facts else f"node {node}"
+            self.refused[node] = other_weights(name, facts["frozen"], self.frozen)
+            self.retry_at[node] = began + passed + 10 * max(passed, POLL_SECONDS)  # its file may be replaced
+            log.warning(self.refused[node])
+        self.introduced |= set(found)
         for node, facts in found.items():
             version = facts.get("version") if isinstance(facts, ConfigRecord) else None
             if node in wrong:
                 log.warning("node %d sent a malformed introduction: is it a fedrax client?", node)
             if isinstance(version, str) and version != VERSION:
                 log.warning("node %d has fedrax %.40s, and the server %s: install the same", node, version, VERSION)
-        return {node: dict(facts) for node, facts in found.items() if node not in wrong}  # type: ignore[arg-type]
+        return {node: dict(facts) for node, facts in found.items() if node not in wrong}
 
 
 def _content_bytes(content: RecordDict) -> int:
@@ -207,9 +219,13 @@ def _value_bytes(value: Any) -> int:
     return len(value) if isinstance(value, str | bytes) else 8
 
 
-def _too_few_message(connected: int, known: Mapping[int, Mapping[str, Any]], count: int, wait: float) -> str:
+def _too_few_message(
+    connected: int, known: Mapping[int, Mapping[str, Any]], count: int, wait: float, refused: Mapping[int, str]
+) -> str:
     """The error for fewer than ``count`` clients."""
     words = f"{connected} of {count} clients were connected after {wait:g} seconds"
+    if refused:
+        return f"{words}: {'; '.join(list(refused.values())[:3])}"
     if connected == len(known):
         return f"{words}: start their SuperNodes, and look at the warnings above"
     numbers = ", ".join(str(facts["client"]) for facts in known.values())
@@ -225,6 +241,8 @@ def _is_valid_introduction(facts: Any) -> bool:
         return False
     names = _array_names(facts)
     shapes = [facts.get(f"{name}_shape") for name in names]
+    if not is_digest(facts.get("frozen")):
+        return False
     lists = all(isinstance(s, list) and all(type(n) is int and 0 <= n < _MAX_INTEGER for n in s) for s in shapes)
     known = all(isinstance(kind := facts[f"{name}_type"], str) and kind in _TYPES for name in names)
     try:

@@ -32,7 +32,7 @@ from fedrax.participation.asynchronous import Asynchronous
 from fedrax.participation.cohort_sampler import CohortSampler
 from fedrax.privacy.ledger import Ledger
 from fedrax.prng.keys import RUN, purpose_key
-from fedrax.simulation.persistence.run_identity import of_method, of_participation
+from fedrax.simulation.persistence.run_identity import of_frozen, of_method, of_participation
 from fedrax.simulation.privacy_ledger import ledger_of
 from fedrax.simulation.process import numeric_context
 from fedrax.simulation.results.events import RunInfo, Sink
@@ -152,6 +152,10 @@ def federate(
     as in a simulation, and a sampled client that is not available is left out. Adaptive policies receive the reports of
     the replies; ``asynchronous`` raises.
 
+    Frozen parameters (`fedrax.models.freeze`, `fedrax.models.lora`, `fedrax.models.from_torch`) are not sent: each
+    client loads its own. A client whose frozen parameters have another digest than the server's is refused, with a
+    warning that names both.
+
     Args:
         grid: Flower's connection to the clients.
         algorithm: the algorithm; the clients must be given the same.
@@ -194,7 +198,7 @@ def federate(
         raise FedraxError("resume needs a directory: give the directory of the run to continue")
     settings = federation_settings(settings, options, seed)
     use_all_cores()
-    registry = ClientRegistry(grid, timeout)
+    registry = ClientRegistry(grid, timeout, of_frozen(task.frozen))
     registry.wait_for_clients(clients, wait)
     with numeric_context(settings.dtype):
         path = None if directory is None else Path(directory)
@@ -275,6 +279,7 @@ def _prepare(
             **of_participation(settings.participation),
             "number of clients": str(registry.num_clients),
             "task": task.name,
+            "frozen parameters": registry.frozen,
         },
         described={name: getattr(settings, name) for name in _FEDERATION_SETTINGS} | {"seed": seed},
         ask=LossRequests(task, registry, delivery, settings.dtype) if sampler.asks else None,

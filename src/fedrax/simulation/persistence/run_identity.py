@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from fedrax import version
+from fedrax import tree, version
 from fedrax.config.annotations import fields_of
 from fedrax.contract.algorithm import Algorithm
 from fedrax.data import Federation
@@ -116,6 +116,12 @@ def of_method(algorithm: Algorithm) -> dict[str, str]:
     return {"method": digest, **{_OPTION + path: text for path, text in _options(algorithm).items()}}
 
 
+def of_frozen(frozen: Tree) -> str:
+    """A digest of frozen parameters with their names; empty without any."""
+    leaves = jax.tree.leaves(frozen)
+    return _digest([*tree.leaf_names(frozen), *leaves]) if leaves else ""
+
+
 def _options(config: Any, path: str = "") -> dict[str, str]:
     """The class of a method and its hyper-parameters as text by their paths, those of nested objects included."""
     found = {path or "class": type(config).__name__}
@@ -209,10 +215,15 @@ def _digest(parts: Iterable[Any]) -> str:
         array = np.asarray(jax.random.key_data(part) if is_key else part)
         made.update(f"{array.dtype}{array.shape}".encode())
         if array.nbytes <= _WHOLE:
-            made.update(np.ascontiguousarray(array).data if array.size else b"")
+            made.update(_bytes_of(array))
             continue
         rows = np.unique(np.linspace(0, len(array) - 1, _PIECES).astype(int))
         size = max(1, _PIECE * len(array) // array.nbytes)
         for row in rows:
-            made.update(np.ascontiguousarray(array[row : row + size]).data)
+            made.update(_bytes_of(array[row : row + size]))
     return made.hexdigest()
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    """The bytes of an array: one of bfloat16 is no buffer."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
