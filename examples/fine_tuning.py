@@ -17,9 +17,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 from flax import linen as nn
 
-from fedrax import FedAvg, Federation, LocalSGD, classification, simulate
+from fedrax import FedAvg, Federation, LocalSGD, classification, simulate, tree
 from fedrax.data import Dataset, DirichletClasses, Iid, Samples, load
 from fedrax.models import freeze, from_linen, lora
+from fedrax.participation import FixedList
 from fedrax.simulation import use_all_cores
 
 use_all_cores()  # before the first array of JAX
@@ -66,7 +67,7 @@ models = {
     "LoRA, B alone, and head": lora(model, start, example, rank=4, alpha=8, trainable="head/*", train_a=False),
 }
 method = FedAvg(local=LocalSGD(lr=0.1, steps=5, batch_size=16))
-rows, figure = [], plt.figure(figsize=(7, 4.5), layout="constrained")
+rows, last, figure = [], {}, plt.figure(figsize=(7, 4.5), layout="constrained")
 axes = figure.add_subplot(xlabel="megabytes sent (log scale)", ylabel="test accuracy, digits 5 to 9", xscale="log")
 for name, tuned in models.items():
     settings = {"params": start} if tuned is model else {}
@@ -76,6 +77,7 @@ for name, tuned in models.items():
         )
         for seed in range(3)
     ]
+    last[name] = runs[0].params
     accuracy = np.array([run.events[-1]["test_accuracy"] for run in runs])
     events = [event for event in runs[0].events if "test_accuracy" in event]
     megabytes = [(event["bytes_up"] + event["bytes_down"]) / 1e6 for event in events]
@@ -91,4 +93,26 @@ axes.legend(frameon=False)
 head = "| trained | trainable parameters | test accuracy in % | MB sent | seconds of 40 rounds |\n" + "| --- " * 5 + "|"
 machine = f"Seconds without compilation, on {os.cpu_count()} cores ({platform.machine()}), {date.today()}."
 (directory / "fine-tuning.md").write_text("\n".join([head, *rows, "", machine]) + "\n")
+
+
+def averaging_error(tuned, params):
+    """The distance of the server's average from the mean of the clients' weights, relative to the mean's change."""
+
+    def round_of(clients):
+        settings = {"params": params, "cohort_size": len(clients), "participation": FixedList(clients)}
+        return tuned.merge(simulate(method, classification(tuned), federation, rounds=1, **settings).params)
+
+    alone = [round_of((client,)) for client in range(10)]
+    mean = jax.tree.map(lambda *weights: sum(weights) / len(weights), *alone)
+    distance = tree.norm(tree.sub(round_of(tuple(range(10))), mean))
+    return float(distance / tree.norm(tree.sub(mean, tuned.merge(params))))
+
+
+# The server averages A and B. The clients have found A B.
+lines = ["| trained | relative distance |", "| --- | --- |"]
+for name, tuned in models.items():
+    if tuned is not model:
+        lines.append(f"| {name} | {averaging_error(tuned, last[name]):.1%} |")
+        print(f"{name}: the average of the parameters is {lines[-1].split('|')[2].strip()} from that of the weights")
+(directory / "fine-tuning-averaging.md").write_text("\n".join(lines) + "\n")
 figure.savefig(directory / "fine-tuning.png", dpi=150)
