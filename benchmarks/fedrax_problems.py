@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import numpy as np
 
 from benchmarks.runners import jax_models
 from benchmarks.workloads import Arrays, Workload
 from fedrax.data import Federation
 from fedrax.data.federation import aligned_array
-from fedrax.models import LSTM, LeNet, Logistic, Model, TwoNN, from_linen
+from fedrax.models import LSTM, LeNet, Logistic, Model, TwoNN, freeze, from_linen
+from fedrax.tree import leaf_names
 
 # PyTorch's names of the layers -> the zoo's
 LAYERS = {
@@ -35,8 +37,14 @@ def plain_problem(workload: Workload, initial: dict[str, np.ndarray]) -> tuple[M
 
 
 def problem(workload: Workload, initial: dict[str, np.ndarray]) -> tuple[Model, dict[str, Any]]:
-    """The workload's model, from the model zoo or a Flax module, and its initial parameters."""
-    return model_of(workload), parameters_of(workload, initial)
+    """The workload's model, from the model zoo or a Flax module, and its initial parameters, the trained ones."""
+    model, params = model_of(workload), parameters_of(workload, initial)
+    some = parameters_of(workload, {name: value for name, value in initial.items() if workload.is_trained(name)})
+    trained = set(leaf_names(some))
+    if trained == set(leaf_names(params)):
+        return model, params
+    model = freeze(model, params, trained.__contains__)
+    return model, model.init(jax.random.key(0))
 
 
 def model_of(workload: Workload) -> Model:
@@ -44,7 +52,7 @@ def model_of(workload: Workload) -> Model:
     if workload.name not in LAYERS:
         from benchmarks.runners import linen_models  # takes seconds, so only for these workloads
 
-        return from_linen(linen_models.MODULES[workload.name], linen_models.sample_input(workload.name))
+        return from_linen(linen_models.module_of(workload), linen_models.sample_input(workload))
     return {
         "W1": TwoNN().build((784,), 10),
         "W2": Logistic().build((60,), 10),

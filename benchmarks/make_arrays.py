@@ -1,7 +1,8 @@
 """Creates the workloads' arrays from a fixed seed, once, in a cache directory.
 
 W1 uses MNIST from ``$FEDRAX_DATA/mnist`` (the four ``.gz`` files of its home page) or, without it, Gaussian classes of
-the same shapes; the folder's name and its ``source.txt`` name the source. All other workloads are synthetic.
+the same shapes. G1 uses CIFAR-10 from ``$FEDRAX_DATA/cifar10`` or, without it, class templates. The folder's name and
+its ``source.txt`` name the source. All other workloads are synthetic.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.starting_weights import WEIGHTS
+from benchmarks.starting_weights import starting_weights
 from benchmarks.workloads import WORKLOADS, Workload
 
 SEED = 20260601
@@ -44,8 +45,10 @@ def ensure_arrays(name: str, directory: Path) -> Path:
 
 
 def source_of(name: str) -> str:
-    """Origin of the samples of workload ``name``: ``synthetic``, and for W1 ``mnist`` or ``gaussian``."""
-    return "synthetic" if name != "W1" else "mnist" if mnist_directory() else "gaussian"
+    """Where the samples come from: ``synthetic``, for W1 ``mnist`` or ``gaussian``, for G1 possibly ``cifar10``."""
+    if name == "W1":
+        return "mnist" if mnist_directory() else "gaussian"
+    return "cifar10" if name == "G1" and has_cifar10() else "synthetic"
 
 
 def source_text(source: str | None) -> str:
@@ -57,12 +60,13 @@ def source_text(source: str | None) -> str:
 
 
 def make_arrays(workload: Workload) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng([SEED, int(workload.name[1:])])
-    samples = SAMPLES[workload.name](workload, rng)
+    number = int(workload.name[1:].split("-")[0])
+    rng = np.random.default_rng([SEED, number] if workload.name[0] == "W" else [SEED, number, 1])
+    samples = SAMPLES[workload.name.split("-")[0]](workload, rng)
     cohorts = np.stack(
         [np.sort(rng.choice(workload.clients, workload.cohort, replace=False)) for _ in range(workload.total_rounds)]
     )
-    weights = WEIGHTS[workload.name](rng)
+    weights = starting_weights(workload, rng)
     return {
         **inputs("x", samples.x),
         "y": samples.y.astype(np.int64),
@@ -125,16 +129,46 @@ def synthetic_1_1(workload: Workload, rng: np.random.Generator) -> Samples:
     )
 
 
-def image_templates(workload: Workload, rng: np.random.Generator, samples: int = 320) -> Samples:
-    """W3, W5, W6, W8, W9, W11: a smooth template per class plus unit noise; ``samples`` per client, iid; 2000 test
-    samples.
+def image_templates(
+    workload: Workload,
+    rng: np.random.Generator,
+    samples: int = 320,
+    classes: int = 10,
+    side: int = 32,
+    channels: int = 3,
+) -> Samples:
+    """W3, W5, W6, W8, W9, W11, G1, G2, G6: a smooth template a class and unit noise; so many samples a client, iid;
+    2000 test samples.
     """
     train = workload.clients * samples
-    y = rng.integers(0, 10, train + 2000)
-    templates = rng.standard_normal((10, 3, 4, 4)).astype(np.float32) * 0.5
-    x = rng.standard_normal((train + 2000, 3, 32, 32)).astype(np.float32)
-    x += templates.repeat(8, axis=2).repeat(8, axis=3)[y]
+    y = rng.integers(0, classes, train + 2000)
+    templates = rng.standard_normal((classes, channels, 4, 4)).astype(np.float32) * 0.5
+    x = rng.standard_normal((train + 2000, channels, side, side)).astype(np.float32)
+    x += templates.repeat(side // 4, axis=2).repeat(side // 4, axis=3)[y]
     return Samples(x[:train], y[:train], np.arange(workload.clients + 1) * samples, x[train:], y[train:])
+
+
+def sized_templates(workload: Workload, rng: np.random.Generator, channels: int = 3) -> Samples:
+    """G1, G2, G6: class templates of the network's side and classes."""
+    return image_templates(workload, rng, workload.samples, workload.sizes["classes"], workload.sizes["side"], channels)
+
+
+def cifar10(workload: Workload, rng: np.random.Generator) -> Samples:
+    """G1: CIFAR-10 in a random order, 50 training samples a client, all test samples; templates without it."""
+    if source_of(workload.name) != "cifar10":
+        return sized_templates(workload, rng)
+    from fedrax.data import load
+
+    loaded = load("cifar10")
+    train, test = loaded.train, loaded.test
+    mean, std = np.float32(loaded.mean), np.float32(loaded.std)
+
+    def standardized(x: np.ndarray) -> np.ndarray:
+        return ((x / np.float32(255) - mean) / std).transpose(0, 3, 1, 2)
+
+    order = rng.permutation(len(train.y))[: workload.clients * workload.samples]
+    offsets = np.arange(workload.clients + 1) * workload.samples
+    return Samples(standardized(train.x[order]), train.y[order], offsets, standardized(test.x), test.y)
 
 
 def noise_sequences(workload: Workload, rng: np.random.Generator) -> Samples:
@@ -147,19 +181,31 @@ def noise_sequences(workload: Workload, rng: np.random.Generator) -> Samples:
     return Samples(x[:train], y[:train], np.arange(workload.clients + 1) * 160, x[train:], y[train:])
 
 
-def markov_chains(workload: Workload, rng: np.random.Generator) -> Samples:
-    """W7: 80 symbols of a Markov chain in which each of 90 symbols has three successors, with the next one as label; 64
-    samples per client, iid; 2000 test samples.
+def markov_chains(workload: Workload, rng: np.random.Generator, samples: int = 64, length: int = 80) -> Samples:
+    """W7, G4: 80 symbols of a Markov chain, in which three of the 90 follow each, and the next one as the label; 64
+    samples a client, iid; 2000 test samples.
     """
-    train = workload.clients * 64
+    train = workload.clients * samples
     followers = rng.integers(0, 90, (90, 3))
-    symbols = np.empty((train + 2000, 81), np.int32)
+    symbols = np.empty((train + 2000, length + 1), np.int32)
     symbols[:, 0] = rng.integers(0, 90, len(symbols))
-    for step in range(80):
+    for step in range(length):
         choices = rng.choice(3, len(symbols), p=(0.7, 0.2, 0.1))
         symbols[:, step + 1] = followers[symbols[:, step], choices]
-    x, y = symbols[:, :80], symbols[:, 80]
-    return Samples(x[:train], y[:train], np.arange(workload.clients + 1) * 64, x[train:], y[train:])
+    x, y = symbols[:, :length], symbols[:, length]
+    return Samples(x[:train], y[:train], np.arange(workload.clients + 1) * samples, x[train:], y[train:])
+
+
+def sized_chains(workload: Workload, rng: np.random.Generator) -> Samples:
+    """G4: chains of the network's length."""
+    return markov_chains(workload, rng, workload.samples, workload.sizes["tokens"])
+
+
+def labeled_chains(workload: Workload, rng: np.random.Generator) -> Samples:
+    """G3, G5: chains of the network's length, labeled by the next symbol at each position."""
+    chains = sized_chains(workload, rng)
+    following = lambda x, y: np.concatenate([x[:, 1:], y[:, None]], 1)  # noqa: E731
+    return chains._replace(y=following(chains.x, chains.y), y_test=following(chains.x_test, chains.y_test))
 
 
 def ragged_clients(workload: Workload, rng: np.random.Generator) -> Samples:
@@ -173,6 +219,12 @@ def ragged_clients(workload: Workload, rng: np.random.Generator) -> Samples:
     hidden = np.tanh(x @ rng.standard_normal((30, 20)) / np.sqrt(30))
     y = np.argmax(hidden @ rng.standard_normal((20, 5)), axis=1)
     return Samples(x[:train], y[:train], offsets, x[train:], y[train:])
+
+
+def has_cifar10() -> bool:
+    """Whether ``$FEDRAX_DATA/cifar10`` is there."""
+    root = os.environ.get("FEDRAX_DATA")
+    return root is not None and (Path(root) / "cifar10").is_dir()
 
 
 def mnist_directory() -> Path | None:
@@ -233,4 +285,10 @@ SAMPLES: dict[str, Callable[[Workload, np.random.Generator], Samples]] = {
     "W9": partial(image_templates, samples=64),
     "W10": ragged_clients,
     "W11": partial(image_templates, samples=50),
+    "G1": cifar10,
+    "G2": sized_templates,
+    "G3": labeled_chains,
+    "G4": sized_chains,
+    "G5": labeled_chains,
+    "G6": partial(sized_templates, channels=1),
 }

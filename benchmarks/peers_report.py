@@ -91,8 +91,11 @@ def identity(run: dict) -> tuple[str, str, str, int]:
     return run["workload"], run["simulator"], run["setting"], run["repeat"]
 
 
-def disagreements(session: Session, tolerance: float = LOSS_TOLERANCE) -> list[str]:
-    """A sentence for each run that failed and for each run whose test loss differs from the median."""
+def disagreements(session: Session, tolerance: Callable[[dict], float] = lambda run: LOSS_TOLERANCE) -> list[str]:
+    """A sentence for each run that failed and for each run whose test loss differs from the median.
+
+    tolerance: of a run's loss, relative to the median.
+    """
     problems = []
     succeeded = {identity(run) for run in session.runs if "failed" not in run}
     for run in session.runs:
@@ -105,7 +108,7 @@ def disagreements(session: Session, tolerance: float = LOSS_TOLERANCE) -> list[s
             continue
         agreed = statistics.median(run["test_loss"] for run in finished)
         for run in finished:
-            if not abs(run["test_loss"] - agreed) <= tolerance * abs(agreed):
+            if not abs(run["test_loss"] - agreed) <= tolerance(run) * abs(agreed):
                 problems.append(
                     f"{run['simulator']} ({run['setting']}) ends {workload} at test loss "
                     f"{run['test_loss']:.4f}, the median is {agreed:.4f}: its work differs"

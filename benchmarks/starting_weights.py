@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 
 import numpy as np
+
+from benchmarks.workloads import Workload
 
 Weights = dict[str, np.ndarray]
 
@@ -68,9 +70,9 @@ def normed_convolutional_weights(rng: np.random.Generator) -> Weights:
     return weights | layers(rng, {"fc": (10, 128)})
 
 
-def residual_weights(rng: np.random.Generator) -> Weights:
-    weights = without_bias(rng, "stem", (16, 3, 3, 3)) | norm("stem_norm", 16)
-    widths = (16, 16, 16, 16, 32, 32, 32, 64, 64, 64)
+def residual_blocks(rng: np.random.Generator, widths: Sequence[int]) -> Weights:
+    """A stem, and residual blocks of these widths."""
+    weights = without_bias(rng, "stem", (widths[0], 3, 3, 3)) | norm("stem_norm", widths[0])
     for i, (inputs, outputs) in enumerate(pairwise(widths)):
         block = f"blocks.{i}"
         weights |= without_bias(rng, f"{block}.conv1", (outputs, inputs, 3, 3)) | norm(f"{block}.norm1", outputs)
@@ -78,7 +80,11 @@ def residual_weights(rng: np.random.Generator) -> Weights:
         if inputs != outputs:
             weights |= without_bias(rng, f"{block}.shortcut", (outputs, inputs, 1, 1))
             weights |= norm(f"{block}.shortcut_norm", outputs)
-    return weights | layers(rng, {"fc": (10, 64)})
+    return weights
+
+
+def residual_weights(rng: np.random.Generator) -> Weights:
+    return residual_blocks(rng, (16, 16, 16, 16, 32, 32, 32, 64, 64, 64)) | layers(rng, {"fc": (10, 64)})
 
 
 def gru_weights(rng: np.random.Generator) -> Weights:
@@ -123,6 +129,72 @@ def small_convolutional_weights(rng: np.random.Generator) -> Weights:
     return layers(
         rng, {"convs.0": (32, 3, 3, 3), "convs.1": (64, 32, 3, 3), "fc1": (128, 14 * 14 * 64), "fc2": (10, 128)}
     )
+
+
+def dropped_convolutional_weights(
+    rng: np.random.Generator, side: int, widths: tuple[int, int], hidden: int, classes: int
+) -> Weights:
+    (a, b), flat = widths, (side // 2 - 2) ** 2 * widths[1]
+    return layers(
+        rng, {"convs.0": (a, 3, 3, 3), "convs.1": (b, a, 3, 3), "fc1": (hidden, flat), "fc2": (classes, hidden)}
+    )
+
+
+def pooled_convolutional_weights(
+    rng: np.random.Generator, side: int, widths: tuple[int, int], hidden: int, classes: int
+) -> Weights:
+    (a, b), flat = widths, (side // 4) ** 2 * widths[1]
+    return layers(
+        rng, {"convs.0": (a, 1, 5, 5), "convs.1": (b, a, 5, 5), "fc1": (hidden, flat), "fc2": (classes, hidden)}
+    )
+
+
+def resnet18_weights(rng: np.random.Generator, width: int, side: int, classes: int) -> Weights:
+    widths = [width, *(width << stage for stage in range(4) for _ in range(2))]
+    return residual_blocks(rng, widths) | layers(rng, {"fc": (classes, width << 3)})
+
+
+def causal_weights(
+    rng: np.random.Generator, width: int, tokens: int, symbols: int, rank: int = 0, **of: int
+) -> Weights:
+    weights = {"embedding.weight": rng.standard_normal((symbols, width)).astype(np.float32)}
+    weights["positions"] = (0.02 * rng.standard_normal((tokens, width))).astype(np.float32)
+    for i in range(of["layers"]):
+        block = f"blocks.{i}"
+        shapes = {f"{block}.{name}": (width, width) for name in ("query", "key", "value", "out")}
+        shapes |= {f"{block}.linear1": (4 * width, width), f"{block}.linear2": (width, 4 * width)}
+        weights |= layers(rng, shapes) | norm(f"{block}.norm1", width) | norm(f"{block}.norm2", width)
+        for name in ("query", "value") if rank else ():
+            weights[f"{block}.{name}_adapter.a"] = uniform(rng, (rank, width), width)
+            weights[f"{block}.{name}_adapter.b"] = np.zeros((width, rank), np.float32)
+    return weights | norm("norm", width) | layers(rng, {"fc": (symbols, width)})
+
+
+def character_lstm_weights(rng: np.random.Generator, hidden: int, embedding: int, tokens: int, symbols: int) -> Weights:
+    weights = {"embedding.weight": rng.standard_normal((symbols, embedding)).astype(np.float32)}
+    for i, inputs in enumerate((embedding, hidden)):
+        weights[f"lstm.weight_ih_l{i}"] = uniform(rng, (4 * hidden, inputs), hidden)
+        weights[f"lstm.weight_hh_l{i}"] = uniform(rng, (4 * hidden, hidden), hidden)
+        weights[f"lstm.bias_ih_l{i}"] = uniform(rng, (4 * hidden,), hidden)
+        weights[f"lstm.bias_hh_l{i}"] = np.zeros(4 * hidden, np.float32)
+    return weights | layers(rng, {"fc": (symbols, hidden)})
+
+
+NETWORKS: dict[str, Callable[..., Weights]] = {
+    "DroppedConvNet": dropped_convolutional_weights,
+    "PooledConvNet": pooled_convolutional_weights,
+    "ResNet18": resnet18_weights,
+    "CausalTransformer": causal_weights,
+    "CharacterLSTM": character_lstm_weights,
+}
+"""Of the networks with sizes that the workload sets."""
+
+
+def starting_weights(workload: Workload, rng: np.random.Generator) -> Weights:
+    """The workload's starting weights."""
+    if workload.network:
+        return NETWORKS[workload.network](rng, **workload.sizes)
+    return WEIGHTS[workload.name](rng)
 
 
 WEIGHTS: dict[str, Callable[[np.random.Generator], Weights]] = {

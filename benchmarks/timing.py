@@ -50,6 +50,29 @@ class RoundClock:
         }
 
 
+class TargetClock:
+    """The seconds until a test accuracy was reached, since the start of the process."""
+
+    def __init__(self, target: float) -> None:
+        self.target = target
+        self.seconds: float | None = None
+        self._start = float(os.environ.get(STARTED, time.monotonic()))
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start of the process."""
+        return time.monotonic() - self._start
+
+    def reached(self, accuracy: float) -> None:
+        """Record an evaluation that has just ended."""
+        if self.seconds is None and accuracy >= self.target:
+            self.seconds = self.elapsed
+
+    def summary(self) -> dict[str, float | None]:
+        """The target, and the seconds to it; None if it was not reached."""
+        return {"target": self.target, "seconds_to_target": self.seconds}
+
+
 def runner_arguments(
     description: str, channels_last: bool = False, **integers: int
 ) -> tuple[argparse.Namespace, Workload, Arrays]:
@@ -62,7 +85,8 @@ def runner_arguments(
     parser.add_argument(
         "--device", default="cpu", choices=("cpu", "cuda"), help="for simulators that do not choose one"
     )
-    parser.add_argument("--precision", default="highest", choices=("highest", "tensorfloat32"), help="of products")
+    precisions = ("highest", "tensorfloat32", "bfloat16")
+    parser.add_argument("--precision", default="highest", choices=precisions, help="of products")
     for name, default in integers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()

@@ -85,14 +85,14 @@ def model_of(workload: Workload) -> Callable[[Params, jax.Array], jax.Array]:
     """The workload's model: (parameters, batch) -> outputs."""
     if workload.name in MODELS:
         return MODELS[workload.name]
-    from benchmarks.runners.linen_models import MODULES
+    from benchmarks.runners.linen_models import module_of
 
-    return lambda params, x: MODULES[workload.name].apply({"params": params}, x)  # type: ignore
+    return lambda params, x: module_of(workload).apply({"params": params}, x)  # type: ignore
 
 
 def cross_entropy(logits: jax.Array, y: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-    """The mean over the batch, or over its samples whose ``mask`` is true."""
-    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], axis=1)[:, 0], where=mask)
+    """The mean over the batch, or over its samples whose ``mask`` is true; labels [B], or [B, T] by position."""
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), y[..., None], axis=-1)[..., 0], where=mask)
 
 
 def evaluate(workload: Workload, params: Params, arrays: Arrays) -> tuple[float, float]:
@@ -103,8 +103,8 @@ def evaluate(workload: Workload, params: Params, arrays: Arrays) -> tuple[float,
     for start in range(0, len(y), 500):
         labels = y[start : start + 500]
         logits = np.asarray(predict(params, x[start : start + 500]), np.float64)
-        shifted = logits - logits.max(axis=1, keepdims=True)
-        log_sum = np.log(np.exp(shifted).sum(axis=1))
-        loss += float((log_sum - shifted[np.arange(len(labels)), labels]).sum())
-        correct += float((logits.argmax(axis=1) == labels).sum())
-    return loss / len(y), correct / len(y)
+        shifted = logits - logits.max(axis=-1, keepdims=True)
+        log_sum = np.log(np.exp(shifted).sum(axis=-1))
+        loss += float((log_sum - np.take_along_axis(shifted, labels[..., None], -1)[..., 0]).sum())
+        correct += float((logits.argmax(axis=-1) == labels).sum())
+    return loss / y.size, correct / y.size

@@ -1,4 +1,4 @@
-"""Models of W5 to W11 in Flax Linen, as a user writes them, and PyTorch's weights as their parameters.
+"""Models of W5 to W11 and G1 to G6 in Flax Linen, as a user writes them, and PyTorch's weights as their parameters.
 
 fedrax uses them by its adapter, FedJAX as functions. Layers have PyTorch's names.
 """
@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+
+from benchmarks.workloads import Workload
 
 HEADS = 4
 
@@ -150,6 +152,132 @@ class SmallConvNet(nn.Module):
         return nn.Dense(10, name="fc2")(nn.relu(nn.Dense(128, name="fc1")(x)))
 
 
+class DroppedConvNet(nn.Module):
+    """Two 3x3 convolutions, max pooling and two dense layers, with dropout before each of these."""
+
+    side: int
+    widths: tuple[int, int]
+    hidden: int
+    classes: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        for i, width in enumerate(self.widths):
+            x = nn.relu(nn.Conv(width, (3, 3), padding="VALID", name=f"convs_{i}")(x))
+        x = nn.max_pool(x, (2, 2), strides=(2, 2))
+        x = nn.Dropout(0.25, deterministic=not train)(x).reshape(len(x), -1)
+        x = nn.relu(nn.Dense(self.hidden, name="fc1")(x))
+        return nn.Dense(self.classes, name="fc2")(nn.Dropout(0.5, deterministic=not train)(x))
+
+
+class PooledConvNet(nn.Module):
+    """Two padded 5x5 convolutions, each with max pooling, and two dense layers."""
+
+    side: int
+    widths: tuple[int, int]
+    hidden: int
+    classes: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for i, width in enumerate(self.widths):
+            x = nn.max_pool(nn.relu(nn.Conv(width, (5, 5), name=f"convs_{i}")(x)), (2, 2), strides=(2, 2))
+        x = nn.relu(nn.Dense(self.hidden, name="fc1")(x.reshape(len(x), -1)))
+        return nn.Dense(self.classes, name="fc2")(x)
+
+
+class ResNet18(nn.Module):
+    """ResNet-18 for small images: a 3x3 stem without pooling, group norm."""
+
+    width: int
+    side: int
+    classes: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Conv(self.width, (3, 3), padding=1, use_bias=False, name="stem")(x)
+        x = nn.relu(nn.GroupNorm(num_groups=8, name="stem_norm")(x))
+        for i in range(8):
+            x = Residual(self.width << i // 2, name=f"blocks_{i}")(x)
+        return nn.Dense(self.classes, name="fc")(x.mean((1, 2)))
+
+
+class Adapter(nn.Module):
+    """x A B."""
+
+    rank: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        width = x.shape[-1]
+        a = self.param("a", nn.initializers.lecun_normal(), (width, self.rank))
+        return x @ a @ self.param("b", nn.initializers.zeros, (self.rank, width))
+
+
+class CausalBlock(nn.Module):
+    """Causal attention and two dense layers, each after a norm; adapters at queries and values if ``rank`` is
+    positive.
+    """
+
+    heads: int
+    rank: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        width = x.shape[-1]
+        y = nn.LayerNorm(name="norm1")(x)
+        query, key, value = (nn.Dense(width, name=name)(y) for name in ("query", "key", "value"))
+        if self.rank:
+            query += Adapter(self.rank, name="query_adapter")(y)
+            value += Adapter(self.rank, name="value_adapter")(y)
+        by_head = (a.reshape(*a.shape[:2], self.heads, -1) for a in (query, key, value))
+        mixed = jax.nn.dot_product_attention(*by_head, is_causal=True)
+        x = x + nn.Dense(width, name="out")(mixed.reshape(x.shape))
+        y = nn.Dense(4 * width, name="linear1")(nn.LayerNorm(name="norm2")(x))
+        return x + nn.Dense(width, name="linear2")(nn.gelu(y))
+
+
+class CausalTransformer(nn.Module):
+    """Predicts each next symbol."""
+
+    layers: int
+    width: int
+    heads: int
+    tokens: int
+    symbols: int
+    rank: int = 0
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Embed(self.symbols, self.width, name="embedding")(x)
+        x = x + self.param("positions", nn.initializers.normal(0.02), x.shape[1:])
+        for i in range(self.layers):
+            x = CausalBlock(self.heads, self.rank, name=f"blocks_{i}")(x)
+        return nn.Dense(self.symbols, name="fc")(nn.LayerNorm(name="norm")(x))
+
+
+class CharacterLSTM(nn.Module):
+    """Embedded characters, two LSTM layers; the last hidden state predicts the next character."""
+
+    hidden: int
+    embedding: int
+    tokens: int
+    symbols: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Embed(self.symbols, self.embedding, name="embedding")(x)
+        for i in range(2):
+            hidden: Any = nn.RNN(nn.OptimizedLSTMCell(self.hidden, name=f"lstm_{i}"))(x)
+            x = hidden
+        return nn.Dense(self.symbols, name="fc")(x[:, -1])
+
+
+NETWORKS: dict[str, type[nn.Module]] = {
+    network.__name__: network for network in (DroppedConvNet, PooledConvNet, ResNet18, CausalTransformer, CharacterLSTM)
+}
+"""Networks with sizes that the workload sets."""
+
 MODULES: dict[str, nn.Module] = {
     "W5": ConvNet(),
     "W6": ResNet20(),
@@ -163,9 +291,19 @@ INPUTS = {"W7": np.zeros((1, 80), np.int32), "W10": np.zeros((1, 30), np.float32
 IMAGES = np.zeros((1, 32, 32, 3), np.float32)
 
 
-def sample_input(name: str) -> Any:
-    """A batch of one sample of workload ``name``, in NumPy: JAX may have to be configured first."""
-    return INPUTS.get(name, IMAGES)
+def module_of(workload: Workload) -> nn.Module:
+    """The workload's network."""
+    return NETWORKS[workload.network](**workload.sizes) if workload.network else MODULES[workload.name]
+
+
+def sample_input(workload: Workload) -> Any:
+    """A batch of one sample, in NumPy: JAX may have to be configured first."""
+    if "tokens" in workload.sizes:
+        return np.zeros((1, workload.sizes["tokens"]), np.int32)
+    if "side" in workload.sizes:
+        side, channels = workload.sizes["side"], 1 if workload.network == "PooledConvNet" else 3
+        return np.zeros((1, side, side, channels), np.float32)
+    return INPUTS.get(workload.name, IMAGES)
 
 
 def parameters(initial: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -185,7 +323,15 @@ def parameters(initial: dict[str, np.ndarray]) -> dict[str, Any]:
 def arrays(layers: list[str], array: str, value: np.ndarray) -> Iterator[tuple[list[str], np.ndarray]]:
     """Flax's paths and arrays for an array of PyTorch: inputs first, channels last, gates and heads separated."""
     layer = layers[-1] if layers else ""
-    if layer == "gru":
+    if layer == "lstm":
+        kind, source, number = re.fullmatch(r"(weight|bias)_(ih|hh)_l(\d+)", array).groups()  # type: ignore[union-attr]
+        cell = f"lstm_{number}"
+        if kind == "bias" and source == "hh":
+            return  # not trained, zero
+        for gate, part in zip("ifgo", np.split(value, 4), strict=True):
+            gate = ("h" if kind == "bias" else source[0]) + gate
+            yield [*layers[:-1], cell, gate, "kernel" if kind == "weight" else "bias"], part.T
+    elif layer == "gru":
         gates = ["r", "z", "n"] if array != "bias_hn" else ["n"]
         kind, source = array.split("_")
         for gate, part in zip(gates, np.split(value, len(gates)), strict=True):
@@ -201,6 +347,8 @@ def arrays(layers: list[str], array: str, value: np.ndarray) -> Iterator[tuple[l
             if array == "weight"
             else ([*path, "bias"], value)
         )
+    elif layer.endswith("_adapter"):
+        yield [*layers, array], value.T
     elif array != "weight":
         yield [*layers, array], value
     elif layer == "embedding":

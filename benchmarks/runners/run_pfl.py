@@ -12,7 +12,6 @@ import os
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from pfl.aggregate.simulate import SimulatedBackend
 from pfl.aggregate.weighting import WeightByDatapoints
 from pfl.algorithm.base import NNAlgorithmParams
@@ -25,14 +24,16 @@ from pfl.metrics import Metrics, Weighted
 from pfl.model.pytorch import PyTorchModel
 from pfl.version import __version__ as pfl_version
 
-from benchmarks.runners.torch_models import MODELS, device_peak_mb, evaluate, finished, load, on_device
-from benchmarks.timing import RoundClock, report, runner_arguments
-from benchmarks.workloads import Arrays, Workload
+from benchmarks.runners.torch_models import cross_entropy, device_peak_mb, evaluate, finished, load, network, on_device
+from benchmarks.timing import RoundClock, TargetClock, report, runner_arguments
+from benchmarks.workloads import EVALUATE_EVERY, TARGET_ACCURACY, Arrays, Workload
 
 
 class Ticks(TrainingProcessCallback):
-    def __init__(self, clock: RoundClock, device: torch.device) -> None:
-        self.clock, self.device = clock, device
+    """Ends each round; in a whole benchmark it also evaluates every ten rounds."""
+
+    def __init__(self, clock: RoundClock, device: torch.device, target: TargetClock, arrays: Arrays | None) -> None:
+        self.clock, self.device, self.target, self.arrays = clock, device, target, arrays
 
     def on_train_begin(self, *, model):
         self.clock.start()
@@ -41,44 +42,54 @@ class Ticks(TrainingProcessCallback):
     def after_central_iteration(self, aggregate_metrics, model, *, central_iteration):
         finished(self.device)
         self.clock.tick()
+        if self.arrays is not None and (central_iteration + 1) % EVALUATE_EVERY == 0:
+            self.target.reached(evaluate(model.pytorch_model, self.arrays)[1])
+            model.pytorch_model.train()
         return False, Metrics()
 
 
-def federated_dataset(workload: Workload, arrays: Arrays, device: torch.device) -> FederatedDataset:
+def federated_dataset(
+    workload: Workload, arrays: Arrays, cohorts: np.ndarray, device: torch.device
+) -> FederatedDataset:
     x, y = torch.from_numpy(arrays.x).to(device), torch.from_numpy(arrays.y).to(device)
     users = [
         PyTorchTensorDataset((x[arrays.rows(k)], y[arrays.rows(k)]), user_id=str(k)) for k in range(workload.clients)
     ]
     # Balancing workers by data size makes pfl prefetch thousands of users, so that the sampler must be endless. Without
     # balancing, workers can only share cohorts whose size is a multiple of their number.
-    order = itertools.cycle(arrays.cohorts.ravel().tolist())
+    order = itertools.cycle(cohorts.ravel().tolist())
     uneven = len(set(np.diff(arrays.offsets).tolist())) > 1 or workload.cohort % 2 > 0
     sizes = {k: arrays.size(k) for k in range(workload.clients)} if uneven else None
     return FederatedDataset(lambda user: users[user], lambda: next(order), sizes)
 
 
 def model_class(workload: Workload) -> type:
-    class Model(MODELS[workload.name]):
+    class Model(network(workload)):
         def loss(self, x, y):
-            return F.cross_entropy(self(x), y)
+            return cross_entropy(self(x), y)
 
         @torch.no_grad()
         def metrics(self, x, y):
-            return {"loss": Weighted(F.cross_entropy(self(x), y, reduction="sum").item(), len(y))}
+            return {"loss": Weighted(cross_entropy(self(x), y, "sum").item(), y.numel())}
 
     return Model
 
 
 def main() -> None:
-    arguments, workload, arrays = runner_arguments("Apple's pfl-research.", threads=1)
+    arguments, workload, arrays = runner_arguments("Apple's pfl-research.", threads=1, rounds=0)
+    target = TargetClock(TARGET_ACCURACY)
     torch.set_num_threads(arguments.threads)
     np.random.seed(0)  # noqa: NPY002 - pfl uses the global generator
     os.environ["PFL_PYTORCH_DEVICE"] = arguments.device
     device = on_device(arguments.device, arguments.precision)
-    module = model_class(workload)().to(device)
+    module = model_class(workload)(**workload.sizes).to(device)
     load(module, arrays.initial)
     model = PyTorchModel(module, torch.optim.SGD, torch.optim.SGD(module.parameters(), 1.0))
-    dataset = federated_dataset(workload, arrays, device)
+    rng, rounds = np.random.default_rng(0), arguments.rounds or workload.total_rounds
+    cohorts = arrays.cohorts
+    if arguments.rounds:  # a whole benchmark, with cohorts drawn at random
+        cohorts = np.stack([rng.choice(workload.clients, workload.cohort, replace=False) for _ in range(rounds)])
+    dataset = federated_dataset(workload, arrays, cohorts, device)
     backend = SimulatedBackend(training_data=dataset, val_data=dataset, postprocessors=[WeightByDatapoints()])
 
     clock = RoundClock()
@@ -86,8 +97,8 @@ def main() -> None:
         backend=backend,
         model=model,
         algorithm_params=NNAlgorithmParams(
-            central_num_iterations=workload.total_rounds,
-            evaluation_frequency=10**6,  # the first round is evaluated anyway, because pfl cannot disable it
+            central_num_iterations=rounds,
+            evaluation_frequency=10**6,  # the first round evaluates all the same: pfl has no "never"
             train_cohort_size=workload.cohort,
             val_cohort_size=0,
         ),
@@ -97,13 +108,16 @@ def main() -> None:
             local_learning_rate=workload.learning_rate,
         ),
         model_eval_params=NNEvalHyperParams(local_batch_size=None),
-        callbacks=[Ticks(clock, device)],
+        callbacks=[Ticks(clock, device, target, arrays if arguments.rounds else None)],
         send_metrics_to_platform=False,
     )
     if os.environ.get("RANK", "0") == "0":
         versions = {"pfl": pfl_version, "torch": torch.__version__}
-        report(clock, versions, *evaluate(module, arrays), device_peak_mb(device))
-    if torch.distributed.is_initialized():  # a process that exits normally sometimes aborts in its communication thread
+        more = target.summary() if arguments.rounds else {}
+        if arguments.rounds:
+            clock = RoundClock([target.elapsed, target.elapsed / rounds], target.elapsed)
+        report(clock, versions, *evaluate(module, arrays), device_peak_mb(device), **more)
+    if torch.distributed.is_initialized():  # a process that just ends now and then aborts in its communication thread
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.runners.torch_models import build, device_peak_mb, evaluate, finished, local_sgd, on_device
+from benchmarks.runners.torch_models import build, device_peak_mb, evaluate, finished, local_sgd, on_device, trained
 from benchmarks.timing import RoundClock, report, runner_arguments
 
 
@@ -16,7 +16,8 @@ def main() -> None:
     device = on_device(arguments.device, arguments.precision)
     server, client = build(workload, arrays.initial).to(device), build(workload).to(device)
     x, y = torch.from_numpy(arrays.x).to(device), torch.from_numpy(arrays.y).to(device)
-    server_weights, client_weights = list(server.parameters()), list(client.parameters())
+    server_weights, client_weights = trained(server), trained(client)
+    client.load_state_dict(server.state_dict())  # the frozen weights are never copied again
     sums = [torch.zeros_like(weight) for weight in server_weights]
 
     clock = RoundClock()

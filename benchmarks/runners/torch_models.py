@@ -211,6 +211,119 @@ class SmallConvNet(nn.Module):
         return self.fc2(F.relu(self.fc1(x)))
 
 
+class DroppedConvNet(nn.Module):
+    """Two 3x3 convolutions, max pooling and two dense layers, with dropout before each of these."""
+
+    def __init__(self, side: int, widths: tuple[int, int], hidden: int, classes: int) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(*pair, 3) for pair in pairwise((3, *widths)))
+        self.fc1, self.fc2 = nn.Linear((side // 2 - 2) ** 2 * widths[-1], hidden), nn.Linear(hidden, classes)
+        self.dropped, self.halved = nn.Dropout(0.25), nn.Dropout(0.5)
+
+    def forward(self, x):
+        for conv in self.convs:
+            x = F.relu(conv(x))
+        x = self.dropped(F.max_pool2d(x, 2)).permute(0, 2, 3, 1).flatten(1)  # channels last, as Flax flattens
+        return self.fc2(self.halved(F.relu(self.fc1(x))))
+
+
+class PooledConvNet(nn.Module):
+    """Two padded 5x5 convolutions, each with max pooling, and two dense layers."""
+
+    def __init__(self, side: int, widths: tuple[int, int], hidden: int, classes: int) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(*pair, 5, padding=2) for pair in pairwise((1, *widths)))
+        self.fc1, self.fc2 = nn.Linear((side // 4) ** 2 * widths[-1], hidden), nn.Linear(hidden, classes)
+
+    def forward(self, x):
+        for conv in self.convs:
+            x = F.max_pool2d(F.relu(conv(x)), 2)
+        return self.fc2(F.relu(self.fc1(x.permute(0, 2, 3, 1).flatten(1))))
+
+
+class ResNet18(nn.Module):
+    """ResNet-18 for small images: a 3x3 stem without pooling, group norm."""
+
+    def __init__(self, width: int, side: int, classes: int) -> None:
+        super().__init__()
+        self.stem, self.stem_norm = nn.Conv2d(3, width, 3, padding=1, bias=False), group_norm(width)
+        widths = [width, *(width << stage for stage in range(4) for _ in range(2))]
+        self.blocks = nn.Sequential(*(Residual(*pair) for pair in pairwise(widths)))
+        self.fc = nn.Linear(width << 3, classes)
+
+    def forward(self, x):
+        x = self.blocks(F.relu(self.stem_norm(self.stem(x))))
+        return self.fc(x.mean((2, 3)))
+
+
+class Adapter(nn.Module):
+    """x A B, with A [rank, width] and B [width, rank] in PyTorch's order of axes."""
+
+    def __init__(self, width: int, rank: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(rank, width)), nn.Parameter(torch.zeros(width, rank))
+
+    def forward(self, x):
+        return F.linear(F.linear(x, self.a), self.b)
+
+
+class CausalBlock(nn.Module):
+    """Causal attention and two dense layers, each after a norm; adapters at queries and values if ``rank`` is
+    positive.
+    """
+
+    def __init__(self, width: int, heads: int, rank: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width, eps=EPSILON), nn.LayerNorm(width, eps=EPSILON)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.linear1, self.linear2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        if rank:
+            self.query_adapter, self.value_adapter = Adapter(width, rank), Adapter(width, rank)
+        self.adapted = rank > 0
+
+    def forward(self, x):
+        y = self.norm1(x)
+        query, key, value = self.query(y), self.key(y), self.value(y)
+        if self.adapted:
+            query, value = query + self.query_adapter(y), value + self.value_adapter(y)
+        by_head = [a.unflatten(-1, (self.heads, -1)).transpose(1, 2) for a in (query, key, value)]
+        mixed = F.scaled_dot_product_attention(*by_head, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.out(mixed)
+        return x + self.linear2(F.gelu(self.linear1(self.norm2(x)), approximate="tanh"))
+
+
+class CausalTransformer(nn.Module):
+    """Predicts each next symbol."""
+
+    def __init__(self, layers: int, width: int, heads: int, tokens: int, symbols: int, rank: int = 0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(symbols, width)
+        self.positions = nn.Parameter(torch.zeros(tokens, width))
+        self.blocks = nn.Sequential(*(CausalBlock(width, heads, rank) for _ in range(layers)))
+        self.norm, self.fc = nn.LayerNorm(width, eps=EPSILON), nn.Linear(width, symbols)
+
+    def forward(self, x):
+        return self.fc(self.norm(self.blocks(self.embedding(x) + self.positions)))
+
+
+class CharacterLSTM(nn.Module):
+    """Embedded characters, two LSTM layers; the last hidden state predicts the next character."""
+
+    def __init__(self, hidden: int, embedding: int, tokens: int, symbols: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(symbols, embedding)
+        self.lstm, self.fc = nn.LSTM(embedding, hidden, 2, batch_first=True), nn.Linear(hidden, symbols)
+
+    def forward(self, x):
+        return self.fc(self.lstm(self.embedding(x))[0][:, -1])
+
+
+NETWORKS = {
+    network.__name__: network for network in (DroppedConvNet, PooledConvNet, ResNet18, CausalTransformer, CharacterLSTM)
+}
+"""Networks with sizes that the workload sets."""
+
 MODELS = {
     "W1": MLP,
     "W2": SoftmaxRegression,
@@ -226,8 +339,16 @@ MODELS = {
 }
 
 
+def network(workload: Workload) -> type[nn.Module]:
+    """The class of the workload's network."""
+    return NETWORKS[workload.network] if workload.network else MODELS[workload.name]
+
+
 def build(workload: Workload, initial: dict[str, np.ndarray] | None = None) -> nn.Module:
-    model = MODELS[workload.name]()
+    """The workload's network, in which only its trained weights require a gradient."""
+    model = network(workload)(**workload.sizes)
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(workload.is_trained(name))
     if initial is not None:
         load(model, initial)
     return model
@@ -237,14 +358,24 @@ def load(model: nn.Module, weights: dict[str, np.ndarray]) -> None:
     model.load_state_dict({name: torch.from_numpy(value.copy()) for name, value in weights.items()})
 
 
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """The weights that are trained."""
+    return [weight for weight in model.parameters() if weight.requires_grad]
+
+
+def cross_entropy(logits: torch.Tensor, y: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+    """Of labels [B], or [B, T] with one for each position."""
+    return F.cross_entropy(logits.flatten(0, -2), y.flatten(), reduction=reduction)
+
+
 def local_sgd(model: nn.Module, x: torch.Tensor, y: torch.Tensor, workload: Workload) -> None:
     """Plain SGD over the samples in stored order, ``workload.epochs`` times."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=workload.learning_rate)
+    optimizer = torch.optim.SGD(trained(model), lr=workload.learning_rate)
     for _ in range(workload.epochs):
         for start in range(0, len(y), workload.batch):
             batch = slice(start, start + workload.batch)
             optimizer.zero_grad()
-            F.cross_entropy(model(x[batch]), y[batch]).backward()
+            cross_entropy(model(x[batch]), y[batch]).backward()
             optimizer.step()
 
 
@@ -258,6 +389,6 @@ def evaluate(model: nn.Module, arrays: Arrays) -> tuple[float, float]:
     for start in range(0, len(y), 500):
         batch = slice(start, start + 500)
         logits = model(x[batch])
-        loss += F.cross_entropy(logits, y[batch], reduction="sum").item()
-        correct += (logits.argmax(1) == y[batch]).sum().item()
-    return loss / len(y), correct / len(y)
+        loss += cross_entropy(logits, y[batch], "sum").item()
+        correct += (logits.argmax(-1) == y[batch]).sum().item()
+    return loss / y.numel(), correct / y.numel()

@@ -18,7 +18,7 @@ from benchmarks.quiet import printed_result, run_quietly
 from benchmarks.runners.jax_models import MODELS, parameters
 from benchmarks.scaling import Measured, axes, exponent
 from benchmarks.sessions import Session
-from benchmarks.starting_weights import WEIGHTS
+from benchmarks.starting_weights import WEIGHTS, starting_weights
 from benchmarks.timing import RESULT_PREFIX
 from benchmarks.workloads import WORKLOADS, Arrays, flop_per_round, read_array, steps_per_round
 from fedrax import FedAvg, LocalSGD, Settings, classification
@@ -222,7 +222,7 @@ def test_cpu_time_of_other_processes_is_measured():
 
 def test_parameters_have_the_models_shapes():
     for workload in WORKLOADS.values():
-        ours = parameters_of(workload, WEIGHTS[workload.name](np.random.default_rng(0)))
+        ours = parameters_of(workload, starting_weights(workload, np.random.default_rng(0)))
         models = jax.eval_shape(model_of(workload).init, jax.random.key(0))
         assert jax.tree.map(np.shape, ours) == jax.tree.map(lambda leaf: leaf.shape, models)
 
