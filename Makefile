@@ -2,6 +2,7 @@
 #   make demo   the first comparison, offline, on the bundled digits
 #   make test   the test suite, but for tests that cross what others check one by one
 #   make test-all  the whole test suite, but for what the next four are for
+#   make test-gpu  the tests that make sense on one GPU, in an environment of their own in .venv-gpu
 #   make test-torch  the tests that need PyTorch, in an environment of their own in .venv-torch
 #   make test-huggingface  the tests that need Hugging Face's datasets, in .venv-huggingface
 #   make test-ray  the tests that need Ray, in .venv-ray
@@ -25,8 +26,11 @@ BIN := .venv/bin
 LOCK ?= requirements.lock
 # pip installs, because it follows the mirrors that a machine is configured for; uv computes the lock.
 INSTALL := -m pip install --quiet $(if $(LOCK),--constraint $(LOCK))
+# Tests of numbers, on any device; those of texts, files and commands need no GPU.
+GPU_TESTS := tests/algorithms tests/analysis tests/attacks tests/compression tests/contract tests/models tests/optim \
+	tests/personalization tests/privacy tests/robust tests/simulation tests/wrappers tests/xla/test_grouped_conv.py
 
-.PHONY: demo test test-all test-torch test-huggingface test-libraries test-ray oldest reliability coverage lint lock docs links dist check-dist figures clean
+.PHONY: demo test test-all test-gpu test-torch test-huggingface test-libraries test-ray oldest reliability coverage lint lock docs links dist check-dist figures clean
 
 demo: .venv/.user
 	$(BIN)/fedrax compare examples/digits.toml
@@ -36,6 +40,11 @@ test: .venv/.dev
 
 test-all: .venv/.dev
 	$(BIN)/python -m pytest -n auto --dist loadfile
+
+# Several processes share the GPU, each with the memory that it needs.
+test-gpu: .venv-gpu/.made
+	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false .venv-gpu/bin/python -m pytest -n 4 --dist loadfile \
+		-m 'not slow' $(GPU_TESTS)
 
 test-torch: .venv-torch/.made
 	.venv-torch/bin/python -m pytest tests/models/test_pytorch.py tests/models/test_pytorch_operators.py \
@@ -125,7 +134,7 @@ figures: .venv/.user
 	rm hospitals.csv
 
 clean:
-	rm -rf .venv .venv-oldest .venv-torch .venv-huggingface .venv-libraries .venv-ray .venv-dist dist docs/_build
+	rm -rf .venv .venv-oldest .venv-gpu .venv-torch .venv-huggingface .venv-libraries .venv-ray .venv-dist dist docs/_build
 
 # A stamp is newer than pyproject.toml once everything it asks for is installed.
 .venv/.user: .venv/.made pyproject.toml $(LOCK)
@@ -147,6 +156,12 @@ clean:
 	echo "fedrax needs Python 3.11 or newer, and none of these is: $(PYTHON)." >&2; \
 	echo "Say where one is: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; \
 	exit 1
+
+.venv-gpu/.made: .venv/.made pyproject.toml
+	$(BIN)/python -m venv .venv-gpu
+	.venv-gpu/bin/python -m pip install --quiet 'pip>=25.1'
+	.venv-gpu/bin/python $(INSTALL) --editable '.[all,cuda]' --group test
+	@touch $@
 
 # PyTorch is large: whatever build of 2.6 or newer pip is configured for.
 .venv-torch/.made: .venv/.made pyproject.toml

@@ -4,6 +4,7 @@ The options are those of XLA, passed with every compilation of this process; JAX
 XLA's default optimizations are tested in ``tests/algorithms`` against NumPy, see the fixture ``full_compilation``.
 """
 
+import os
 import threading
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 from jax._src import compiler
 from jax._src.interpreters import mlir
 
+ON_GPU = "cuda" in os.environ.get("JAX_PLATFORMS", "")
 FAST_OPTIONS = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
@@ -30,8 +32,8 @@ takes 10 ms.
 
 
 def set_fast_compilation(fast: bool = True) -> None:
-    """Compile all later programs with ``FAST_OPTIONS``, or with XLA's defaults."""
-    compiler.get_compile_options = _fast_compile_options if fast else _get_compile_options
+    """Compile all later programs with ``FAST_OPTIONS``, or with XLA's defaults, as always on a GPU."""
+    compiler.get_compile_options = _fast_compile_options if fast and not ON_GPU else _get_compile_options
 
 
 def share_mlir_contexts() -> None:

@@ -1,6 +1,11 @@
-"""Settings of all tests: two CPU devices, fast compilation, and a bounded number of compiled programs."""
+"""Settings of all tests: two CPU devices, fast compilation, and a bounded number of compiled programs.
+
+On a GPU (``make test-gpu``) tests use the devices of the machine; those that need more are skipped.
+``FEDRAX_TEST_DEVICES=1`` runs tests on one CPU device, to see which of them these are.
+"""
 
 import gc
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,10 +14,13 @@ from typing import Any
 import jax
 import pytest
 
-from tests.compiler import set_fast_compilation, share_mlir_contexts
+from fedrax.errors import FedraxError
+from tests.compiler import ON_GPU, set_fast_compilation, share_mlir_contexts
 from tests.slow import unmark_kept_cases
 
-jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_num_cpu_devices", int(os.environ.get("FEDRAX_TEST_DEVICES", "2")))
+if ON_GPU:  # for calls that a test compares a run with; JAX's default is TensorFloat-32
+    jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_traceback_in_locations_limit", 0)  # Python locations in programs cost time and are never read
 set_fast_compilation()
 share_mlir_contexts()
@@ -32,6 +40,17 @@ _TASKS: dict[Any, Any] = {}
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Apply ``slow(keep=...)`` before pytest deselects by marks."""
     unmark_kept_cases(items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """Skip a test that asks for more devices than there are."""
+    try:
+        return (yield)
+    except FedraxError as error:
+        if len(jax.devices()) < 2 and "devices are asked for, but JAX has" in str(error):
+            pytest.skip(str(error))
+        raise
 
 
 @pytest.fixture(scope="module", autouse=True)
