@@ -1,7 +1,8 @@
 """``python -m benchmarks.precision``: the test accuracy with reduced precision of matrix products.
 
-Trains three workloads with float32, TensorFloat-32 and bfloat16 operands, each with the same initial parameters,
-cohorts and batches for several seeds. Appends the runs to ``results/precision.jsonl`` and writes ``precision.md``.
+Trains three workloads with float32, TensorFloat-32 and bfloat16 products, each with the same initial parameters,
+cohorts and batches for several seeds. It times nothing. Appends the runs to ``results/precision.jsonl`` and writes
+``precision.md``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import statistics
 from typing import Any, NamedTuple
 
+from benchmarks import machine
 from benchmarks.make_arrays import ensure_arrays, source_of, source_text
 from benchmarks.pages import markdown_table, write_page
 from benchmarks.points import measure_point, point_parser
@@ -47,7 +49,7 @@ def main() -> None:
 
 def measure(arguments: argparse.Namespace) -> Session:
     """All workloads in all formats; ends the command where a run fails."""
-    session = Session.start(RAW, source=source_of("W1"))
+    session = Session.start(RAW, machine.describe(), source=source_of("W1"))
     for workload in WORKLOADS:
         arrays = str(ensure_arrays(workload, arguments.cache / "arrays"))
         for precision in PRECISIONS:
@@ -114,20 +116,21 @@ def sections(session: Session) -> list[str]:
         f"`{session.header['id']}` of `precision.jsonl`. FedAvg on the workloads of `benchmarks/README.md`, with "
         f"{len(SEEDS)} seeds of initial parameters, cohorts and mini-batches; mean and standard deviation over the "
         f"seeds. {source_text(session.header.get('source'))} "
-        "The difference is to the accuracy of the same seed with float32 operands; compare its spread with that of the "
-        "accuracy itself. Products of local gradients use operands in the "
-        f"format, sums stay in float32; on the device used here ({exact['platform']}) "
-        f"{rounding(exact['platform'])}.\n\n{session.machine_text()}"
+        "The difference is to the accuracy of the same seed with float32 products; compare its spread with that of the "
+        "accuracy itself. Products of local gradients use operands in the format; in bfloat16 their results are "
+        "rounded as well, except gradients of weights. All other operations are in float32. On the device used here "
+        f"({exact['platform']}) {rounding(exact['platform'])}. Machine: {session.header['machine']['cpu']}, Python "
+        f"{session.header['machine']['python']}."
     )
-    head = ("", "operands", "test accuracy, %", "difference, points", "test loss")
+    head = ("", "products", "test accuracy, %", "difference, points", "test loss")
     return ["# Accuracy with reduced precision", text, markdown_table(head, lines)]
 
 
 def rounding(platform: str) -> str:
     """How the platform computes in the format."""
     if platform == "cpu":
-        return "operands are rounded to nearest without a gain in speed, so no times are shown"
-    return "operands are multiplied in the format"
+        return "numbers are rounded to nearest without a gain in speed, so no times are shown"
+    return "numbers are multiplied in the format"
 
 
 def spread(values: list[float], digits: int) -> str:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -9,9 +15,21 @@ import numpy as np
 import pytest
 from jax.extend.core import primitives
 
-from fedrax import FedAvg, FedraxError, LocalSGD, classification, simulate
+from fedrax import (
+    Algorithm,
+    FedAvg,
+    Federation,
+    FedraxError,
+    LocalSGD,
+    Scaffold,
+    classification,
+    simulate,
+)
+from fedrax.algorithms import GradMAS
 from fedrax.contract.task import Batch
-from fedrax.models import LSTM, LeNet, Model, TwoNN
+from fedrax.models import LSTM, LeNet, Model, TwoNN, from_linen
+from fedrax.personalization import Ditto
+from fedrax.robust import Krum
 from fedrax.xla.precision import OperandFormat, with_operand_format
 from tests.simulation.problems import make_federation
 from tests.slow import slow_cases
@@ -38,9 +56,29 @@ def test_both_products_of_a_gradient_are_rounded(format: OperandFormat):
     x, w, c = draw(5, 7), draw(7, 3), draw(5, 3)
     value, gradient = with_operand_format(jax.value_and_grad(lambda w: jnp.sum((x @ w) * c)), format)(w)
     r = lambda a: rounded(a, format)  # noqa: E731
-    np.testing.assert_allclose(value, np.sum((r(x) @ r(w)) * c), rtol=1e-5)
+    stored = r((r(x) @ r(w)).astype(np.float32)) if format == "bfloat16" else r(x) @ r(w)
+    np.testing.assert_allclose(value, np.sum(stored * c), rtol=1e-5)
     np.testing.assert_allclose(gradient, r(x).T @ r(c), rtol=1e-5, atol=1e-6)
     assert np.abs(gradient - x.T.astype(float) @ c).max() > 1e-4
+
+
+def test_results_are_stored_in_bfloat16_and_gradients_of_weights_in_float32():
+    """Two layers with biases and a residual connection: of the six products, two are gradients of weights."""
+    x, c = draw(5, 7), draw(5, 7)
+    params = {"w": draw(7, 7), "v": draw(7, 7), "b": draw(7)}
+
+    def loss(params: dict) -> jax.Array:
+        h = jnp.tanh(x @ params["w"] + params["b"])
+        return jnp.sum((h + h @ params["v"]) * c)
+
+    found = with_operand_format(jax.grad(loss), "bfloat16")(params)
+    r = lambda a: rounded(np.asarray(a, np.float32), "bfloat16")  # noqa: E731
+    h = np.tanh(r(r(x) @ r(params["w"])) + params["b"])
+    after = (c + r(r(c) @ r(params["v"]).T)) * (1 - h**2)
+    np.testing.assert_allclose(found["v"], r(h).T @ r(c), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found["b"], after.sum(0), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found["w"], r(x).T @ r(after), rtol=2e-2, atol=2e-2)
+    assert not np.array_equal(found["v"], r(found["v"]))
 
 
 @FORMATS
@@ -54,12 +92,13 @@ def test_products_inside_a_loop_are_rounded(format: OperandFormat):
 
     r = lambda a: rounded(np.asarray(a, np.float32), format)  # noqa: E731
     hs = [h0]
+    stored = r if format == "bfloat16" else lambda a: a
     for _ in range(3):
-        hs.append(r(hs[-1]) @ r(w))
+        hs.append(stored(r(hs[-1]) @ r(w)))
     expected, back = np.zeros((6, 6)), c.astype(np.float64)
     for h in reversed(hs[:-1]):
         expected += r(h).T @ r(back)
-        back = r(back) @ r(w).T
+        back = stored(r(back) @ r(w).T)
     np.testing.assert_allclose(with_operand_format(jax.grad(loss), format)(w), expected, rtol=2e-3, atol=2e-3)
     exact = jax.grad(loss)(w)
     assert np.abs(exact - expected).max() > 1e-2  # ten times the tolerance, the effect of one different rounding
@@ -100,14 +139,73 @@ def test_highest_precision_and_other_dtypes_are_unchanged():
 
 @pytest.mark.parametrize(("format", "operands"), [("tensorfloat32", "float32"), ("bfloat16", "bfloat16")])
 def test_accelerators_use_native_formats(format: OperandFormat, operands: str, monkeypatch: pytest.MonkeyPatch):
-    """Traced program for backends other than CPU: native products, sums in float32."""
+    """Traced program for backends other than CPU: native products, gradients of weights in float32."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    traced = jax.make_jaxpr(with_operand_format(lambda a: a @ a, format))(draw(3, 3))
-    (product,) = [e for e in traced.jaxpr.eqns if e.primitive is primitives.dot_general_p]
-    assert [v.aval.dtype.name for v in product.invars] == [operands] * 2
-    assert product.outvars[0].aval.dtype == jnp.float32
-    if format == "tensorfloat32":
-        assert product.params["precision"] == (jax.lax.Precision.HIGH,) * 2
+    gradient = jax.grad(lambda w, x: jnp.sum(jnp.sin(x @ w)))
+    traced = jax.make_jaxpr(with_operand_format(gradient, format))(draw(3, 3), draw(4, 3))
+    forward, backward = [e for e in traced.jaxpr.eqns if e.primitive is primitives.dot_general_p]
+    for product in (forward, backward):
+        assert [v.aval.dtype.name for v in product.invars] == [operands] * 2
+        if format == "tensorfloat32":
+            assert product.params["precision"] == (jax.lax.Precision.HIGH,) * 2
+    assert (forward.outvars[0].aval.dtype, backward.outvars[0].aval.dtype) == (operands, jnp.float32)
+
+
+PRODUCT = re.compile(r"stablehlo\.(?:dot_general|convolution)\b[^\n]*")
+FLOATS = re.compile(r"tensor<(?:\d+x)*(f32|f64)>")
+
+
+def programs(folder: Path, function: Callable[[], Any]) -> dict[str, list[str]]:
+    """The products of floats in each program that is compiled in a call, by the name of the program."""
+    jax.clear_caches()
+    jax.config.update("jax_dump_ir_to", str(folder))
+    try:
+        function()
+    finally:
+        jax.config.update("jax_dump_ir_to", None)
+    found: dict[str, list[str]] = {}
+    for file in folder.glob("*.mlir"):
+        products = PRODUCT.findall(file.read_text())
+        found.setdefault(file.name, []).extend(line for line in products if FLOATS.search(line))
+    return {name: products for name, products in found.items() if products}
+
+
+class Network(nn.Module):
+    """A convolution, attention over the rows of its result, and a recurrent cell."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.relu(nn.Conv(4, (2, 2))(x[..., None])).reshape(len(x), 4, -1)
+        x = nn.MultiHeadDotProductAttention(2, qkv_features=4)(x)
+        hidden: Any = nn.RNN(nn.GRUCell(3))(x)
+        return nn.Dense(3)(hidden[:, -1])
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("method", [GradMAS(LocalSGD(steps=2)), Ditto(Scaffold(LocalSGD(steps=2))), Krum(FedAvg())])
+def test_every_product_of_a_run_on_an_accelerator_has_full_precision(
+    method: Algorithm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Local steps, server, evaluation, personal models and predictions, in the programs that XLA is given.
+
+    Those for accelerators, where JAX multiplies in TensorFloat-32 unless it is told otherwise.
+    """
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(40, 4, 4)).astype(np.float32), rng.integers(0, 3, 40)
+    federation = Federation.from_arrays(x, y, np.repeat(np.arange(4), 10), test=(x[:5], y[:5]))
+    task = classification(from_linen(Network(), x[:1]))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+    def run() -> None:
+        made = simulate(method, task, federation, rounds=2, plan="vmap", devices=1, per_client=True, progress=False)
+        made.predict(x[:3])
+
+    found = programs(tmp_path, run)
+    assert len(found) >= 3 and max(map(len, found.values())) > 20
+    assert any("convolution" in product for products in found.values() for product in products)
+    for name, products in found.items():
+        for product in products:
+            assert "precision = [HIGHEST, HIGHEST]" in product or "precision HIGHEST" in product, (name, product)
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ from fedrax.privacy.audit.game import Participation, observe_client
 from fedrax.prng.keys import INITIALIZATION, purpose_key
 from fedrax.simulation import Settings, simulate
 from fedrax.simulation.privacy_ledger import ledger_of, private_releases
+from fedrax.simulation.process import numeric_context
 from fedrax.simulation.results.events import rounds_done
 from fedrax.simulation.settings import cohort_sampler
 
@@ -248,7 +249,8 @@ def audit_canaries(
 
     def losses(labels: np.ndarray) -> np.ndarray:
         batch = Batch(federation.train.map(lambda a: a[rows]).x, labels[rows])
-        return np.asarray(task.loss(result.params, batch, jax.random.key(0)), float)
+        with numeric_context(settings.dtype):
+            return np.asarray(task.loss(result.params, batch, jax.random.key(0)), float)
 
     gains, classes = losses(federation.train.y) - losses(flipped), federation.train.y[rows]
     # minus the mean over the class: the fit of a class is no information about a canary

@@ -221,7 +221,7 @@ def _whole(value: Any) -> Array:
     """The matrix W + gain A B, in the dtype of the adapters; other values as they are."""
     if not isinstance(value, _LowRank):
         return value
-    product = value.gain * (value.a @ value.b)
+    product = value.gain * jnp.matmul(value.a, value.b, precision=jax.lax.Precision.HIGHEST)
     product = product if value.split.first else product.T
     return value.weight.astype(product.dtype) + product.reshape(value.weight.shape)
 

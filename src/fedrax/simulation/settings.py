@@ -89,8 +89,8 @@ class Settings:
     """Type of parameters and arithmetic. Parameters that the model has in a shorter type are cast to it."""
     precision: OperandFormat = "highest"
     """Format of the operands of matrix products and convolutions in local gradients: float32, or a shorter one that
-    accelerators multiply faster. Sums, parameters, the server and evaluation stay in ``dtype``. On CPU the operands are
-    rounded in the same way, without a gain in speed."""
+    accelerators multiply faster; in bfloat16 also that of their results, except gradients of weights. Sums, parameters,
+    the server and evaluation stay in ``dtype``. On CPU numbers are rounded in the same way, without a gain in speed."""
     checkpoint_every: PositiveInt | None = None
     """Number of rounds between checkpoints; by default one about every 30 seconds and one at the end."""
 

@@ -31,18 +31,23 @@ _OPAQUE_PRIMITIVES = ("shard_map", "pallas_call", "custom_partitioning")
 """Primitives whose jaxprs cannot be evaluated outside of their context."""
 
 
-def rewrite(function: Callable, rules: Rules, prepared: Callable = lambda closed: closed) -> Callable:
+def rewrite(
+    function: Callable,
+    rules: Rules | Callable[[core.ClosedJaxpr], Rules],
+    prepared: Callable = lambda closed: closed,
+) -> Callable:
     """``function`` with the outputs of ``rules`` in the place of its equations.
 
     To cover the operations of a gradient, wrap the gradient: ``rewrite(jax.grad(f), rules)``. prepared: makes of the
-    jaxpr another one, before the rules.
+    jaxpr another one, before the rules. Rules that depend on it are a function of it.
     """
 
     def wrapped(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
         closed = prepared(closed)
         leaves = jax.tree.leaves(args)
-        out = evaluate_jaxpr(closed, leaves, rules) if _has_rule(closed, rules) else jaxpr_as_function(closed)(*leaves)
+        of_it = rules(closed) if callable(rules) else rules
+        out = evaluate_jaxpr(closed, leaves, of_it) if _has_rule(closed, of_it) else jaxpr_as_function(closed)(*leaves)
         return jax.tree.unflatten(jax.tree.structure(shape), out)
 
     return wrapped

@@ -19,6 +19,7 @@ from fedrax.errors import FedraxError, unknown, warn
 from fedrax.escaping import escape_matplotlib
 from fedrax.inputs import arrays_of, map_inputs
 from fedrax.simulation.persistence.model_file import save_model
+from fedrax.simulation.process import numeric_context
 from fedrax.simulation.results.events import Event, rounds_done
 from fedrax.simulation.results.message_recorder import RecordedExchange
 from fedrax.tree import Tree
@@ -194,7 +195,7 @@ class Result:
         return with_statistics(self.params if own is None else own, record.statistics or self.statistics)
 
     def predict(self, x: Any, client: int | None = None) -> np.ndarray:
-        """Compute the model's outputs in evaluation mode.
+        """Compute the model's outputs in evaluation mode, in the run's dtype and with full precision of products.
 
         Args:
             x: inputs [n, ...] as the data set stores them, an array or several.
@@ -210,11 +211,13 @@ class Result:
         if outputs is None:
             raise FedraxError("predict needs a task with outputs: give Task(..., outputs=...)")
         x = map_inputs(np.asarray, dict(x) if isinstance(x, Mapping) else x)
-        rows = len(arrays_of(x)[0])
-        model, compiled = self.model if client is None else self.client_model(client), xla.jit(outputs)
-        batches = (map_inputs(itemgetter(slice(at, at + _BATCH)), x) for at in range(0, max(1, rows), _BATCH))
-        parts = [compiled(model, batch) for batch in batches]
-        return np.concatenate([np.asarray(part) for part in parts])
+        rows, model = len(arrays_of(x)[0]), self.model if client is None else self.client_model(client)
+        wide = any(getattr(leaf, "dtype", None) == np.float64 for leaf in jax.tree.leaves(model))
+        with numeric_context("float64" if wide else "float32"):  # as the run's evaluations
+            compiled = xla.jit(outputs)
+            batches = (map_inputs(itemgetter(slice(at, at + _BATCH)), x) for at in range(0, max(1, rows), _BATCH))
+            parts = [compiled(model, batch) for batch in batches]
+            return np.concatenate([np.asarray(part) for part in parts])
 
     def _record(self, client: int) -> Any:
         """The record of a client, which is the initial one if it never participated."""
