@@ -24,6 +24,7 @@ from fedrax.optim.optax_adapter import OptaxField, with_new_keys
 from fedrax.optim.proximal import Prox
 from fedrax.optim.schedules import Constant, Schedule
 from fedrax.tree import Tree
+from fedrax.xla import repeat_steps
 
 
 class Step:
@@ -208,7 +209,7 @@ def _direction_of(
 def _repeat(body: Callable, times: Array | int, carry: tuple, unroll: bool) -> tuple:
     """Run ``body(index, carry)`` for each index below ``times``: in a loop, unrolled if asked for and possible."""
     if not (unroll and isinstance(times, int)):
-        return jax.lax.fori_loop(0, times, body, carry)
+        return repeat_steps(times, body, carry)
     for index in range(times):
         carry = body(index, carry)
     return carry

@@ -6,6 +6,7 @@ from fedrax.xla.constants import jit as jit
 from fedrax.xla.fingerprint import CodeFingerprint as CodeFingerprint
 from fedrax.xla.fingerprint import closure_values as closure_values
 from fedrax.xla.fingerprint import is_library_code as is_library_code
+from fedrax.xla.first_step import repeat_steps as repeat_steps
 from fedrax.xla.flops import count_flops as count_flops
 from fedrax.xla.grouped_conv import vmap as vmap
 from fedrax.xla.layer_scan import LAYER_SCAN_SCOPE as LAYER_SCAN_SCOPE

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend import core
 
+from fedrax.xla.conv.implicit_gemm import implicit_gemm
 from fedrax.xla.conv.window import (
     MOST_TAPS,
     Space,
@@ -69,14 +70,21 @@ def lower_grouped_conv(inputs: list[Array], equation: core.JaxprEqn) -> Array | 
     numbers = params["dimension_numbers"]
     window = Window.of(params)
     batch, channel, *pixels = numbers.lhs_spec
-    out, into, *entries = numbers.rhs_spec
-    x, kernel = x.transpose(batch, *pixels, channel), kernel.transpose(*entries, into, out)
-    places = out_space(x.shape[1:-1], kernel.shape[:-2], window)
-    entries = kernel.shape[:-2]
-    partition = _is_partition(x.shape[1:-1], entries, window, places)
-    if 0 in places or (not partition and min(math.prod(places), math.prod(entries)) > MOST_TAPS):
+    out, into, *axes = numbers.rhs_spec
+    space, entries = (tuple(a.shape[axis] for axis in of) for a, of in ((x, pixels), (kernel, axes)))
+    places = out_space(space, entries, window)
+    if 0 in places:
+        return None
+    partition = _is_partition(space, entries, window, places)
+    if not partition and is_enabled("implicit_gemm"):
+        y = implicit_gemm(x, kernel, params, places)
+        if y is not None:
+            note_applied("implicit_gemm")
+            return y
+    if not partition and min(math.prod(places), math.prod(entries)) > MOST_TAPS:
         return None
     note_applied("grouped_conv")
+    x, kernel = x.transpose(batch, *pixels, channel), kernel.transpose(*axes, into, out)
     of_batch = x.reshape(groups, -1, *x.shape[1:]) if by_batch > 1 else jnp.moveaxis(_split(x, groups), -2, 0)
     of_kernel = jnp.moveaxis(_split(kernel, groups), -2, 0)
     y = _group_dots(of_batch, of_kernel, window, places, params)  # [G, N, space, D]

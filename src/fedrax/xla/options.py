@@ -16,10 +16,12 @@ PassName = Literal[
     "conv",
     "cse",
     "dot_layout",
+    "first_step",
     "ghost_norm",
     "grouped_conv",
     "half_precision",
     "hoist_rng",
+    "implicit_gemm",
     "layer_scan",
     "linear_algebra",
     "matvec_layout",
@@ -36,6 +38,10 @@ PassName = Literal[
 """The passes of :data:`fedrax.xla.PASSES`, which says what each of them matches."""
 VARIABLE = "FEDRAX_DISABLED_PASSES"
 """Environment variable with the names of disabled passes, separated by commas."""
+UNMEASURED: frozenset[PassName] = frozenset({"first_step", "implicit_gemm"})
+"""Passes for GPUs whose gain has not been measured: they are disabled unless they are named in ``Options.enabled``."""
+ENABLING_VARIABLE = "FEDRAX_ENABLED_PASSES"
+"""Environment variable with the names of enabled passes, separated by commas."""
 
 
 @dataclass(frozen=True)
@@ -112,17 +118,32 @@ class Options:
     """Disabled passes."""
     limits: Limits = field(default_factory=Limits)
     """Sizes above which the other passes apply."""
+    enabled: frozenset[PassName] = frozenset()
+    """Passes to enable that are disabled by default, because nobody has measured their gain yet."""
+
+    def enables(self, name: PassName) -> bool:
+        """Whether a pass may change programs.
+
+        Args:
+            name: a name of `fedrax.xla.PASSES`.
+
+        Returns:
+            False if it is disabled, or disabled by default and not enabled.
+        """
+        return name not in self.disabled and (name not in UNMEASURED or name in self.enabled)
 
     def __post_init__(self) -> None:
-        unknown = sorted(self.disabled - set(get_args(PassName)))
+        unknown = sorted((self.disabled | self.enabled) - set(get_args(PassName)))
         if unknown:
             raise FedraxError(f"no compiler pass is called {unknown[0]!r}: use {', '.join(get_args(PassName))}")
 
 
 def _from_environment() -> Options:
-    """The options that the environment variable sets."""
-    names = os.environ.get(VARIABLE, "").replace(",", " ").split()
-    return Options(disabled=frozenset(names))  # type: ignore[arg-type]
+    """The options that the environment variables set."""
+    disabled, enabled = (
+        frozenset(os.environ.get(variable, "").replace(",", " ").split()) for variable in (VARIABLE, ENABLING_VARIABLE)
+    )
+    return Options(disabled=disabled, enabled=enabled)  # type: ignore[arg-type]
 
 
 _current = _from_environment()
@@ -161,8 +182,8 @@ def limits() -> Limits:
 
 
 def is_enabled(name: PassName) -> bool:
-    """Whether a pass is not disabled."""
-    return name not in _current.disabled
+    """Whether a pass may change programs."""
+    return _current.enables(name)
 
 
 @contextmanager

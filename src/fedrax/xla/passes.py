@@ -72,7 +72,7 @@ def _is_long(closed: core.ClosedJaxpr) -> bool:
     return sum(1 for _ in equations_in(closed)) >= limits().layer_scan_equations
 
 
-CPU, GPU, ANY = ("cpu",), ("gpu", "tpu"), ("cpu", "gpu", "tpu")
+CPU, GPU, NVIDIA, ANY = ("cpu",), ("gpu", "tpu"), ("gpu",), ("cpu", "gpu", "tpu")
 PASSES: tuple[Pass, ...] = (
     # The order of the forward stage matters: blocks are not found where another equation reads their parts.
     Pass(
@@ -250,6 +250,22 @@ PASSES: tuple[Pass, ...] = (
         "batched dot_general of patches",
     ),
     Pass(
+        "implicit_gemm",
+        "conv.implicit_gemm",
+        "clients",
+        NVIDIA,
+        "conv_general_dilated with groups over two spatial axes",
+        "a kernel that reads patches from the images (not measured, disabled by default)",
+    ),
+    Pass(
+        "first_step",
+        "first_step",
+        "clients",
+        NVIDIA,
+        "a loop over local steps that starts from the same weights at all clients",
+        "its first step, in which the clients are one batch, and a loop (not measured, disabled by default)",
+    ),
+    Pass(
         "norms",
         "norms",
         "trace",
@@ -269,6 +285,6 @@ PASSES: tuple[Pass, ...] = (
 
 
 def enabled_passes(stage: Stage, options: Options | None = None) -> list[Pass]:
-    """Those of a stage that are not switched off, in the order in which they run."""
-    disabled = (options or current_options()).disabled
-    return [one for one in PASSES if one.stage == stage and one.name not in disabled]
+    """Those of a stage that are enabled, in the order in which they run."""
+    chosen = options or current_options()
+    return [one for one in PASSES if one.stage == stage and chosen.enables(one.name)]
