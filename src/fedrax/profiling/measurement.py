@@ -81,6 +81,10 @@ class Measurement:
     """The traced rounds."""
     program: ProgramText | None = None
     """The compiled program."""
+    allocated: int | None = None
+    """Bytes that the compiled program allocates for intermediate results on a device."""
+    peak: int | None = None
+    """Largest number of bytes in use on a device so far; None where the backend does not report it."""
     clients: float = 0.0
     """Mean number of clients in a round."""
     gradients: float = 0.0
@@ -121,6 +125,8 @@ class RoundTimer:
             self._evaluations(made)
             if made.program is not None:
                 self._trace(made, made.program)
+            stats = self.setup.engine.mesh.local_devices[0].memory_stats() or {}
+            made.peak = stats.get("peak_bytes_in_use")
         finally:
             self._storage.close(failed=True)
         return made
@@ -135,7 +141,8 @@ class RoundTimer:
             lowered = program.lower(sim.algorithm, self._carry, sim.engine.samples, sim.key, block.inputs, np.int32(1))
             compiled = lowered.compile()
         made.compile = time.perf_counter() - began
-        made.program = ProgramText(compiled.as_text() or "")
+        made.program, memory = ProgramText(compiled.as_text() or ""), compiled.memory_analysis()
+        made.allocated = None if memory is None else memory.temp_size_in_bytes
 
         def run(algorithm: Any, carry: Any, key: Any, inputs: RoundInputs, rounds: int) -> tuple[Any, dict]:
             carry, records, *_ = compiled(algorithm, carry, sim.engine.samples, key, inputs, np.int32(rounds))

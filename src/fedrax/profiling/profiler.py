@@ -97,6 +97,12 @@ class Profile:
     """GFLOP/s during the operations that contain products."""
     operations: float
     """Executions of operations in a round on each device."""
+    estimated_bytes: int
+    """Estimated memory of the work of the clients that a device computes at a time, which chooses their number."""
+    allocated_bytes: int | None
+    """Memory that the compiled program allocates for intermediate results on a device; None without such a program."""
+    peak_bytes: int | None
+    """Largest memory in use on a device during the profile; None where the backend does not report it."""
     advice: list[str]
     """What to do, the most important first."""
     notes: list[str]
@@ -196,6 +202,9 @@ def assemble(setup: Setup, measured: Measurement, machine: MachineLimits) -> Pro
         flops_a_round=flops,
         gflops_in_products=achieved,
         operations=sum(s.executions for s in spent),
+        estimated_bytes=setup.traced.peak_bytes * max(1, setup.engine.program.chunk),
+        allocated_bytes=measured.allocated,
+        peak_bytes=measured.peak,
         advice=advise(setup, kinds, measured.compile + measured.evaluate_compile),
         notes=[*measured.notes, note],
     )

@@ -75,6 +75,11 @@ def lines(profile: Profile) -> list[str]:
     compiled = profile.compile_seconds + profile.evaluation_compile_seconds
     of = f" (rounds {profile.compile_seconds:.2f} s)" if profile.compile_seconds else ""
     made = [f"compile   {compiled:.2f} s without the cache{of}; one evaluation takes {profile.evaluation_ms:.2f} ms"]
+    if profile.allocated_bytes is not None:
+        known = [f"{profile.estimated_bytes / 1e6:,.3g} MB estimated for the clients of a device at a time"]
+        known.append(f"the program allocates {profile.allocated_bytes / 1e6:,.3g} MB")
+        known += [f"peak of the device {profile.peak_bytes / 1e6:,.3g} MB"] if profile.peak_bytes is not None else []
+        made.append(f"memory    {'; '.join(known)}")
     if profile.operations:
         machine, shares = profile.limits, {kind: ms / profile.ms for kind, ms in profile.kinds.items()}
         made += [
