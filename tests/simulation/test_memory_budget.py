@@ -59,6 +59,17 @@ def test_reservations_reduce_the_budget():
     assert streaming.choose_placement(streamed, (samples,), 400, MemoryBudget(1300, on_cpu=False)) == (True, False)
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_cohorts_up_to_ten_times_what_fits_are_split_into_few_equal_chunks(devices: int):
+    account = MemoryBudget(4 * 10 * 36, on_cpu=False)  # ten clients of 36 bytes in a quarter
+    for cohort in range(1, 10 * 10 * devices + 1):
+        share = -(-cohort // devices)
+        chunk = execution_plan.clients_per_vmap(Settings(), devices, cohort, account, 36)
+        chunks = -(-share // chunk)
+        assert chunk * 36 <= account.total // 4 and chunks == -(-share // 10)
+        assert chunk * chunks - share < chunks  # at most one repeated client in each
+
+
 def test_peak_memory_of_a_program():
     """Two arrays of 4,000 bytes at a time; patches of convolutions twice; for loops an iteration and the stacked
     outputs.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from fedrax.simulation.executors.execution_plan import describe_plan
 from fedrax.xla import Options, repeat_steps, use_options
 from fedrax.xla.grouped_conv import lower_grouped_convs
 from fedrax.xla.tracing import equations_in
@@ -207,3 +209,14 @@ def test_the_first_step_merges_the_clients(monkeypatch: pytest.MonkeyPatch):
     with use_options(Options(enabled=frozenset({"first_step"}))):
         assert sorted(groups_in(clients(), w, x)) == [1, 3, 3, 3]
         np.testing.assert_allclose(jax.jit(clients())(w, x), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_plan_says_how_convolutions_are_computed():
+    mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")], object))
+    program = jax.make_jaxpr(conv)(np.zeros((2, 6, 6, 3), np.float32), np.zeros((3, 3, 3, 8), np.float32))
+    on_a_gpu = "vmap: 3 clients side by side on one GPU, their convolutions"
+    assert describe_plan(mesh, "vmap", 3, program) == f"{on_a_gpu} as products"
+    with use_options(Options(enabled=frozenset({"implicit_gemm", "first_step"}))):
+        said = describe_plan(mesh, "vmap", 3, program)
+        assert said == f"{on_a_gpu} by implicit_gemm where it takes them, their first local step as one batch"
+        assert describe_plan(mesh, "vmap", 1, program) == "vmap: 1 clients side by side on one GPU"

@@ -27,6 +27,7 @@ from fedrax.xla.options import Limits as Limits
 from fedrax.xla.options import Options as Options
 from fedrax.xla.options import PassName as PassName
 from fedrax.xla.options import applied_passes as applied_passes
+from fedrax.xla.options import is_enabled as is_enabled
 from fedrax.xla.options import use_options as use_options
 from fedrax.xla.passes import PASSES as PASSES
 from fedrax.xla.peak_memory import peak_bytes as peak_bytes

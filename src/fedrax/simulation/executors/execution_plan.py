@@ -12,7 +12,14 @@ from jax.sharding import Mesh
 from fedrax.errors import FedraxError
 from fedrax.simulation.placement.memory_budget import MemoryBudget
 from fedrax.simulation.settings import Settings
-from fedrax.xla import CLIENT_AXIS, batch_splits, equations_in, has_blockwise_attention, scanned_layers
+from fedrax.xla import (
+    CLIENT_AXIS,
+    batch_splits,
+    equations_in,
+    has_blockwise_attention,
+    is_enabled,
+    scanned_layers,
+)
 
 
 def resolve_plan(settings: Settings, mesh: Mesh) -> str:
@@ -65,7 +72,11 @@ def describe_plan(
     if plan == "debug":  # what was written, batches whole
         microbatch, layers, blocks = 0, "", False
     extra = ", clients left over on all of them together" * joining
-    extra += ", their convolutions as products" * (chunk > 1 and devices[0].platform != "cpu" and _convolves(program))
+    if chunk > 1 and devices[0].platform != "cpu" and _convolves(program):
+        by_kernel = devices[0].platform == "gpu" and is_enabled("implicit_gemm")
+        extra += f", their convolutions {'by implicit_gemm where it takes them' if by_kernel else 'as products'}"
+    if chunk > 1 and devices[0].platform == "gpu" and is_enabled("first_step"):
+        extra += ", their first local step as one batch"
     extra += f", gradients of {microbatch} samples at a time, which fit its cache" if microbatch else ""
     extra += f", {layers} layers of one shape in a loop" if layers else ""
     extra += ", attention in blocks of rows" * blocks
