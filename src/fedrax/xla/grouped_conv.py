@@ -76,7 +76,7 @@ def lower_grouped_conv(inputs: list[Array], equation: core.JaxprEqn) -> Array | 
     if 0 in places:
         return None
     partition = _is_partition(space, entries, window, places)
-    if not partition and is_enabled("implicit_gemm"):
+    if not partition and is_enabled("implicit_gemm") and jax.default_backend() != "tpu":
         y = implicit_gemm(x, kernel, params, places)
         if y is not None:
             note_applied("implicit_gemm")
