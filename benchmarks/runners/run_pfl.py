@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -32,8 +33,8 @@ from benchmarks.workloads import EVALUATE_EVERY, TARGET_ACCURACY, Arrays, Worklo
 class Ticks(TrainingProcessCallback):
     """Ends each round; in a whole benchmark it also evaluates every ten rounds."""
 
-    def __init__(self, clock: RoundClock, device: torch.device, target: TargetClock, arrays: Arrays | None) -> None:
-        self.clock, self.device, self.target, self.arrays = clock, device, target, arrays
+    def __init__(self, clock: RoundClock, device: torch.device, evaluated: Callable[[], None] | None) -> None:
+        self.clock, self.device, self.evaluated = clock, device, evaluated
 
     def on_train_begin(self, *, model):
         self.clock.start()
@@ -42,9 +43,8 @@ class Ticks(TrainingProcessCallback):
     def after_central_iteration(self, aggregate_metrics, model, *, central_iteration):
         finished(self.device)
         self.clock.tick()
-        if self.arrays is not None and (central_iteration + 1) % EVALUATE_EVERY == 0:
-            self.target.reached(evaluate(model.pytorch_model, self.arrays)[1])
-            model.pytorch_model.train()
+        if self.evaluated is not None and (central_iteration + 1) % EVALUATE_EVERY == 0:
+            self.evaluated()
         return False, Metrics()
 
 
@@ -92,6 +92,10 @@ def main() -> None:
     dataset = federated_dataset(workload, arrays, cohorts, device)
     backend = SimulatedBackend(training_data=dataset, val_data=dataset, postprocessors=[WeightByDatapoints()])
 
+    def evaluated() -> None:
+        target.reached(evaluate(module, arrays)[1])
+        module.train()
+
     clock = RoundClock()
     FederatedAveraging().run(
         backend=backend,
@@ -108,7 +112,7 @@ def main() -> None:
             local_learning_rate=workload.learning_rate,
         ),
         model_eval_params=NNEvalHyperParams(local_batch_size=None),
-        callbacks=[Ticks(clock, device, target, arrays if arguments.rounds else None)],
+        callbacks=[Ticks(clock, device, evaluated if arguments.rounds else None)],
         send_metrics_to_platform=False,
     )
     if os.environ.get("RANK", "0") == "0":
