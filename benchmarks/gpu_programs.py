@@ -88,7 +88,7 @@ def topology_device() -> Any:
         sys.exit(f"error: programs for a GPU need JAX's CUDA packages, pip install '.[cuda]': {error}")
 
 
-def compiled_round(workload: Workload, precision: str, passes: Iterable[str], device: Any) -> dict[str, float]:
+def compiled_round(workload: Workload, precision: str, passes: Iterable[Any], device: Any) -> dict[str, float]:
     """Megabytes and operations of the program of one round in which all clients of the workload take part."""
     import jax
     from jax.sharding import SingleDeviceSharding
@@ -105,8 +105,7 @@ def compiled_round(workload: Workload, precision: str, passes: Iterable[str], de
     local = LocalSGD(lr=workload.learning_rate, epochs=workload.epochs, batch_size=workload.batch, order="stored")
     asked: dict[str, Any] = {"cohort_size": workload.cohort, "chunk": workload.cohort, "precision": precision}
     settings, own = Settings(rounds=2, plan="vmap", devices=1, **asked), jax.default_backend
-    options: Any = Options(enabled=frozenset(passes))
-    with numeric_context("float32"), use_options(options):
+    with numeric_context("float32"), use_options(Options(enabled=frozenset(passes))):
         jax.default_backend = lambda: "gpu"  # what fedrax asks when it chooses forms
         try:
             setup = prepare(FedAvg(local=local), classification(model), federation, settings, params)

@@ -161,7 +161,7 @@ def cifar10(workload: Workload, rng: np.random.Generator) -> Samples:
 
     loaded = load("cifar10")
     train, test = loaded.train, loaded.test
-    mean, std = np.float32(loaded.mean), np.float32(loaded.std)
+    mean, std = np.asarray(loaded.mean, np.float32), np.asarray(loaded.std, np.float32)
 
     def standardized(x: np.ndarray) -> np.ndarray:
         return ((x / np.float32(255) - mean) / std).transpose(0, 3, 1, 2)

@@ -69,7 +69,7 @@ def merged(trained: Any, frozen: Any) -> Any:
 
 def make_round(workload: Workload, size: int) -> Any:
     """(parameters, frozen parameters, samples [N, size, ...], labels, cohort [S], key) -> parameters."""
-    apply = BY_HAND.get(workload.network)
+    apply: Any = BY_HAND.get(workload.network)
     if apply is None:
         module = module_of(workload)
         apply = lambda params, x, key: module.apply({"params": params}, x)  # noqa: E731

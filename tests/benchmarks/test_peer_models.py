@@ -17,6 +17,7 @@ from benchmarks.runners.linen_models import HEADS, MODULES, parameters, sample_i
 from benchmarks.starting_weights import starting_weights, uniform
 from benchmarks.workloads import SMALL_WORKLOADS, WORKLOADS
 
+RECURRENT = ("W7", "G4-small")
 SHAPES = {"W1": (784,), "W2": (60,), "W3": (32, 32, 3), "W4": (25, 50)}
 
 
@@ -42,18 +43,18 @@ def random_batch(name, size=3) -> Any:
 @pytest.mark.slow(keep=9)
 @pytest.mark.parametrize("name", [*MODULES, *SMALL_WORKLOADS])
 def test_outputs_and_gradients_agree_with_pytorch(name):
-    """In float64, because gradients of ReLU near zero depend on float32 rounding. The GRU, which has no ReLU, runs in
-    float32, the only dtype of Flax's carry.
+    """In float64, because gradients of ReLU near zero depend on float32 rounding. Recurrent cells, which have no ReLU,
+    run in float32, the only dtype of Flax's carry.
     """
     torch = pytest.importorskip("torch")
     from benchmarks.runners import torch_models
 
     workload, x, y = WORKLOADS[name], random_batch(name, 2), np.array([0, 3])
-    dtype, tolerance = (np.float32, 2e-5) if name == "W7" else (np.float64, 1e-6)
+    dtype, tolerance = (np.float32, 2e-5) if name in RECURRENT else (np.float64, 1e-6)
     x = x if x.dtype == np.int32 else x.astype(dtype)
     y = np.broadcast_to(y[:, None], x.shape) if workload.network == "CausalTransformer" else y
     weights = {key: value.astype(dtype) for key, value in random_weights(name).items()}
-    with jax.enable_x64(name != "W7"):
+    with jax.enable_x64(name not in RECURRENT):
         apply, params = model_of(workload).apply, parameters_of(workload, weights)
 
         def loss(params):

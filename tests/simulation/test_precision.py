@@ -29,7 +29,7 @@ from fedrax.algorithms import GradMAS
 from fedrax.contract.task import Batch
 from fedrax.models import LSTM, LeNet, Model, TwoNN, from_linen
 from fedrax.personalization import Ditto
-from fedrax.robust import Krum
+from fedrax.robust import GeometricMedian, Robust
 from fedrax.xla.precision import OperandFormat, with_operand_format
 from tests.simulation.problems import make_federation
 from tests.slow import slow_cases
@@ -170,6 +170,9 @@ def programs(folder: Path, function: Callable[[], Any]) -> dict[str, list[str]]:
     return {name: products for name, products in found.items() if products}
 
 
+TWO_STEPS = LocalSGD(steps=2)
+
+
 class Network(nn.Module):
     """A convolution, attention over the rows of its result, and a recurrent cell."""
 
@@ -182,7 +185,7 @@ class Network(nn.Module):
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("method", [GradMAS(LocalSGD(steps=2)), Ditto(Scaffold(LocalSGD(steps=2))), Krum(FedAvg())])
+@pytest.mark.parametrize("method", [GradMAS(TWO_STEPS), Ditto(Scaffold(TWO_STEPS)), Robust(rule=GeometricMedian())])
 def test_every_product_of_a_run_on_an_accelerator_has_full_precision(
     method: Algorithm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -123,13 +123,14 @@ def random_window(choose: random.Random) -> tuple[Callable, list[int], list[int]
     kernel = {"O": out, "I": into, "H": choose.randint(2, 3), "W": choose.randint(1, 3)}
     orders = ["".join(choose.sample(axes, 4)) for axes in ("NCHW", "OIHW", "NCHW")]
     few: Callable[[list], tuple] = lambda values: tuple(choose.choice(values) for _ in "HW")  # noqa: E731
+    numbers: Any = tuple(orders)
     function = partial(
         lax.conv_general_dilated,
         window_strides=few([1, 1, 2, 3]),
         padding=tuple((choose.randint(-1, 3), choose.randint(-1, 3)) for _ in "HW"),
         lhs_dilation=few([1, 1, 2]),
         rhs_dilation=few([1, 1, 2]),
-        dimension_numbers=tuple(orders),
+        dimension_numbers=numbers,
     )
     return function, [images[axis] for axis in orders[0]], [kernel[axis] for axis in orders[1]]
 
