@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterable
 from importlib.metadata import distributions
+from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.card import PRECISIONS
@@ -56,6 +57,8 @@ NO_VMAP = ("G4", "G4-small")
 """torch.func.vmap has no rule for PyTorch's LSTM."""
 HANDWRITTEN = "JAX by hand"
 VMAP = "PyTorch vmap"
+PACKAGES = {"PyTorch loop": "torch", VMAP: "torch", HANDWRITTEN: "flax", "pfl-research": "pfl", "FedJAX": "fedjax"}
+"""The package that a simulator needs beside fedrax and JAX."""
 QUICK = {(OURS, "nothing compiled before"), (OURS, "bfloat16"), (VMAP, "compiled"), (HANDWRITTEN, "jit")}
 
 
@@ -83,7 +86,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--workloads", nargs="+", choices=WORKLOADS, help="default: G1 to G6")
     add("--small", action="store_true", help="the networks of G1 to G6 with few and narrow layers")
-    add("--peers", nargs="+", choices=peers, default=peers, help="default: all")
+    add("--peers", nargs="+", choices=peers, help="default: all that are installed")
     add("--quick", action="store_true", help="one repeat of the fastest forms alone, without all 1,500 rounds")
     add("--repeats", type=int, default=3, help="runs of everything, in turn (default 3)")
     add("--rounds", type=int, default=ROUNDS, help=f"rounds of the whole benchmark, 0 for none (default {ROUNDS:,})")
@@ -96,6 +99,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--report", action="store_true", help="only write the last session's page again")
     arguments = parser.parse_args()
     arguments.workloads = arguments.workloads or list(SMALL_WORKLOADS if arguments.small else GPU_WORKLOADS)
+    if not arguments.peers:
+        arguments.peers = [peer for peer in peers if peer == OURS or find_spec(PACKAGES[peer])]
+        for peer in set(peers) - set(arguments.peers):
+            print(f"left out: {peer}, since {PACKAGES[peer]} is not installed", flush=True)
     if arguments.quick:
         arguments.repeats, arguments.rounds = 1, 0
     return arguments

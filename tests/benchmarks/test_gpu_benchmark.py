@@ -31,12 +31,15 @@ def run(out: Path, *options: str) -> list[dict]:
 
 @pytest.mark.slow
 def test_every_network_ends_at_the_loss_of_the_round_by_hand(tmp_path: Path):
-    """All six with small layers, each also all rounds of the benchmark (here 20)."""
-    runs = run(tmp_path, "--small", "--peers", "fedrax", "JAX by hand", "--rounds", "20")
-    assert len(runs) == 6 * 5 + 1
-    page = (tmp_path / "gpu.md").read_text()
-    assert "All 20 rounds of G1-small (synthetic samples)" in page and "## Share of the bound" in page
-    assert run(tmp_path, "--small", "--peers", "fedrax", "JAX by hand", "--rounds", "20", "--resume") == runs
+    """All six with small layers, in fedrax in two precisions; G1 also all rounds of the benchmark (here 20)."""
+    options = ("--peers", "fedrax", "JAX by hand", "--quick", "--small")
+    assert len(run(tmp_path, *options)) == 6 * 3
+    assert "## Share of the bound" in (tmp_path / "gpu.md").read_text()
+    whole = ("--peers", "fedrax", "--workloads", "G1-small", "--rounds", "20")
+    runs = run(tmp_path, *whole)
+    assert [one["setting"] for one in runs][-1] == WHOLE and len(runs) == 5
+    assert "All 20 rounds of G1-small (synthetic samples)" in (tmp_path / "gpu.md").read_text()
+    assert run(tmp_path, *whole, "--resume") == runs
 
 
 @pytest.mark.slow
