@@ -25,7 +25,7 @@ def random_weights(name):
     """Random initial weights without constant arrays, so that exchanged arrays are detected."""
     rng = np.random.default_rng(3)
     return {
-        key: (value + 0.1 * rng.standard_normal(value.shape)).astype(np.float32)
+        key: (value + 0.1 * WORKLOADS[name].is_trained(key) * rng.standard_normal(value.shape)).astype(np.float32)
         for key, value in starting_weights(WORKLOADS[name], rng).items()
     }
 
