@@ -345,6 +345,7 @@ grid = { model.hidden = [[4], [6]] }
 )
 
 
+@pytest.mark.slow
 def test_grids_and_methods_vary_the_model_and_the_fine_tuning(
     fedrax: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

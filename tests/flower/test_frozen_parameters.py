@@ -161,6 +161,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_an_experiment_with_adapters_is_deployed(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["deploy", "adapters.toml", "--out", "d"]) == 0
     assert "rehearsal: the losses are those of the simulator" in capsys.readouterr().out
