@@ -88,7 +88,6 @@ def check_algorithm(
     base = _run(algorithm, problem)  # an algorithm that fails already here gets the simulator's own message
     rules: tuple[Callable[[Algorithm, _Problem, Result], str | None], ...] = (
         _learns,
-        _is_finite,
         _floats_are_inputs,
         partial(_agrees_on, plan="debug"),
         partial(_agrees_on, plan="vmap", chunk=2),
@@ -159,15 +158,6 @@ def _learns(algorithm: Algorithm, problem: _Problem, base: Result) -> str | None
     return None
 
 
-def _is_finite(algorithm: Algorithm, problem: _Problem, base: Result) -> str | None:
-    """All values are finite."""
-    try:
-        _run(algorithm, problem, plan="debug", rounds=1)
-    except NonFiniteError as error:
-        return f"computes a number that is not finite: {error}"
-    return None
-
-
 def _floats_are_inputs(algorithm: Algorithm, problem: _Problem, base: Result) -> str | None:
     """All leaves of the algorithm are numbers."""
     leaves = jax.tree.leaves(algorithm)
@@ -176,10 +166,13 @@ def _floats_are_inputs(algorithm: Algorithm, problem: _Problem, base: Result) ->
 
 
 def _agrees_on(algorithm: Algorithm, problem: _Problem, base: Result, **plan: Any) -> str | None:
-    """Another plan, or two devices if there are two, give the same result."""
+    """Another plan, or two devices if there are two, give the same result; all values are finite."""
     if plan.get("devices", 1) > len(jax.devices()):
         return None
-    other = _run(algorithm, problem, **plan)
+    try:
+        other = _run(algorithm, problem, **plan)
+    except NonFiniteError as error:
+        return f"computes a number that is not finite: {error}"
     if _agree(other, base, problem.federation.num_clients):
         return None
     how = {"debug": "without jit", "vmap": "with vectorized clients", "scan": "on two devices"}[plan["plan"]]

@@ -14,6 +14,7 @@ import pytest
 from fedrax.attacks import Attack
 from fedrax.attacks.observation import Observation
 from fedrax.attacks.optimizers import GradientDescent
+from fedrax.experiments.run_comparison import compare
 from fedrax.report import read_results
 from fedrax.report.comparison_table import cells, legend
 from fedrax.report.results import SavedResults
@@ -154,18 +155,26 @@ def test_csv_rounds_contain_numbers():
     assert SavedResults([]).to_polars().is_empty()
 
 
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """File and directory of a comparison with two seeds."""
+    folder = tmp_path_factory.mktemp("formats")
+    (folder / "x.toml").write_text("seeds = [0, 1]\n" + TINY.replace("rounds = 4", "rounds = 1"))
+    compare(folder / "x.toml", directory=folder / "c")
+    return folder / "x.toml", folder / "c"
+
+
 @pytest.mark.parametrize("flag", ["--csv", "--latex", "--markdown", "--json"])
-def test_show_and_compare_support_all_formats(flag: str, fedrax: Callable[..., Outcome], tmp_path: Path):
-    (tmp_path / "x.toml").write_text("seeds = [0, 1]\n" + TINY.replace("rounds = 4", "rounds = 1"))
-    assert fedrax("compare", "x.toml", "--out", "c", "--quiet").status == 0
-    results = read_results(tmp_path / "c")
-    shown = fedrax("show", "c", flag)
+def test_show_and_compare_support_all_formats(flag: str, fedrax: Callable[..., Outcome], comparison: tuple[Path, Path]):
+    file, directory = comparison
+    results = read_results(directory)
+    shown = fedrax("show", directory, flag)
     made = {"--csv": results.table().write_csv, "--latex": results.to_latex, "--markdown": results.to_markdown}
     assert flag == "--json" or shown == Outcome(0, made[flag](), "")
     if flag != "--markdown":
-        again = fedrax("compare", "x.toml", "--out", "c", flag)
+        again = fedrax("compare", file, "--out", directory, flag)
         assert again.status == 0 and again.err == "" and (flag == "--json" or again.out == shown.out)
-    rejected = fedrax("show", "c", flag, "--json" if flag != "--json" else "--csv")
+    rejected = fedrax("show", directory, flag, "--json" if flag != "--json" else "--csv")
     assert rejected.status == 2 and "are both given: choose one" in rejected.err
 
 

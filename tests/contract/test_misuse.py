@@ -18,7 +18,7 @@ from fedrax import ClientOutput, FedAvg, FedraxError, LocalSGD, check_algorithm,
 from fedrax.contract import Phase
 from fedrax.contract.checks import checked_server
 from fedrax.data import load
-from fedrax.models import MLP, Logistic
+from fedrax.models import Logistic, Model
 from tests.simulation.problems import TASK, make_federation, run
 from tests.slow import slow_cases
 
@@ -353,14 +353,20 @@ def test_consequential_errors_are_not_reported():
 
 
 def test_traits_may_be_a_class_attribute():
-    run(method(traits=fedrax.contract.Traits(max_staleness=2)), FEDERATION, rounds=1)
+    user_method = method(traits=fedrax.contract.Traits(uniform_weights=True))
+    run(user_method, FEDERATION, rounds=1)
+    with pytest.raises(FedraxError, match="Mine is defined for uniform aggregation weights only"):
+        run(user_method, FEDERATION, rounds=1, weights="samples")
 
 
 def test_helpers_may_have_names_of_contract_functions():
     received = {"received": lambda self, m: m, "client": lambda self, m, s, d: ClientOutput(upload=self.received(m))}
-    run(method(**received), FEDERATION, rounds=1)
+    params = jax.tree.map(lambda a: jnp.ones(a.shape, a.dtype), TASK.init(jax.random.key(0)))
+    doubled = run(method(**received), FEDERATION, rounds=1, params=params).params  # the upload is added to the model
+    jax.tree.map(lambda a: np.testing.assert_array_equal(a, 2), doubled)
     inner = {"received": lambda self, m: m, "receive": lambda self, upload: upload}
-    run(method(**inner), FEDERATION, rounds=1)
+    trained, expected = (run(m, FEDERATION, rounds=1).params for m in (method(**inner), FedAvg()))
+    jax.tree.map(np.testing.assert_array_equal, trained, expected)
 
 
 def test_check_algorithm_accepts_a_task_and_its_federation():
@@ -370,7 +376,11 @@ def test_check_algorithm_accepts_a_task_and_its_federation():
         return ClientOutput(upload=body, info=result.info)
 
     user_method = method(client=client)
-    check_algorithm(user_method, fedrax.classification(MLP(hidden=(3,)).build((4,), 3)), FEDERATION)
+    two_layers = Model(
+        lambda key: {"body": jnp.ones((4, 2)), "output": jnp.eye(2, 3)},
+        lambda params, x, key=None: x @ params["body"] @ params["output"],
+    )
+    check_algorithm(user_method, fedrax.classification(two_layers), make_federation((4,) * 4, test_rows=0))
     with pytest.raises(FedraxError, match=r"does not move the parameters, output/bias, .* a task and a federation"):
         check_algorithm(user_method)
     with pytest.raises(FedraxError, match="both a task and its federation, or neither"):
@@ -450,6 +460,7 @@ def test_command_line_prints_the_same_message(tmp_path: Path, capsys: pytest.Cap
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_check_algorithm_accepts_purely_personal_models():
     def client(self: Any, message: Any, state: Any, data: Any) -> ClientOutput:
         result = self.local.run(data, state)
@@ -477,7 +488,7 @@ def test_check_algorithm_detects_impure_methods():
         check_algorithm(method(server=server))
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("mean", "passes"),
     [

@@ -245,7 +245,6 @@ class UnderstatedRate(SampleDP):
         return (dataclasses.replace(one, rate=one.rate / 10),)
 
 
-@pytest.mark.slow(keep=1)
 def test_audit_detects_an_understated_sampling_rate():
     x = np.array([[3.0, -3.0]], np.float32)
     one = Federation.from_arrays(x, np.array([0]), np.zeros(1, int), num_classes=2)
