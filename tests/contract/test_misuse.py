@@ -363,10 +363,10 @@ def test_helpers_may_have_names_of_contract_functions():
     received = {"received": lambda self, m: m, "client": lambda self, m, s, d: ClientOutput(upload=self.received(m))}
     params = jax.tree.map(lambda a: jnp.ones(a.shape, a.dtype), TASK.init(jax.random.key(0)))
     doubled = run(method(**received), FEDERATION, rounds=1, params=params).params  # the upload is added to the model
-    jax.tree.map(lambda a: np.testing.assert_array_equal(a, 2), doubled)
+    jax.tree.map(lambda a: np.testing.assert_allclose(a, 2, rtol=1e-6), doubled)
     inner = {"received": lambda self, m: m, "receive": lambda self, upload: upload}
     trained, expected = (run(m, FEDERATION, rounds=1).params for m in (method(**inner), FedAvg()))
-    jax.tree.map(np.testing.assert_array_equal, trained, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), trained, expected)
 
 
 def test_check_algorithm_accepts_a_task_and_its_federation():
