@@ -119,7 +119,7 @@ class Options:
     limits: Limits = field(default_factory=Limits)
     """Sizes above which the other passes apply."""
     enabled: frozenset[PassName] = frozenset()
-    """Passes to enable that are disabled by default, because nobody has measured their gain yet."""
+    """Passes to enable that are disabled by default, because their gain has not been measured yet."""
 
     def enables(self, name: PassName) -> bool:
         """Whether a pass may change programs.
