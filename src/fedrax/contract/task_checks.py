@@ -15,7 +15,6 @@ from jax.sharding import use_abstract_mesh
 
 from fedrax import tree, xla
 from fedrax.config.user_errors import innermost_user_frame, tracing_message
-from fedrax.contract.lookups import find_lookups, index_outside
 from fedrax.errors import FedraxError, warn
 from fedrax.inputs import arrays_of, by_key, describe_inputs, has_several, map_inputs, named_inputs
 
@@ -76,7 +75,7 @@ def _check_of(rows: int, task: Any, variables: Any, samples: Any, federation: An
         raise FedraxError(f"the task's loss must be floating-point numbers, not {losses.dtype}, which have no gradient")
     metrics, counted = dict(task.metrics), task.one_output_a_class and task.outputs is not None
     if task.outputs is not None and any(jnp.issubdtype(a.dtype, jnp.integer) for a in arrays_of(batch.x)):
-        closed, _ = traced("model", about, task.outputs, variables, batch.x, how=xla.trace_inlined)
+        closed = traced("model", about, task.outputs, variables, batch.x, how=_jaxpr_of)
         check_lookups(task, closed, federation)
         outputs: Any = closed.out_avals[0]
     elif counted and task.outputs is not None:
@@ -121,7 +120,7 @@ def check_words(task: Any, federation: Any) -> None:
 def check_lookups(task: Any, closed: ClosedJaxpr, federation: Any) -> None:
     """Raise FedraxError for tokens and positions that a traced model looks up outside of its tables."""
     arrays, model = named_inputs(federation.train.x), task.name.rpartition("/")[2]
-    for lookup in find_lookups(closed, closed.jaxpr.invars[-len(arrays) :]):
+    for lookup in xla.find_lookups(closed, closed.jaxpr.invars[-len(arrays) :]):
         if lookup.largest is not None and lookup.largest >= lookup.size:
             raise FedraxError(
                 f"the model {model} has {lookup.size} positions, and looks up {lookup.largest + 1} for the samples of"
@@ -131,13 +130,24 @@ def check_lookups(task: Any, closed: ClosedJaxpr, federation: Any) -> None:
             continue
         name, _ = arrays[lookup.input]
         for part in (federation.train, federation.test):
-            found = index_outside(arrays_of(part.x)[lookup.input], lookup.size)
+            found = _index_outside(arrays_of(part.x)[lookup.input], lookup.size)
             if found is not None:
                 raise FedraxError(
                     f"{name} of {federation.name!r} holds integers from {found[0]} to {found[1]}, by which the model"
                     f" {model} looks up rows of a table of {lookup.size}: encode texts by the model's own tokenizer, or"
                     " enlarge its embedding"
                 )
+
+
+def _index_outside(array: np.ndarray, size: int) -> tuple[int, int] | None:
+    """The least and the largest index in an array if one is outside of a table of ``size`` rows; None otherwise."""
+    least, largest = (int(array.min()), int(array.max())) if array.size else (0, 0)
+    return (least, largest) if least < -size or largest >= size else None
+
+
+def _jaxpr_of(function: Callable, *arguments: Any) -> ClosedJaxpr:
+    """The jaxpr of a function of arguments of these shapes."""
+    return jax.make_jaxpr(function)(*arguments)
 
 
 def _warn_of_bytes(task: Any, federation: Any) -> None:

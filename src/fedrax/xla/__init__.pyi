@@ -13,6 +13,7 @@ from fedrax.xla.layer_scan import LAYER_SCAN_SCOPE as LAYER_SCAN_SCOPE
 from fedrax.xla.layer_scan import scanned_layers as scanned_layers
 from fedrax.xla.linear_algebra import LINEAR_ALGEBRA_SCOPE as LINEAR_ALGEBRA_SCOPE
 from fedrax.xla.linear_algebra import SEQUENTIAL_RULES as SEQUENTIAL_RULES
+from fedrax.xla.lookups import find_lookups as find_lookups
 from fedrax.xla.microbatch import CLIENT_AXIS as CLIENT_AXIS
 from fedrax.xla.microbatch import TRACE_BATCH as TRACE_BATCH
 from fedrax.xla.microbatch import BatchSplit as BatchSplit
