@@ -268,7 +268,7 @@ def work(runs: Runs, cells: list[Cell], methods: list[str], seeds: list[int], mo
     """
     if mode == "best":
         for seed, cell, method in itertools.product(seeds, cells, methods):
-            yield cell, method, [best_point(runs, cell, method, seeds)], seed
+            yield cell, method, [best_point(runs, cell, method, runs.seeds() or seeds)], seed
         return
     for stage in range(1 + max(len(METHODS[method]) for method in methods)):
         for cell, method in itertools.product(cells, methods):
