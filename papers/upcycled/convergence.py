@@ -305,4 +305,4 @@ def squared_norms(
 def matrix(params: Any) -> np.ndarray:
     """Weights and the bias as one matrix [features + 1, classes]."""
     leaves = {np.ndim(leaf): np.asarray(leaf, float) for leaf in jax.tree.leaves(params)}
-    return np.vstack([leaves[2], leaves[1][None]])
+    return np.vstack([leaves[2].T, leaves[1][None]])  # stored as [classes, features]
