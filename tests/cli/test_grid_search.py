@@ -9,17 +9,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
-from fedrax.data import hold_out
+from fedrax import FedraxError, tree
+from fedrax.data import Federation, hold_out, load
+from fedrax.data.partition import Shards
 from fedrax.experiments import comparison, experiment, jobs, user_code
 from fedrax.experiments.run_comparison import compare
 from fedrax.experiments.search import trials
+from fedrax.models import MLP
 from fedrax.report.report_data import gather
 from fedrax.report.search_plots import varied_paths
 from fedrax.simulation import simulate
+from fedrax.simulation.persistence.model_file import save_model
 from tests.cli.conftest import TINY, Outcome
 
+DIGITS = Federation.from_dataset(load("digits"), Shards(clients=4), seed=0)
 GRID = (
     "seeds = [0, 1]\ngrid = { algorithm.local.lr = [0.01, 0.3] }\n"
     + TINY.replace("rounds = 4", "rounds = 2").replace('name = "fedavg"\n', "")
@@ -373,3 +380,41 @@ def test_grids_and_methods_vary_the_model_and_the_fine_tuning(
     assert max(uploads["B-alone"]) < max(uploads["LoRA"]) < min(uploads["all"])
     monkeypatch.setattr(jobs, "_run", lambda *a: pytest.fail("a finished run is repeated"))
     assert fedrax("compare", "f.toml", "--out", "c").status == 0
+
+
+def test_fine_tuning_table_makes_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its trainable parameters are the named ones, its frozen ones those of the file, also in the data directory."""
+    model = MLP(hidden=(6,)).build((8, 8, 1), 10)
+    params = model.init(jax.random.key(3))
+    save_model(tmp_path / "base.safetensors", params)
+    table: dict[str, Any] = {"model": {"name": "mlp", "hidden": [6]}}
+    lora = {"name": "lora", "weights": "base.safetensors", "rank": 2, "trainable": ["output/*"]}
+    freeze = {"name": "freeze", "weights": "base.safetensors", "trainable": ["*/bias"]}
+    wanted = {
+        "lora": ["lora/dense1/weight/a", "lora/dense1/weight/b", "trainable/output/bias", "trainable/output/weight"],
+        "freeze": ["dense1/bias", "output/bias"],
+    }
+    for options in (lora, freeze):
+        spec = experiment.from_table(table | {"finetuning": options}, "x", tmp_path)
+        assert experiment.from_table(experiment.to_table(spec), "x") == spec
+        assert f"fine-tuned by {options['name']}" in repr(spec)
+        task = experiment.make_task(spec, DIGITS)
+        assert tree.leaf_names(task.init(jax.random.key(0))) == wanted[str(options["name"])]
+        np.testing.assert_array_equal(task.frozen[1]["dense1/weight"], params["dense1"]["weight"])
+    (tmp_path / "data").mkdir()
+    (tmp_path / "base.safetensors").rename(tmp_path / "data" / "base.safetensors")
+    monkeypatch.delenv("FEDRAX_DATA", raising=False)
+    with pytest.raises(FedraxError, match=r"finetuning.weights: there is no .*base.safetensors, and no data directory"):
+        experiment.make_task(spec, DIGITS)
+    experiment.make_task(spec, DIGITS, tmp_path / "data")
+    monkeypatch.setenv("FEDRAX_DATA", str(tmp_path / "data"))
+    experiment.make_task(spec, DIGITS)
+    for options, words in (
+        ({"name": "lora"}, "the key 'weights' is missing"),
+        (lora | {"rank": 0}, "finetuning.rank must be at least 1, not 0"),
+        (lora | {"ranks": 4}, "unknown key 'ranks'; did you mean 'rank'"),
+        ({"name": "lore", "weights": "w"}, "unknown fine-tuning 'lore'; did you mean 'lora'"),
+        (freeze | {"trainable": ["haed/*"]}, r"trainable: no parameter has the name 'haed/\*'"),
+    ):
+        with pytest.raises(FedraxError, match=words):
+            experiment.make_task(experiment.from_table(table | {"finetuning": options}, "x", tmp_path), DIGITS)
