@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import matplotlib as mpl
+import matplotlib.pyplot as plt
 import pytest
 
 from tests.blocks import ROOT, blocks
@@ -37,6 +38,7 @@ def test_script_runs_and_prints_an_accuracy(
         if re.search(rf"^(import|from) {library}\b", path.read_text(encoding="utf-8"), re.MULTILINE):
             pytest.importorskip(library)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [str(path)])
     runpy.run_path(str(path), run_name="__main__")
     assert "accuracy" in capsys.readouterr().out
 
@@ -51,6 +53,7 @@ def test_cells_of_notebook_run(path: Path):
     names: dict = {}
     for number, source in enumerate(code, 2):
         exec(compile(source, f"{path.name}, cell {number}", "exec"), names)
+    plt.close("all")
 
 
 @pytest.mark.parametrize("path", examples_with_suffix("ipynb"))
