@@ -68,6 +68,7 @@ def examples() -> dict[str, Any]:
         "true": X, "labels": Y, "outputs": X[:, 0], "events": [], "metric": "test_loss", "value": 0.5,
         "data": federation, "result": object.__new__(fedrax.Result),
         "grid": {"local.lr": [0.1]}, "module": None, "sample_input": X, "example": X, "clients": 2, "trainable": "*",
+        "tokenizer": lambda text: [1, 2], "lengths": (1, 2),
     }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ PAGES = sorted(
     for page in [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
     if not {"_build", "_generated"} & set(page.parts)
 )
-WRITTEN = ("_generated/",)
+WRITTEN = ("_generated/", "../_generated/")
 """What the build of the documentation writes, which fails where a link to it is wrong."""
 
 
