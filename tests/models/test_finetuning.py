@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -349,3 +350,21 @@ def test_frozen_parameters_may_be_in_half_precision():
     found, expected = tuned.apply(tuned.init(jax.random.key(0)), x), model.apply(params, x)
     np.testing.assert_allclose(found, expected, atol=0.05)
     assert not np.array_equal(found, expected)
+
+
+def test_frozen_weights_are_freed_with_their_model():
+    def large() -> int:
+        gc.collect()
+        return sum(array.nbytes >= 1 << 20 for array in jax.live_arrays())
+
+    def run() -> int:
+        model = MLP(hidden=(512, 512)).build((4, 8), 3)
+        tuned = freeze(model, model.init(jax.random.key(0)), "output/*")
+        method = FedAvg(local=LocalSGD(steps=1, batch_size=4))
+        for plan in ("scan", "loop"):
+            simulate(method, classification(tuned), federation(), rounds=1, cohort_size=2, eval_every=1, plan=plan)
+        return large()
+
+    before = large()
+    assert run() > before
+    assert large() == before

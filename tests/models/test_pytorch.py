@@ -173,6 +173,30 @@ def test_trained_parameters_are_converted_back_to_pytorch():
         model.to_torch({"out": result.params["out"]})
 
 
+def test_frozen_parameters_share_the_modules_memory():
+    module = nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 2))
+    module[0].requires_grad_(False)
+    model = from_torch(module, torch.randn(2, 300))
+    params, copied = model.init(jax.random.key(0)), dict(model.module.named_parameters())
+    shared = [copied[name].data_ptr() == p.data_ptr() for name, p in module.named_parameters()]
+    assert shared == [True, True, False, False] and set(params) == {"2"}
+    with torch.no_grad():
+        module[2].weight.zero_()  # a trained one is copied
+    assert np.asarray(model.init(jax.random.key(0))["2"]["weight"]).any()
+    back = model.to_torch(params)
+    assert back[0].weight.data_ptr() != module[0].weight.data_ptr()
+    with torch.no_grad():
+        module[0].bias.add_(1)
+    changed = r"frozen parameter 0\.bias of the module given to from_torch, .* convert a copy"
+    for use in (
+        lambda: model.init(None),
+        lambda: model.apply(params, np.ones((2, 300))),
+        lambda: model.to_torch(params),
+    ):
+        with pytest.raises(FedraxError, match=changed):
+            use()
+
+
 @pytest.mark.parametrize("given", ["module", "class"])
 def test_float64_module_starts_a_float64_run_without_rounding(given):
     class Net(nn.Module):

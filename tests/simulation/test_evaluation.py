@@ -14,7 +14,7 @@ import fedrax
 from fedrax import FedraxError
 from fedrax.models import Linear
 from fedrax.simulation import evaluation
-from fedrax.simulation.evaluation import Evaluator, compiled_evaluation
+from fedrax.simulation.evaluation import Evaluator
 from fedrax.simulation.executors import execution_plan
 from tests.simulation.problems import FEATURES, FEDERATION, LOCAL, TASK, make_federation, run
 
@@ -38,9 +38,6 @@ def some_params() -> Any:
 def small_chunks(monkeypatch: pytest.MonkeyPatch):
     """Seven rows per chunk."""
     monkeypatch.setattr(evaluation, "_rows_of_a_chunk", lambda: 7)
-    compiled_evaluation.cache_clear()
-    yield
-    compiled_evaluation.cache_clear()
 
 
 @pytest.mark.slow(keep=7)

@@ -203,7 +203,6 @@ def test_next_block_is_prepared_during_the_current_one(monkeypatch: pytest.Monke
 def test_evaluation_in_chunks(rows: int, devices: int, monkeypatch: pytest.MonkeyPatch):
     """The same metric of each sample for any chunk size."""
     monkeypatch.setattr(evaluation, "_rows_of_a_chunk", lambda: 7)
-    evaluation.compiled_evaluation.cache_clear()
     rng = np.random.default_rng(rows)
     batch = fedrax.contract.Batch(
         rng.normal(size=(rows, FEATURES)).astype(np.float32), rng.integers(0, 3, rows, np.int32)
@@ -216,7 +215,6 @@ def test_evaluation_in_chunks(rows: int, devices: int, monkeypatch: pytest.Monke
         assert found.keys() == expected.keys() == {"loss", "accuracy"}
         for name, values in expected.items():
             np.testing.assert_array_equal(found[name], values)
-    evaluation.compiled_evaluation.cache_clear()
 
 
 # -- components -------------------------------------------------------------------------------------------------------

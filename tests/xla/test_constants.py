@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedrax import xla
 from fedrax.xla import constants
@@ -60,6 +61,7 @@ def test_large_constants_are_inputs(name: str):
     text = compiled.lower(X).as_text()
     assert max(map(len, text.splitlines())) < 20_000, "the program contains the constant"
     assert len(compiled.lower(X).args_info[0][0]) >= 1
+    np.testing.assert_array_equal(compiled.lower(X).compile()(X), compiled(X))
 
 
 def test_program_without_large_constants_is_unchanged():
@@ -75,19 +77,37 @@ def test_donated_arguments_are_donated():
     np.testing.assert_allclose(found, product(X), rtol=1e-6, atol=1e-6)
 
 
-def test_programs_share_constants_until_their_owner_is_deleted():
-    before, x = len(constants._on_devices), jax.device_put(X, jax.devices()[0])
+def test_constants_are_freed_with_their_owner():
+    def large() -> int:
+        jax.clear_caches()
+        gc.collect()
+        return sum(array.shape == LARGE.shape for array in jax.live_arrays())
 
     def run() -> None:
-        owned = jnp.asarray(LARGE)
+        owned, x = jnp.asarray(LARGE), jax.device_put(X, jax.devices()[0])
         for scale in (1, 2):
             xla.jit(lambda x, scale=scale: scale * (x @ owned))(x)
-        assert len(constants._on_devices) == before + 1
 
+    before = large()
     run()
-    jax.clear_caches()
-    gc.collect()
-    assert len(constants._on_devices) <= before
+    assert large() == before
+
+
+def test_programs_share_copies_of_constants_until_their_owner_is_deleted():
+    before, owned = len(constants._copies), LARGE.copy()
+    assert constants._place(owned, None) is constants._place(owned, None)
+    assert len(constants._copies) == before + 1
+    del owned
+    assert len(constants._copies) == before
+
+
+def test_cpu_devices_share_the_memory_of_a_constant():
+    everywhere = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec())
+    for array in (LARGE, jnp.asarray(LARGE)):
+        placed = constants._place(array, everywhere)
+        assert len(placed.addressable_shards) == len(jax.devices()) > 1
+        assert len({shard.data.unsafe_buffer_pointer() for shard in placed.addressable_shards}) == 1
+        np.testing.assert_array_equal(placed, LARGE)
 
 
 def test_shapes_and_devices_have_separate_programs():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from typing import Any
 
 import jax
@@ -12,7 +14,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import fedrax
-from fedrax.xla.tracing import INLINE, output_sources, run_cached, trace_once
+from fedrax.xla import CodeFingerprint
+from fedrax.xla.tracing import CACHE_SIZE, INLINE, output_sources, owned_cache, run_cached, trace_once
 from tests.simulation.problems import LOCAL, TASK, run
 
 
@@ -153,3 +156,32 @@ def test_functions_are_not_cached_under_disable_jit():
     with jax.disable_jit():
         plain(1.0), plain(2.0)
     assert calls == [1.0, 2.0]
+
+
+class Owner:
+    """An object that takes attributes."""
+
+
+def test_cached_results_live_as_long_as_their_owner_and_the_most_recent_ones():
+    calls = []
+
+    @owned_cache(lambda owner, _: owner)
+    def double(owner: Any, number: int) -> list:
+        calls.append(number)
+        return [owner, 2 * number]
+
+    one, other = Owner(), Owner()
+    before = CodeFingerprint(one)
+    assert double(one, 3) is double(one, 3) and double(one, 3) is not double(other, 3)
+    assert calls == [3, 3] and CodeFingerprint(one) == before
+    gone = weakref.ref(other)
+    del other
+    gc.collect()
+    assert gone() is None
+    for number in range(CACHE_SIZE):
+        double(one, number)
+    assert len(calls) == 2 + CACHE_SIZE - 1
+    double(one, 3)
+    double(one, CACHE_SIZE)  # the oldest, 0, makes room
+    double(one, 0)
+    assert calls[2:] == [*(n for n in range(CACHE_SIZE) if n != 3), CACHE_SIZE, 0]

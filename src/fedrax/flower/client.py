@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -355,7 +355,7 @@ def _assignment(instructions: RoundInstructions, rows: int) -> ClientAssignment:
     return ClientAssignment(np.int32(instructions.client), zero, zero, np.int32(rows), np.ones((), instructions.dtype))
 
 
-@lru_cache(maxsize=16)
+@xla.owned_cache(lambda program, _: program.task)
 def _compiled_phase(program: RoundProgram, p: int) -> Callable:
     """The compiled client side of phase ``p``, whose inputs have the words of random keys.
 
@@ -372,7 +372,7 @@ def _compiled_phase(program: RoundProgram, p: int) -> Callable:
     return xla.jit(run)
 
 
-@lru_cache(maxsize=8)
+@xla.owned_cache()
 def _compiled_metrics(task: Task, code: CodeFingerprint) -> Callable:
     """Compiled metrics per sample; ``code`` is part of the cache key, so that edited code is compiled again."""
     return xla.jit(partial(sample_values, task))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import jax
@@ -80,7 +79,7 @@ class CandidateLosses:
         return {"bytes_down": down, "bytes_up": up, "asked": asked}
 
 
-@lru_cache(maxsize=16)
+@xla.owned_cache()
 def _compiled_losses(task: Any, code: CodeFingerprint) -> Callable:
     """Function (model, samples, rows [chunks, k]) -> the loss of each row [chunks, k]."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -85,7 +85,7 @@ def parameter_metrics(task: Any, params: Tree) -> dict[str, float]:
     return {name: float(value) for name, value in _compiled_measures(task, CodeFingerprint(task))(params).items()}
 
 
-@lru_cache(maxsize=16)
+@xla.owned_cache()
 def _compiled_measures(task: Any, code: CodeFingerprint) -> Callable:
     return jax.jit(task.measures)
 
@@ -94,17 +94,22 @@ def _rows_of_a_chunk() -> int:
     return _ROWS_ON_CPU if jax.default_backend() == "cpu" else _ROWS
 
 
-def chunk_starts(rows: int, devices: int) -> tuple[int, np.ndarray]:
+def chunk_starts(rows: int, devices: int, most: int) -> tuple[int, np.ndarray]:
     """(samples of a chunk, first row of each chunk); all devices have the same number, the last chunks may overlap."""
-    chunk = min(_rows_of_a_chunk(), rows)
+    chunk = min(most, rows)
     per_device = -(-rows // (chunk * devices))
     return chunk, np.minimum(np.arange(per_device * devices) * chunk, rows - chunk)
 
 
-@lru_cache(maxsize=16)
-def compiled_evaluation(task: Any, mesh: Mesh, rows: int, code: CodeFingerprint) -> tuple[Callable, np.ndarray]:
-    """(function (params, samples) -> values by name [chunks, rows of a chunk], first row of each chunk)."""
-    chunk, starts = chunk_starts(rows, mesh.devices.size)
+@xla.owned_cache()
+def compiled_evaluation(
+    task: Any, mesh: Mesh, rows: int, most: int, code: CodeFingerprint
+) -> tuple[Callable, np.ndarray]:
+    """(function (params, samples) -> values by name [chunks, rows of a chunk], first row of each chunk).
+
+    most: rows of a chunk, as of :func:`_rows_of_a_chunk`.
+    """
+    chunk, starts = chunk_starts(rows, mesh.devices.size, most)
 
     def on_device(params: Tree, samples: Any, starts: Array) -> dict[str, Array]:
         def one(start: Array) -> dict[str, Array]:
@@ -119,7 +124,7 @@ def compiled_evaluation(task: Any, mesh: Mesh, rows: int, code: CodeFingerprint)
     return xla.jit(sharded), starts.astype(np.int32)
 
 
-@lru_cache(maxsize=16)
+@xla.owned_cache()
 def compiled_chunks(task: Any, mesh: Mesh, code: CodeFingerprint) -> Callable:
     """Function (params, samples [chunks, rows, ...]) -> values by name [chunks, rows]."""
 
@@ -138,7 +143,7 @@ class Evaluator:
         self.rows = len(jax.tree.leaves(samples)[0])
         self.samples = jax.device_put(samples, NamedSharding(mesh, P()))
         self.task, self.offsets, self._undefined = task, offsets, UndefinedMetrics(task)
-        self._run, self._starts = compiled_evaluation(task, mesh, self.rows, CodeFingerprint(task))
+        self._run, self._starts = compiled_evaluation(task, mesh, self.rows, _rows_of_a_chunk(), CodeFingerprint(task))
 
     def per_sample(self, params: Tree) -> dict[str, np.ndarray]:
         """Loss and metrics of every sample, float64 [rows] by name; outputs [rows, ...] where metrics need them."""
@@ -330,7 +335,7 @@ class StreamedEvaluator(Evaluator):
     ):
         self.task, self.offsets, self._undefined = task, offsets, UndefinedMetrics(task)
         self.rows, self.samples = len(jax.tree.leaves(samples)[0]), samples
-        self._chunk, self._starts = chunk_starts(self.rows, mesh.devices.size)
+        self._chunk, self._starts = chunk_starts(self.rows, mesh.devices.size, _rows_of_a_chunk())
         self._run, self._sharding = (
             compiled_chunks(task, mesh, CodeFingerprint(task)),
             NamedSharding(mesh, P(CLIENT_AXIS)),

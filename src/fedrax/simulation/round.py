@@ -220,7 +220,11 @@ def _renewed(anyone: Any, mean: Array, before: Array) -> Array:
     )  # outside a compiled round it may be on another device
 
 
-@trace_once(2, rules=SEQUENTIAL_RULES)
+def _task_of(program: RoundProgram, *_: Any) -> Any:
+    return program.task
+
+
+@trace_once(2, rules=SEQUENTIAL_RULES, owner=_task_of)
 def run_server(
     program: RoundProgram,
     p: int,
@@ -292,6 +296,7 @@ def client_data(program: RoundProgram, samples: Tree, inputs: ClientInputs, phas
     2,
     lambda program, p: [(CLIENT_AXIS, program.data_parallel_devices)] if program.data_parallel_devices else [],
     SEQUENTIAL_RULES,
+    _task_of,
 )
 def run_client(
     program: RoundProgram,

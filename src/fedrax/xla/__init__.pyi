@@ -58,6 +58,7 @@ from fedrax.xla.tracing import dependent_leaves as dependent_leaves
 from fedrax.xla.tracing import equations_in as equations_in
 from fedrax.xla.tracing import garbage_collection_paused as garbage_collection_paused
 from fedrax.xla.tracing import output_sources as output_sources
+from fedrax.xla.tracing import owned_cache as owned_cache
 from fedrax.xla.tracing import run_cached as run_cached
 from fedrax.xla.tracing import shape_struct as shape_struct
 from fedrax.xla.tracing import trace_once as trace_once

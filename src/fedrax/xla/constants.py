@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
@@ -28,7 +30,7 @@ class jit:
     """``jax.jit(function)`` whose large constants are inputs of the compiled program.
 
     A program without large constants is that of ``jax.jit``. Constants are placed once on the devices of the arguments,
-    and shared by all programs.
+    and shared by all programs; CPU devices share one copy.
 
     Args:
         function: of pytrees of arrays.
@@ -37,13 +39,13 @@ class jit:
 
     def __init__(self, function: Callable, **options: Any):
         self._options, self._jitted = options, jax.jit(function, **options)
-        self._programs: dict[Any, tuple[Callable, list[Any]] | None] = {}
+        self._programs: dict[Any, _Program | None] = {}
 
     def __call__(self, *args: Any) -> Any:
         """The function's value."""
         leaves, structure = jax.tree.flatten(args)
         found = self._program(args, leaves, structure)
-        return self._jitted(*args) if found is None else found[0](_placed(found[1], leaves), *args)
+        return self._jitted(*args) if found is None else found.function(found.placed(leaves), *args)
 
     def lower(self, *args: Any) -> Any:
         """As ``jax.jit(function).lower``."""
@@ -51,10 +53,11 @@ class jit:
         found = self._program(args, leaves, structure)
         if found is None:
             return self._jitted.lower(*args)
-        return found[0].lower(_placed(found[1], leaves), *args)  # type: ignore[attr-defined]
+        constants = found.placed(leaves)
+        return _WithConstants(found.function.lower(constants, *args), constants)
 
-    def _program(self, args: tuple, leaves: list, structure: Any) -> tuple[Callable, list[Any]] | None:
-        """The program for arguments of these shapes, and its large constants; None without such constants."""
+    def _program(self, args: tuple, leaves: list, structure: Any) -> _Program | None:
+        """The program for arguments of these shapes; None without large constants."""
         key = structure, tuple(map(jax.typeof, leaves)), trace_settings()
         if key not in self._programs:
             while len(self._programs) >= CACHE_SIZE:
@@ -62,7 +65,7 @@ class jit:
             self._programs[key] = self._lifted(args)
         return self._programs[key]
 
-    def _lifted(self, args: tuple) -> tuple[Callable, list[Any]] | None:
+    def _lifted(self, args: tuple) -> _Program | None:
         traced = self._jitted.trace(*args)
         closed, large = traced.jaxpr, large_constants(traced.jaxpr)
         if not large:
@@ -75,7 +78,42 @@ class jit:
 
         donated = tuple(i + 1 for i in self._options.get("donate_argnums", ()))
         options: Any = self._options | {"donate_argnums": donated}
-        return jax.jit(lifted, **options), large
+        return _Program(jax.jit(lifted, **options), large, {})
+
+
+class _Program(NamedTuple):
+    """A program that takes its large constants as its first argument."""
+
+    function: Any
+    constants: list[Any]
+    on_devices: dict[Any, list[Array]]
+    """The constants, by sharding."""
+
+    def placed(self, arguments: list[Any]) -> list[Array]:
+        """The constants on all devices of the arguments."""
+        shardings = [leaf.sharding for leaf in arguments if isinstance(leaf, Array) and leaf.committed]
+        where = shardings[0] if shardings else None
+        where = NamedSharding(where.mesh, PartitionSpec()) if isinstance(where, NamedSharding) else where
+        if where not in self.on_devices:
+            self.on_devices[where] = [_place(array, where) for array in self.constants]
+        return self.on_devices[where]
+
+
+class _WithConstants:
+    """A lowered or compiled program, called without its first argument, the constants."""
+
+    def __init__(self, program: Any, constants: list[Array]):
+        self._program, self._constants = program, constants
+
+    def __call__(self, *args: Any) -> Any:
+        return self._program(self._constants, *args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._program, name)
+
+    def compile(self) -> _WithConstants:
+        """The compiled program."""
+        return _WithConstants(self._program.compile(), self._constants)
 
 
 def large_constants(program: core.ClosedJaxpr) -> list[Any]:
@@ -84,26 +122,30 @@ def large_constants(program: core.ClosedJaxpr) -> list[Any]:
     return list(found.values())
 
 
-_on_devices: dict[tuple[int, Any], tuple[weakref.ref, Array]] = {}
-"""Constants on devices, by identity and sharding, as long as the original exists."""
+_copies: dict[tuple[int, Any], tuple[weakref.ref, Array]] = {}
+"""Copies of constants on devices, by identity and sharding, as long as the original exists."""
 
 
-def _placed(constants: list[Any], arguments: list[Any]) -> list[Array]:
-    """The constants on all devices of the arguments."""
-    shardings = [leaf.sharding for leaf in arguments if isinstance(leaf, Array) and leaf.committed]
-    where = shardings[0] if shardings else None
-    where = NamedSharding(where.mesh, PartitionSpec()) if isinstance(where, NamedSharding) else where
-    return [_place(array, where) for array in constants]
-
-
-def _place(array: Any, sharding: Any, known: dict = _on_devices) -> Array:
+def _place(array: Any, sharding: Any, known: dict = _copies) -> Array:
+    """A constant on devices; all CPU devices use the memory of a JAX array, and programs share copies of others."""
     if sharding is None and isinstance(array, Array):
         return array
+    if isinstance(array, Array) and _is_in_host_memory(array, sharding):
+        return jax.device_put(np.asarray(array), sharding)  # of the JAX array itself, device_put would make copies
     key = id(array), sharding
     if key not in known:
         reference = weakref.ref(array, lambda _: known.pop(key, None))
+        if isinstance(array, np.ndarray) and jax.default_backend() == "cpu":
+            array = np.asarray(jnp.asarray(array))  # the copy is aligned, as devices need it
         known[key] = reference, jax.device_put(array, sharding)
     return known[key][1]
+
+
+def _is_in_host_memory(array: Array, sharding: Any) -> bool:
+    """Whether the devices of an array and of a sharding are CPUs of this process."""
+    devices = {*array.devices(), *(sharding.device_set if sharding is not None else ())}
+    own = all(device.platform == "cpu" and device.process_index == jax.process_index() for device in devices)
+    return own and not jnp.issubdtype(array.dtype, jax.dtypes.extended)
 
 
 def _evaluate(closed: core.ClosedJaxpr, args: list, known: dict[int, Array]) -> list:

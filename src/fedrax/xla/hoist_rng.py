@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +22,7 @@ from jax.sharding import use_abstract_mesh
 from fedrax.tree import Tree
 from fedrax.xla.rewriting import evaluate_subgraph, inline_calls
 from fedrax.xla.threefry import lower_random_bits
-from fedrax.xla.tracing import CACHE_SIZE, NO_MESH, cached_trace
+from fedrax.xla.tracing import NO_MESH, cached_trace, owned_cache
 
 _RULES = {"random_bits": lower_random_bits}
 
@@ -81,12 +80,12 @@ def hoist_random_draws(losses: Callable, params: Tree, batch: Tree, key: Array) 
 
 def _inlined_trace(losses: Callable, *args: Any) -> core.ClosedJaxpr:
     """The cached trace of a loss, with its calls inlined."""
-    return _inline(cached_trace(losses, *args))
+    return _inline(losses, cached_trace(losses, *args))
 
 
-@lru_cache(CACHE_SIZE)
-def _inline(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The cached result of inlining."""
+@owned_cache()
+def _inline(losses: Callable, closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The cached result of inlining a trace of ``losses``."""
     with use_abstract_mesh(NO_MESH):
         return inline_calls(closed)
 

@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -34,10 +34,10 @@ from fedrax.xla.per_example import PerExampleCost, analyze_per_example
 from fedrax.xla.rewriting import jaxpr_as_function
 from fedrax.xla.scopes import GRADIENT, scope
 from fedrax.xla.tracing import (
-    CACHE_SIZE,
     cached_trace,
     cpu_passes_apply,
     equations_in,
+    owned_cache,
     scan_counts,
     shape_struct,
     trace_settings,
@@ -138,7 +138,7 @@ def _is_invariant(trace: Callable[[int], core.ClosedJaxpr], traced: int, sizes: 
         return False
 
 
-@lru_cache(CACHE_SIZE)
+@owned_cache()
 def replay_trace(losses: Callable) -> Callable:
     """The function, evaluated from its cached trace, so that the user's Python code is not traced again."""
 
@@ -154,7 +154,7 @@ def _cached_analysis(losses: Callable, *args: Tree) -> tuple[PerExampleCost | No
     return _analyze(losses, structure, tuple(map(shape_struct, leaves)), (CodeFingerprint(losses), *trace_settings()))
 
 
-@lru_cache(CACHE_SIZE)
+@owned_cache()
 def _analyze(
     losses: Callable, structure: Any, shapes: tuple, _: tuple
 ) -> tuple[PerExampleCost | None, HoistedDraws | None]:

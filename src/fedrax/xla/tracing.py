@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import threading
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, wraps
@@ -31,11 +35,85 @@ _NUMBERS = (bool, int, float)
 INLINE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
 """Value of ``jax.jit(inline=...)`` for inlining at trace time. ``True`` means something else from JAX 0.11 on."""
 CACHE_SIZE = 32
-"""Number of traces of one function that are cached."""
+"""Number of results of one function that are cached."""
+_CACHES = "_fedrax_caches"
+"""Attribute of an owner with its cached results."""
+_numbers = itertools.count()
+"""Numbers of cached results."""
+
+
+class _Results:
+    """Results of functions for one owner. It has no ``__dict__``, into which fingerprints of user code would look."""
+
+    __slots__ = ("__weakref__", "found")
+
+    def __init__(self) -> None:
+        self.found: dict[tuple, tuple[int, Any]] = {}
+        """By function and arguments: the number of the result, and the result."""
+
+    def discard(self, number: int) -> None:
+        """Remove a result by its number."""
+        for key in [key for key, (own, _) in list(self.found.items()) if own == number]:
+            self.found.pop(key, None)
+
+
+def _first(*args: Any) -> Any:
+    return args[0]
+
+
+def owned_cache(owner: Callable[..., Any] = _first) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Decorator: ``lru_cache`` whose results live at most as long as an argument, such as the task of a program.
+
+    A result may refer to the frozen parameters of a model. ``lru_cache`` would hold the model and these parameters in
+    memory after the caller has deleted the model. Here results are stored on their owner, and Python's garbage
+    collector frees both together. Of all owners together the `CACHE_SIZE` most recent results are stored.
+
+    Args:
+        owner: from the arguments, the object that owns the result; by default the first one. Results of objects that
+            take no attributes are owned by the process.
+    """
+
+    def decorated(function: Callable[..., T]) -> Callable[..., T]:
+        lock, of_process = threading.RLock(), _Results()
+        recent: OrderedDict[int, weakref.ref[_Results]] = OrderedDict()
+
+        def store(results: _Results, key: tuple, result: T) -> None:
+            number = next(_numbers)
+            recent[number] = weakref.ref(results, lambda _: recent.pop(number, None))
+            results.found[key] = number, result
+            if len(recent) > CACHE_SIZE:
+                oldest, where = recent.popitem(last=False)
+                if (other := where()) is not None:
+                    other.discard(oldest)
+
+        @wraps(function)
+        def call(*args: Any) -> T:
+            holder = owner(*args)
+            attributes = getattr(getattr(holder, "__self__", holder), "__dict__", None)  # of a bound method's object
+            owned = isinstance(attributes, dict)
+            results, key = attributes.setdefault(_CACHES, _Results()) if owned else of_process, (function, args)
+            found = results.found.get(key)
+            if found is None:
+                result = function(*args)
+                with lock:
+                    store(results, key, result)
+                return result
+            number, result = found
+            with lock:
+                if number in recent:
+                    recent.move_to_end(number)
+            return result
+
+        return call
+
+    return decorated
 
 
 def trace_once(
-    fixed: int, axes: Callable[..., list[tuple[str, int]]] = lambda *_: [], rules: Rules = NO_RULES
+    fixed: int,
+    axes: Callable[..., list[tuple[str, int]]] = lambda *_: [],
+    rules: Rules = NO_RULES,
+    owner: Callable[..., Any] = _first,
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorator: cache the traces of a function and inline them where it is called.
 
@@ -47,10 +125,11 @@ def trace_once(
             Python numbers are constants.
         axes: from the static arguments, names and sizes of the mesh axes that the function may use.
         rules: rewrite rules that are applied on CPUs.
+        owner: from the static arguments, the object with which the traces are freed; see :func:`owned_cache`.
     """
 
     def decorated(function: Callable[P, T]) -> Callable[P, T]:
-        @lru_cache(CACHE_SIZE)
+        @owned_cache(lambda statics, *_: owner(*statics))
         def trace(
             statics: tuple, structure: Any, shapes: tuple, numbers: tuple, _: tuple
         ) -> tuple[core.ClosedJaxpr, Any]:
@@ -101,7 +180,7 @@ def cached_trace(function: Callable, *args: Any) -> core.ClosedJaxpr:
     )
 
 
-@lru_cache(CACHE_SIZE)
+@owned_cache()
 def _cached_trace(function: Callable, structure: Any, shapes: tuple, _: tuple) -> core.ClosedJaxpr:
     with use_abstract_mesh(NO_MESH):
         return jax.make_jaxpr(function)(*jax.tree.unflatten(structure, shapes))

@@ -46,9 +46,11 @@ class TorchModel(Model):
     """
 
     module: Any = None
-    """A copy of the module given to `from_torch`."""
+    """A copy of the module given to `from_torch`, which shares the memory of its frozen parameters."""
     running_buffers: frozenset[str] = field(default_factory=frozenset)
     """Names of the buffers that training updates, such as batch norm's running statistics."""
+    _check_frozen: Callable[[], None] = lambda: None
+    """Raises FedraxError if frozen parameters have been changed in place."""
 
     def to_torch(self, trained: Any) -> Any:
         """Copy the module with trained values, in evaluation mode.
@@ -61,9 +63,11 @@ class TorchModel(Model):
             A ``torch.nn.Module``.
 
         Raises:
-            FedraxError: ``trained`` has other names or shapes than the module's parameters.
+            FedraxError: ``trained`` has other names or shapes than the module's parameters, or frozen parameters have
+                been changed in place.
         """
         torch = _torch()
+        self._check_frozen()
         params = getattr(trained, "params", trained)
         values = _flat(params) | _flat(getattr(trained, "statistics", None) or {})
         copied = _copy(torch, self.module).eval()
@@ -91,9 +95,10 @@ def from_torch(
     """Convert a PyTorch module, which maps a batch [B, ...] to outputs [B, ...], to a model computed in JAX.
 
     The forward pass is traced in evaluation and in training mode. Parameters are nested dictionaries under the
-    module's names; those with ``requires_grad=False`` are frozen. Buffers that training updates, such as batch norm's,
-    are running statistics. JAX draws the random numbers, such as dropout's. The outputs for ``example`` are compared
-    with PyTorch's in evaluation mode and, if nothing is random, in training mode.
+    module's names. Those with ``requires_grad=False`` are frozen and share the module's memory: runs of the model raise
+    FedraxError if they have been changed in place. Buffers that training updates, such as batch norm's, are running
+    statistics. JAX draws the random numbers, such as dropout's. The outputs for ``example`` are compared with PyTorch's
+    in evaluation mode and, if nothing is random, in training mode.
 
     Several inputs of a sample are keyword arguments of ``forward`` (a dictionary, as ``transformers`` takes them) or
     positional ones (a tuple). Where it returns an output of ``transformers``, the model's outputs are its ``logits``.
@@ -158,6 +163,7 @@ def from_torch(
         frozen=state.constants,
         module=net,
         running_buffers=frozenset(state.running),
+        _check_frozen=state.check_frozen,
     )
 
 
@@ -192,7 +198,16 @@ def _checked_copy(torch: ModuleType, source: Any) -> Any:
             f"{type(source).__name__} has hooks of gradients ({hooked[0]}), which cannot be traced: do the same in"
             " forward, and set requires_grad=False for frozen parameters"
         )
-    return _copy(torch, source).cpu().eval()
+    return _copy(torch, source, _frozen_aliases(torch, source)).cpu().eval()
+
+
+def _frozen_aliases(torch: ModuleType, module: Any) -> dict[int, Any]:
+    """For frozen parameters, by ID, parameters of the same memory: most of a pretrained model, which is not copied."""
+    return {
+        id(p): torch.nn.Parameter(p.detach(), requires_grad=False)  # it has the version counter of ``p``
+        for p in module.parameters()
+        if type(p) is torch.nn.Parameter and not (p.requires_grad or p.is_inference()) and p.device.type == "cpu"
+    }
 
 
 def _copy(torch: ModuleType, module: Any, shared: dict[int, Any] | None = None) -> Any:
@@ -270,6 +285,7 @@ class _TracedFunction:
 
     def run(self, state: _ModuleState, variables: Any, x: Any, key: Array | None) -> tuple[Array, dict]:
         """(outputs, running buffers by name); with a key in training mode."""
+        state.check_frozen()
         params, statistics = variables if state.running else (variables, {})
         leaves = jax.tree.leaves(params)
         float_type = jnp.result_type(*leaves) if leaves else jnp.float32
@@ -362,10 +378,14 @@ class _ModuleState:
                 self.initial[name] = _array(tensor)
                 trained += [name] if tensor.requires_grad else []
         self.trained, self.running = trained, [name for name in updated if name in self.initial]
+        frozen = {name: p for name, p in module.named_parameters() if not (p.requires_grad or p.is_inference())}
+        self._frozen = {name: (p, p._version) for name, p in frozen.items()}
+        """Frozen parameters, and PyTorch's counts of their changes in place."""
         variable = (*self.trained, *self.running)
-        # JAX arrays, so that the programs of a model share them. Those of 64 bits depend on a setting of JAX.
+        # JAX arrays, so that the programs of a model share them; jnp.asarray would copy. Those of 64 bits depend on a
+        # setting of JAX.
         self.constants = {
-            name: jnp.asarray(a) if a.dtype.itemsize < 8 else a
+            name: jax.device_put(a) if a.dtype.itemsize < 8 else a
             for name, a in self.initial.items()
             if name not in variable
         }
@@ -375,8 +395,19 @@ class _ModuleState:
                 f"{type(module).__name__} has no parameters with requires_grad=True: there is nothing to train"
             )
 
+    def check_frozen(self) -> None:
+        """Raise FedraxError if frozen parameters have been changed in place."""
+        changed = [name for name, (p, version) in self._frozen.items() if p._version != version]
+        if changed:
+            more = f" and {len(changed) - 1} others" if len(changed) > 1 else ""
+            raise FedraxError(
+                f"the frozen parameter {changed[0]}{more} of the module given to from_torch, whose memory the model"
+                " shares, has been changed in place: convert a copy, from_torch(copy.deepcopy(module), ...)"
+            )
+
     def init(self, key: Array) -> Params:
         """The module's own values, for any key."""
+        self.check_frozen()
         return self._variables({name: jnp.asarray(a) for name, a in self.initial.items()})
 
     def init_by(self, make: Callable[[int], Any]) -> Callable[[Array], Params]:
@@ -389,6 +420,7 @@ class _ModuleState:
             return {name: _array(tensors[name]).astype(shape.dtype) for name, shape in shapes.items()}
 
         def init(key: Array) -> Params:
+            self.check_frozen()
             bits = jax.random.bits(key, (2,), jnp.uint32)
             # Types depend on whether float64 is enabled when init is called.
             types = {name: jax.dtypes.canonicalize_dtype(a.dtype) for name, a in self.initial.items()}

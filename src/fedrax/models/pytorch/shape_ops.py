@@ -279,9 +279,10 @@ def _embedding(
 ) -> Array:
     if scale_grad_by_freq:
         raise FedraxError("embedding(scale_grad_by_freq=True) is not implemented: leave it False")
-    if padding_idx >= 0:  # PyTorch does not train the padding row
-        weight = weight.at[padding_idx].set(lax.stop_gradient(weight[padding_idx]))
-    return jnp.take(weight, indices, axis=0)
+    rows = jnp.take(weight, indices, axis=0)
+    if padding_idx >= 0:  # PyTorch does not train the padding row; a change of the table would copy it
+        rows = jnp.where((indices == padding_idx)[..., None], lax.stop_gradient(rows), rows)
+    return rows
 
 
 @operator("_embedding_bag", "_embedding_bag_forward_only")

@@ -10,7 +10,7 @@ size and blocks of any number of rounds run in the same program.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -37,7 +37,7 @@ from fedrax.simulation.round import (
     run_round,
 )
 from fedrax.tree import Tree
-from fedrax.xla import AGGREGATE, CACHE_SIZE, CLIENT_AXIS, INLINE, SERVER, garbage_collection_paused, phase_scope, scope
+from fedrax.xla import AGGREGATE, CLIENT_AXIS, INLINE, SERVER, garbage_collection_paused, phase_scope, scope
 
 RECORDED_PHASES = "recorded"
 """Key of a round's record for recorded messages, if clients are recorded."""
@@ -185,7 +185,7 @@ def run_block(
     return carry, records
 
 
-@lru_cache(CACHE_SIZE)
+@xla.owned_cache(lambda program, *_: program.task)
 def compiled_block(program: RoundProgram, mesh: Mesh, form: Any) -> Callable:
     """``run_block`` on a mesh, shared by runs that differ only in seeds and float hyper-parameters.
 
