@@ -17,6 +17,7 @@ import jax
 from fedrax import files
 from fedrax.cli import main as fedrax_main
 from fedrax.report.runs import MethodRuns, SavedRun, find_runs, last_values
+from fedrax.simulation import use_all_cores
 from fedrax.simulation.results.result import cost_to_target
 
 TARGET = 0.85
@@ -115,6 +116,7 @@ def markdown(columns: str, rows: list[list[str]]) -> list[str]:
 
 def processor() -> str:
     """Name of JAX's accelerator, or of the CPU."""
+    use_all_cores()  # the call below starts JAX
     device = jax.devices()[0]
     if device.platform != "cpu":
         return device.device_kind
