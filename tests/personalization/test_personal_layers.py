@@ -272,7 +272,10 @@ class TwoModels(FedAvg):
     ("method", "message"),
     [
         (Personalized(TwoModels(), personal_params=("output/*",)), "the broadcast of TwoModels has another structure"),
-        (Personalized(personal_params=("outptu/*",)), "no parameter has the name 'outptu/\\*'; .* output/bias"),
+        (
+            Personalized(personal_params=("outptu/*",)),
+            "no parameter has the name 'outptu/\\*' .*'output/\\*'.* output/bias",
+        ),
         (Personalized(personal_params=("*",)), "none is left to train together"),
         (Personalized(Scaffold()), "without control variates, and Scaffold is none"),
         (Personalized(FedSGD(), personal_params=("output/*",)), "methods with local steps"),
