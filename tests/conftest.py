@@ -25,6 +25,7 @@ jax.config.update("jax_traceback_in_locations_limit", 0)  # Python locations in 
 set_fast_compilation()
 share_mlir_contexts()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with SIGINT ignored
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, also by the processes that tests start
 gc.set_threshold(50_000, 20, 50)  # with Python's defaults, full collections traverse JAX's caches again and again
 
 MEMORY_MAPS = Path("/proc/self/maps")
