@@ -311,7 +311,7 @@ def bound_seconds(session: Session, workload: str, precision: str) -> tuple[floa
 
 
 def bounds(session: Session, found: list[Row]) -> str:
-    """The bound of each setting of each workload, what it is made of, and the share of it that was reached."""
+    """The bound of each setting of each workload, its parts, and the share of it that was reached."""
     precisions = {identity(run)[:3]: run["precision"] for run in session.runs}
     lines, best = [], best_peers(found)
     for row in found:

@@ -1,4 +1,4 @@
-"""What a release is made of: one version, its changelog, and workflows whose actions are pinned."""
+"""Releases: one version, its changelog, and workflows whose actions are pinned."""
 
 from __future__ import annotations
 

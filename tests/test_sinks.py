@@ -122,8 +122,8 @@ class ClosedTerminal(io.StringIO):
 
 
 def test_unwritable_progress_does_not_end_the_run() -> None:
-    for nobody in (None, WriteOnlyStream()):
-        assert not progress_is_visible(nobody)  # type: ignore[arg-type]
+    for stream in (None, WriteOnlyStream()):
+        assert not progress_is_visible(stream)  # type: ignore[arg-type]
     line = ProgressLine(ClosedTerminal(), width=40)
     line.show("as far as that")
     line.say("and this")

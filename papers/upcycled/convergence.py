@@ -25,7 +25,7 @@ from fedrax.optim.schedules import InverseTimeDecay
 from fedrax.report import curves
 from papers.losac.running import spread
 from papers.upcycled import report
-from papers.upcycled.grid import METHODS, Point, federation_of
+from papers.upcycled.grid import METHODS, Point, federation_of, sweep_points
 
 FIGURES = {"figure5": ("table1", 90), "figure6": ("table3", 30)}
 """The table whose best points a figure's curves are of, and the share of stragglers."""
@@ -104,17 +104,8 @@ def run(
     method: str, points: list[Point], federation: Federation, stragglers: int, seeds: list[int], rounds: int
 ) -> list[list[list[float | None]]]:
     """Losses [points, seeds, MEASURED]; None after a run has diverged."""
-    spec = METHODS[method]
-    task = classification(Logistic().build(federation.train.x.shape[1:], federation.num_classes or 1))
-    settings = Settings(
-        rounds=rounds,
-        cohort_size=round(0.3 * federation.num_clients),
-        stragglers=stragglers / 100,
-        weights=spec.weights,  # type: ignore[arg-type]
-        eval_every=max(1, rounds // MEASURED),
-    )
-    results = sweep([spec.at(point) for point in points], task, federation, seeds, settings, mode="vectorized")
     every = max(1, rounds // MEASURED)
+    results = sweep_points(METHODS[method], points, federation, stragglers, seeds, rounds, eval_every=every)
     at = range(every, rounds + 1, every)
     loss = lambda event: event.get("test_personal_loss", event.get("test_loss"))  # noqa: E731
     of = lambda result: {event["round"]: loss(event) for event in result.events}  # noqa: E731

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fedrax import Federation, FedraxError, LocalSGD, Settings, classification, files, sweep
+from fedrax import Federation, FedraxError, LocalSGD, Result, Settings, classification, files, sweep
 from fedrax.algorithms import upcycle
 from fedrax.algorithms.fedavg import FedAvg, FedProx
 from fedrax.algorithms.feddyn import FedDyn
@@ -266,19 +266,30 @@ def place_of(out: Path, data: str, stragglers: int, method: str, part: str) -> P
 def run(
     spec: Method, points: list[Point], federation: Federation, stragglers: int, seeds: list[int], rounds: int
 ) -> list[dict[str, Any]]:
-    """Run all points in one compiled program."""
+    """The final accuracies of each point."""
+    swept = sweep_points(spec, points, federation, stragglers, seeds, rounds, eval_every=rounds, per_client=True)
+    return [final([r.events[-1] if r.stopped == "rounds" else {} for r in runs]) for runs in swept]
+
+
+def sweep_points(
+    spec: Method,
+    points: list[Point],
+    federation: Federation,
+    stragglers: int,
+    seeds: list[int],
+    rounds: int,
+    **options: Any,
+) -> Sequence[Sequence[Result]]:
+    """Run all points in one compiled program, with 30 % of the devices in a round; ``options``: further settings."""
     task = classification(Logistic().build(federation.train.x.shape[1:], federation.num_classes or 1))
     settings = Settings(
         rounds=rounds,
         cohort_size=round(0.3 * federation.num_clients),
         stragglers=stragglers / 100,
         weights=spec.weights,  # type: ignore[arg-type]
-        eval_every=rounds,
-        per_client=True,
     )
     algorithms = [spec.at(point) for point in points]
-    results = sweep(algorithms, task, federation, seeds, settings, mode="vectorized")
-    return [final([r.events[-1] if r.stopped == "rounds" else {} for r in runs]) for runs in results]
+    return sweep(algorithms, task, federation, seeds, settings, mode="vectorized", **options)
 
 
 def final(events: list[dict[str, Any]]) -> dict[str, list[float]]:

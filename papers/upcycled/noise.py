@@ -17,7 +17,7 @@ from typing import Any
 import matplotlib.figure
 import numpy as np
 
-from fedrax import FedAvg, FedraxError, Settings, files, simulate, sweep
+from fedrax import FedAvg, FedraxError, files, simulate
 from fedrax.algorithms import upcycle
 from fedrax.algorithms.feddyn import FedDyn
 from fedrax.algorithms.pfedme import PFedMe
@@ -28,7 +28,7 @@ from papers.losac.running import spread
 from papers.upcycled import private, report
 from papers.upcycled.convergence import SETS, up_wins
 from papers.upcycled.grid import Point
-from papers.upcycled.private import DELTA, MEASURED, Figure, federation_for, rounded
+from papers.upcycled.private import MEASURED, Figure, federation_for, rounded
 
 FIGURES = {"figure3-methods": private.FIGURES["figure3"], "figure4-methods": private.FIGURES["figure4"]}
 EXTRAPOLATIONS = (0.0, 0.1, 0.5)
@@ -100,15 +100,8 @@ def measured(arguments: argparse.Namespace, data: str, method: str) -> dict[str,
         federation = federation_for(of, data, "test", arguments.data_dir)
         losses = []
         for points, rounds in zip(facts["points"], (arguments.rounds, arguments.rounds // 2), strict=True):
-            settings = Settings(
-                rounds=rounds,
-                cohort_size=federation.num_clients,
-                weights="uniform",
-                eval_every=rounds // MEASURED,
-                delta=DELTA,
-            )
-            made = [at(of, method, point) for point in points]
-            results = sweep(made, of.task(federation), federation, arguments.seeds, settings, mode="vectorized")
+            algorithms = [at(of, method, point) for point in points]
+            results = private.sweep_all_clients(of, algorithms, federation, arguments.seeds, rounds)
             losses.append([[loss_of(run.events, rounds) for run in runs] for runs in results])
         files.write_text(place, json.dumps(facts | {"losses": losses}) + "\n")
     kept = files.read_json(place)

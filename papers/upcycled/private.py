@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from fedrax import (
     FedProx,
     FedraxError,
     LocalSGD,
+    Result,
     Scaffold,
     Settings,
     Task,
@@ -232,16 +233,8 @@ def measured(
 def _run(
     figure: Figure, method: str, points: list[Point], federation: Federation, seeds: list[int], rounds: int
 ) -> dict[str, Any]:
-    """Run the grid in one compiled program with full participation and without stragglers."""
-    settings = Settings(
-        rounds=rounds,
-        cohort_size=federation.num_clients,
-        weights="uniform",
-        eval_every=rounds // MEASURED,
-        delta=DELTA,
-    )
-    algorithms = [figure.at(method, point) for point in points]
-    results = sweep(algorithms, figure.task(federation), federation, seeds, settings, mode="vectorized")
+    """Losses and accuracies of the grid."""
+    results = sweep_all_clients(figure, [figure.at(method, point) for point in points], federation, seeds, rounds)
 
     def curves(metric: str, factor: float) -> list[list[list[float | None]]]:
         of_run = lambda run: {e["round"]: factor * e[metric] for e in run.events if metric in e}  # noqa: E731
@@ -249,6 +242,20 @@ def _run(
         return [[[rounded(of_run(run).get(r)) for r in at] for run in runs] for runs in results]
 
     return {"loss": curves("test_loss", 1), "accuracy": curves("test_accuracy", 100)}
+
+
+def sweep_all_clients(
+    figure: Figure, algorithms: list[Algorithm], federation: Federation, seeds: list[int], rounds: int
+) -> Sequence[Sequence[Result]]:
+    """Run all algorithms in one compiled program with full participation and without stragglers."""
+    settings = Settings(
+        rounds=rounds,
+        cohort_size=federation.num_clients,
+        weights="uniform",
+        eval_every=rounds // MEASURED,
+        delta=DELTA,
+    )
+    return sweep(algorithms, figure.task(federation), federation, seeds, settings, mode="vectorized")
 
 
 def rounded(value: float | None) -> float | None:

@@ -17,13 +17,13 @@ from tests.slow import slow_cases
 RUN = ["run", "--data", "digits", "--partition", "shards", "--model", "logistic", "--run.rounds", "1", "--out", "r"]
 
 
-NOBODY = "import os, fedrax.files, pwd; os.setuid(54321); fedrax.files.cache_directory()"
+WITHOUT_ACCOUNT = "import os, fedrax.files, pwd; os.setuid(54321); fedrax.files.cache_directory()"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_unknown_user_without_home_directory():
     known = {name: value for name, value in os.environ.items() if name not in ("HOME", "FEDRAX_CACHE")}
-    completed = subprocess.run([sys.executable, "-c", NOBODY], env=known, stderr=subprocess.PIPE, text=True)
+    completed = subprocess.run([sys.executable, "-c", WITHOUT_ACCOUNT], env=known, stderr=subprocess.PIPE, text=True)
     assert "FedraxError: this user has no home directory" in completed.stderr and "set FEDRAX_CACHE" in completed.stderr
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import doctest
 import importlib
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from docs.method_pages import field_docstrings
 from docs.reference_pages import NAMESPACES
 
 SECTION = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Example|Examples|References|Note):$", re.MULTILINE)
@@ -43,21 +43,6 @@ def described(section: str) -> set[str]:
     return {name.strip(" *") for head in heads if head for name in head[1].split(",")}
 
 
-def field_docstrings(cls: type) -> set[str]:
-    """Fields of a class or its bases that have a docstring."""
-    found: set[str] = set()
-    for base in cls.__mro__:
-        if not base.__module__.startswith("fedrax"):
-            continue
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for field, text in zip(body.body, body.body[1:], strict=False):
-            is_text = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-            if is_text and isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                found.add(field.target.id)
-    return found
-
-
 def problems_of_function(function: Callable, name: str, *, example: bool) -> Iterator[str]:
     docstring = inspect.getdoc(function) or ""
     if not docstring:
@@ -83,7 +68,7 @@ def problems_of_class(cls: type, name: str) -> Iterator[str]:
         yield f"{name}: no Example"
     fields = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
     fields += getattr(cls, "_fields", ())
-    known = described(found.get("Attributes", "")) | described(found.get("Args", "")) | field_docstrings(cls)
+    known = described(found.get("Attributes", "")) | described(found.get("Args", "")) | field_docstrings(cls).keys()
     if missing := {field for field in fields if not field.startswith("_")} - known:
         yield f"{name}: no docstring of the fields {', '.join(sorted(missing))}"
     if "__init__" in vars(cls) and not fields and str(vars(cls)["__init__"].__module__).startswith("fedrax"):

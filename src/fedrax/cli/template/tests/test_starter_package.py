@@ -23,24 +23,28 @@ def problem():
 
 
 def test_every_clinic_has_samples(problem):
+    """The table has six clinics, each with enough rows to train on."""
     _, federation = problem
     assert federation.num_clients == 6
     assert min(federation.sizes) > 10
 
 
 def test_a_limit_that_no_upload_reaches_gives_fedavg(problem):
+    """Without clipping the method is FedAvg."""
     clipped = simulate(ClippedAvg(local=SPEC.algorithm.local, limit=1e6), *problem, FEW)
     plain = simulate(FedAvg(local=SPEC.algorithm.local), *problem, FEW)
     assert clipped.events[-1]["test_loss"] == pytest.approx(plain.events[-1]["test_loss"], rel=1e-5)
 
 
 def test_the_model_learns(problem):
+    """The experiment reduces the test loss by a fifth or more."""
     result = simulate(SPEC.algorithm, *problem, SPEC.run)
     first, *_, last = [loss for _, loss in result.metric("test_loss")]
     assert last < 0.8 * first
 
 
 def test_the_flower_app_computes_what_a_simulation_does(problem):
+    """A federation of the app's clients has the losses of a simulation with their samples."""
     pytest.importorskip("flwr", reason='the Flower app needs: pip install "fedrax[flower]"')
     from starter_package import client_app, federation
 
