@@ -352,6 +352,25 @@ def test_frozen_parameters_may_be_in_half_precision():
     assert not np.array_equal(found, expected)
 
 
+def test_predictions_of_a_result_are_compiled_once():
+    model = MLP(hidden=(512, 512)).build((4, 8), 3)
+    tuned = freeze(model, model.init(jax.random.key(0)), "output/*")
+    method = FedAvg(local=LocalSGD(steps=1, batch_size=4))
+    result = simulate(method, classification(tuned), federation(), rounds=1, cohort_size=2)
+    first, compilations = result.predict(X), []
+
+    def listen(event: str, duration: float, **details: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compilations.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        np.testing.assert_array_equal(result.predict(X), first)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert not compilations
+
+
 def test_frozen_weights_are_freed_with_their_model():
     def large() -> int:
         gc.collect()

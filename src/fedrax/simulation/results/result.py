@@ -36,6 +36,12 @@ _BATCH = 1024
 """Samples of one evaluation of the model in ``predict``."""
 
 
+@xla.owned_cache()
+def _compiled_outputs(outputs: Any) -> Any:
+    """The compiled outputs of a task, so that predictions of one task share their programs."""
+    return xla.jit(outputs)
+
+
 @dataclass(frozen=True, repr=False)
 class Snapshot:
     """State of a run after an evaluation, as callbacks receive it; arrays are on the host.
@@ -214,7 +220,7 @@ class Result:
         rows, model = len(arrays_of(x)[0]), self.model if client is None else self.client_model(client)
         wide = any(getattr(leaf, "dtype", None) == np.float64 for leaf in jax.tree.leaves(model))
         with numeric_context("float64" if wide else "float32"):  # as the run's evaluations
-            compiled = xla.jit(outputs)
+            compiled = _compiled_outputs(outputs)
             batches = (map_inputs(itemgetter(slice(at, at + _BATCH)), x) for at in range(0, max(1, rows), _BATCH))
             parts = [compiled(model, batch) for batch in batches]
             return np.concatenate([np.asarray(part) for part in parts])
