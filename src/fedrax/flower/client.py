@@ -105,7 +105,7 @@ class _Client:
         use_all_cores()
         own = load_client_data(self.data, context)
         facts: dict[str, Any] = {"size": len(own.train.y), "test_size": len(own.test.y), "version": VERSION}
-        facts["frozen"] = of_frozen(self.task.frozen)
+        facts["frozen"] = self.frozen_digest
         for name, part in (flat_inputs(own.train.x) | {"y": own.train.y}).items():
             # float64 and float32 samples are both converted to the run's dtype
             kind = "float32" if part.dtype == np.float64 else str(part.dtype)
@@ -113,6 +113,11 @@ class _Client:
         if (number := context.node_config.get("partition-id")) is not None:
             facts["client"] = int(number)
         return Message(RecordDict({"client": ConfigRecord(facts)}), reply_to=message)
+
+    @cached_property
+    def frozen_digest(self) -> str:
+        """The digest of the frozen parameters, computed once in a process: it reads them all."""
+        return of_frozen(self.task.frozen)
 
     def train(self, message: Message, context: Context) -> Message:
         """Run one phase of a round and reply with the upload."""
@@ -131,7 +136,7 @@ class _Client:
         self, instructions: RoundInstructions, content: RecordDict, context: Context, store: ClientStore
     ) -> RecordDict:
         """Run one phase with the client's state; returns the records of the reply."""
-        instructions.check_frozen(of_frozen(self.task.frozen))
+        instructions.check_frozen(self.frozen_digest)
         own = load_client_data(self.data, context)
         samples = Batch(*own.train)
         setup = _ClientSetup.of(self.algorithm, self.task, samples, own, instructions)
@@ -197,7 +202,7 @@ class _Client:
             numeric_context(instructions.dtype),
             open_client_state(self._state_directory(context), context.state) as state,
         ):
-            instructions.check_frozen(of_frozen(self.task.frozen))
+            instructions.check_frozen(self.frozen_digest)
             own = load_client_data(self.data, context)
             if REQUEST in message.content:
                 answer = ConfigRecord({"mean": self._training_loss(instructions, own, message.content)})
