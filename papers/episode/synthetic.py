@@ -163,6 +163,8 @@ def draw(lines: dict[float, list[int | None]]) -> Figure:
             axes.loglog(*zip(*kept, strict=True), "o-", color=PALETTE[i], label=f"sigma = {noise:g}")
             ideal = [kept[0][1] * kept[0][0] / n for n, _ in kept]
             axes.loglog([n for n, _ in kept], ideal, ":", color=PALETTE[i])
+    axes.set_xticks(CLIENTS, map(str, CLIENTS))
+    axes.xaxis.minorticks_off()
     axes.set_xlabel("clients N")
     axes.set_ylabel("rounds to the goal (dotted: linear)")
     if axes.get_lines():

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fedrax.experiments.comparison import merge_tables
-from fedrax.report.curves import DASHES, PALETTE, save_curves
+from fedrax.report.curves import DASHES, PALETTE, legend_columns, save_curves
 from papers.episode.runs import Kept, write
 from papers.losac.running import spread
 
@@ -233,18 +234,34 @@ def draw_figure1(kept: Kept, printed: list[dict[str, str]], seeds: Sequence[int]
     parts = ([r for r in shown if r["similarity"] in ("30", "100")], [r for r in shown if r["I"] in ("1", "4")])
     for column, (rows, by_rounds) in enumerate(((parts[0], False), (parts[0], True), (parts[1], False))):
         for row in rows:
-            other = row["similarity"] if column == 2 else row["I"]
-            color = PALETTE[("1", "2", "4", "8", "16", "30", "50", "10", "100").index(other) % len(PALETTE)]
+            dash, color = line_of(row)
             for axes, metric in zip(grid[:, column], ("train_loss", "test_accuracy"), strict=True):
                 curve = mean_curve(records_of(kept, row, seeds), metric)
                 if curve is not None:
                     x = curve[0] if by_rounds else EPOCHS * curve[0] / curve[0][-1]
-                    dash = DASHES[("EPISODE", "CELGC", "NaiveParallelClip").index(row["method"])]
                     axes.plot(x, curve[1], dash, color=color, label=f"{row['method']}, {setting_of(row)}")
         style(grid[0][column], "", "training loss")
         style(grid[1][column], "communication rounds" if by_rounds else "epochs", "test accuracy")
-        grid[1][column].legend(fontsize="xx-small", frameon=False)
+    legend_below(figure, grid[1])
     return figure
+
+
+SETTINGS = (("1", "100"), ("2", "30"), ("4", "30"), ("8", "30"), ("16", "30"), ("4", "10"), ("4", "50"))
+"""(I, similarity) of the rows that Figures 1 and 6 draw, in the order of their colors."""
+
+
+def line_of(row: Mapping[str, str]) -> tuple[str, str]:
+    """(dash pattern, color) of a row: the dash tells the method, the color I and the similarity."""
+    dash = DASHES[("EPISODE", "CELGC", "NaiveParallelClip").index(row["method"])]
+    return dash, PALETTE[SETTINGS.index((row["I"], row["similarity"]))]
+
+
+def legend_below(figure: Figure, with_lines: Sequence[Axes]) -> None:
+    """One legend for all axes below the figure; each label once."""
+    lines = {line.get_label(): line for axes in with_lines for line in axes.get_lines()}
+    if lines:
+        across = legend_columns(figure, list(lines))
+        figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=across, frameon=False)
 
 
 def draw_figure7(kept: Kept, printed: list[dict[str, str]], seeds: Sequence[int]) -> Figure:
@@ -268,17 +285,18 @@ def draw_figure7(kept: Kept, printed: list[dict[str, str]], seeds: Sequence[int]
 
 def draw_figure6(kept: Kept, printed: list[dict[str, str]], seeds: Sequence[int], step: float) -> Figure:
     """Accuracy over simulated time: by I at s = 30 %, and by similarity at I = 4."""
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    figure = Figure(figsize=(9, 4), layout="constrained")
     shown = [row for row in printed if row["method"] in ("NaiveParallelClip", "CELGC", "EPISODE")]
     parts = ([r for r in shown if r["similarity"] in ("30", "100")], [r for r in shown if r["I"] in ("1", "4")])
-    for axes, rows in zip(figure.subplots(1, 2), parts, strict=True):
-        for i, row in enumerate(rows):
+    pair = figure.subplots(1, 2)
+    for axes, rows in zip(pair, parts, strict=True):
+        for row in rows:
             records = records_of(kept, row, seeds)
             curve = mean_curve(records, "test_accuracy")
             if curve is not None:
                 seconds = seconds_of(row, records[0], step)
-                label = f"{row['method']}, {setting_of(row)}"
-                axes.plot(seconds, curve[1], DASHES[i // len(PALETTE)], color=PALETTE[i % len(PALETTE)], label=label)
+                dash, color = line_of(row)
+                axes.plot(seconds, curve[1], dash, color=color, label=f"{row['method']}, {setting_of(row)}")
         style(axes, "simulated seconds", "test accuracy")
-        axes.legend(fontsize="xx-small", frameon=False)
+    legend_below(figure, pair)
     return figure

@@ -66,18 +66,28 @@ def table2(arguments: argparse.Namespace, runs: Runs, file: Path) -> None:
     columns = ["", "(S, omega)", "accuracy %", "paper", "ours", "gap", "reached"]
     title = f"GradMA, Table 2 ({NAMES[arguments.data]})"
     write_table(arguments, f"table2-{arguments.data}", title, note, columns, table, "papers.gradma")
-    save_curves(draw_groups(runs, cells, seeds), arguments.results / f"curves-{arguments.data}")
+    if (figure := draw_groups(runs, cells, seeds)) is not None:
+        save_curves(figure, arguments.results / f"curves-{arguments.data}")
 
 
-def draw_groups(runs: Runs, cells: Sequence[Cell], seeds: Sequence[int]) -> Figure:
-    """A row for each group and a column for each cell: mean accuracy over the seeds that have a curve."""
-    figure = Figure(figsize=(2.9 * len(cells), 2.5 * len(GROUPS)), layout="constrained")
-    grid = figure.subplots(len(GROUPS), len(cells), squeeze=False, sharex=True, sharey="col")
-    for line, (group, methods) in zip(grid, GROUPS.items(), strict=True):
-        for axes, cell in zip(line, cells, strict=True):
+def draw_groups(runs: Runs, cells: Sequence[Cell], seeds: Sequence[int]) -> Figure | None:
+    """A row for each group and a column for each cell with curves: mean accuracy over the seeds; None without any."""
+
+    def curves(cell: Cell, method: str) -> list[Sequence[tuple[int, float]]]:
+        point = best_point(runs, cell, method, seeds)
+        return [curve for seed in seeds if (curve := runs.curve(cell, method, point, seed))]
+
+    found = {(cell, method): curves(cell, method) for cell in cells for of in GROUPS.values() for method in of}
+    columns = [cell for cell in cells if any(found[cell, method] for of in GROUPS.values() for method in of)]
+    groups = {name: of for name, of in GROUPS.items() if any(found[cell, one] for cell in columns for one in of)}
+    if not groups:
+        return None
+    figure = Figure(figsize=(max(5, 2.9 * len(columns)), 2.5 * len(groups)), layout="constrained")
+    grid = figure.subplots(len(groups), len(columns), squeeze=False, sharex=True, sharey="col")
+    for line, (group, methods) in zip(grid, groups.items(), strict=True):
+        for axes, cell in zip(line, columns, strict=True):
             for i, method in enumerate(methods):
-                point = best_point(runs, cell, method, seeds)
-                draw_curve(axes, [runs.curve(cell, method, point, seed) for seed in seeds], method, i)
+                draw_curve(axes, found[cell, method], method, i)
             axes.set_title(f"S = {cell.cohort}, omega = {cell.omega:g}", fontsize="small")
             style(axes)
         line[0].set_ylabel(f"{group}\ntest accuracy %", fontsize="small")

@@ -94,6 +94,8 @@ def draw(lines: dict[str, list[float]]) -> Figure:
         axes.loglog(COHORTS, means, "o-", color=PALETTE[i], label=name)
     first = next(iter(lines.values()))[0]
     axes.loglog(COHORTS, [first * (COHORTS[0] / s) ** 0.5 for s in COHORTS], ":", color="0.4", label="1 / sqrt(S)")
+    axes.set_xticks(COHORTS, map(str, COHORTS))
+    axes.xaxis.minorticks_off()
     axes.set_xlabel("sampled workers S")
     axes.set_ylabel("mean squared gradient")
     axes.legend(frameon=False)
