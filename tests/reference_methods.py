@@ -187,7 +187,7 @@ class Episode(Method):
         self.clipped = self.gamma is not None and math.sqrt(float(self.g @ self.g)) > self.gamma / eta
         delta = 0
         for p in parts:
-            episode = lambda g, x, t, i=p.client: self.clipped(g - own[i] + self.g, eta)  # noqa: E731
+            episode = lambda g, x, t, i=p.client: self.clip_if_needed(g - own[i] + self.g, eta)  # noqa: E731
             delta = delta + p.weight * (self.clients[p.client].descend(self.x, p, episode).params - self.x)
         self.x = self.rule.step(self.x, delta, parts[0].round)
 
@@ -196,7 +196,7 @@ class Episode(Method):
         client = self.clients[p.client]
         return client.gradient(self.x, client.batches()[0]) + client.local.weight_decay * self.x
 
-    def clipped(self, d: Vector, eta: float) -> Vector:
+    def clip_if_needed(self, d: Vector, eta: float) -> Vector:
         """d, or (gamma / eta) d / |d| in a clipped round; the schedule multiplies both gamma and eta."""
         length = math.sqrt(float(d @ d))
         return self.gamma / eta * d / length if self.clipped and length > 0 else d
