@@ -44,7 +44,7 @@ def write_page(path: Path) -> None:
     parts = [INTRODUCTION]
     for title, pictures in OTHERS.items():
         parts.append(f"## {title}")
-        parts += [picture(file, f"{caption} [Figures](../{page})") for file, caption, page in pictures]
+        parts += [picture(file, f"{caption} [Numbers](../{page})") for file, caption, page in pictures]
     for name in PAPERS:
         parts += paper_pictures(read(name))
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
