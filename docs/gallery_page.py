@@ -21,9 +21,17 @@ paper reports; [](../papers.md) lists all their items, those without a picture t
 """
 OTHERS = {
     "Comparisons": (
-        ("docs/results/digits.png", "Four methods on digits sorted by label (`make demo`).", "getting-started.md"),
-        ("docs/results/hospitals.png", "Four methods on patients of hospitals (`make figures`).", "tutorial.md"),
-        ("docs/results/fine-tuning.png", "Adapters, all parameters and the head alone.", "fine-tuning.md"),
+        (
+            "docs/results/digits.png",
+            "Four methods on digits sorted by label (`make demo`).",
+            "tutorials/first-comparison.md",
+        ),
+        (
+            "docs/results/hospitals.png",
+            "Four methods on patients of hospitals (`make figures`).",
+            "tutorials/own-data.md",
+        ),
+        ("docs/results/fine-tuning.png", "Adapters, all parameters and the head alone.", "pretrained-models.md"),
     ),
     "Speed and memory": (
         ("benchmarks/results/peers.png", "Rounds of fedrax and of other simulators.", "_generated/benchmarks/peers.md"),
