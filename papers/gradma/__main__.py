@@ -35,7 +35,16 @@ SEARCHES = {
     "best": "the best points kept, for the seeds that they lack",
 }
 
-SMALLER = {"cifar10": {"run": {"rounds": 100, "eval_every": 10}, "algorithm": {"local": {"batch_size": 16}}}}
+HUNDRED = {"rounds": 100, "eval_every": 10}
+SMALLER: dict[str, dict[str, Any]] = {
+    "cifar10": {"run": HUNDRED, "algorithm": {"local": {"batch_size": 16}}},
+    "cifar100": {
+        "run": HUNDRED,
+        "model": {"width": 16, "dropout": 0.0},
+        "algorithm": {"local": {"batch_size": 32}},
+    },
+    "tiny_imagenet": {"run": HUNDRED, "model": {"width": 4}, "algorithm": {"local": {"batch_size": 16}}},
+}
 """What --small changes of an experiment file, so that a run takes minutes on a few cores."""
 
 STUDIED = 10
@@ -51,7 +60,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m papers.gradma", description=__doc__)
     parser.add_argument("what", choices=list(COMMANDS))
     parser.add_argument("--data", choices=list(figures.NAMES), default="mnist", help="which columns of the table")
-    parser.add_argument("--small", action="store_true", help="cifar10: fewer rounds and smaller batches, on few cores")
+    parser.add_argument(
+        "--small", action="store_true", help="fewer rounds, smaller batches and networks, for few cores; not for mnist"
+    )
     parser.add_argument(
         "--search", choices=list(SEARCHES), default="grid", help="; ".join(map(": ".join, SEARCHES.items()))
     )
@@ -96,7 +107,7 @@ def table1(arguments: argparse.Namespace) -> None:
 def prepare(arguments: argparse.Namespace) -> tuple[Runs, list[Cell], list[Cell]]:
     """Stored runs of Table 1, its columns, and those of --cells."""
     if arguments.small and arguments.data not in SMALLER:
-        raise FedraxError(f"--small: {arguments.data} has no smaller budget; {', '.join(SMALLER)} has.")
+        raise FedraxError(f"--small: {arguments.data} has no smaller budget; {', '.join(SMALLER)} have.")
     cells = list(dict.fromkeys(cell for cell, _ in read_printed(arguments.data)))
     wanted = [cell for cell in cells if arguments.cells is None or f"{cell.cohort},{cell.omega:g}" in arguments.cells]
     if arguments.cells is not None and len(wanted) != len(set(arguments.cells)):
@@ -165,7 +176,7 @@ def write(arguments: argparse.Namespace, runs: Runs, cells: list[Cell], printed:
     command += (" --small" if arguments.small else "") + (f" --rounds {arguments.rounds}" if arguments.rounds else "")
     command += f" --local-step {arguments.local_step:g}" if arguments.local_step else ""
     command += f" --server-step {arguments.server_step:g}" if arguments.server_step else ""
-    budget = "On a smaller budget than the paper's 1,000 rounds of batches of 64: " if arguments.small else ""
+    budget = smaller(arguments) if arguments.small else ""
     note = (
         "Top test accuracy in % over all evaluations of a run, mean ± standard deviation over the seeds run; paper: "
         "its Table 1, page 6; gap: ours - paper; second half: the mean over the evaluations of the second half of the "
@@ -199,6 +210,15 @@ def write(arguments: argparse.Namespace, runs: Runs, cells: list[Cell], printed:
     text = "\n".join(lines) + "\n"
     files.write_text(arguments.results / f"{name_of(arguments)}.md", text)
     return text
+
+
+def smaller(arguments: argparse.Namespace) -> str:
+    """What is smaller than in the paper."""
+    whole, model = files.read_toml(HERE / f"{arguments.data}.toml"), SMALLER[arguments.data].get("model", {})
+    network = (
+        f", and a network with {' and '.join(f'{key} {value:g}' for key, value in model.items())}" if model else ""
+    )
+    return f"On a smaller budget than the paper's {whole['run']['rounds']:,} rounds of batches of 64{network}: "
 
 
 def row_of(runs: Runs, cell: Cell, method: str, seeds: list[int], mean: float, deviation: float) -> list[str]:

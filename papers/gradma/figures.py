@@ -19,20 +19,38 @@ from papers.losac.running import spread, write_table
 
 NAMES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "tiny_imagenet": "Tiny-ImageNet"}
 """The data sets of the tables."""
+OWN = {"GradMA-W": 5, "GradMA-S": 4, "GradMA": 6}
+"""The paper's own methods, and the numbers of their colors in every figure."""
 GROUPS = {
     "GradMA-W (Figures 1, 9, 11)": ("FedAvg", "FedProx", "FedMLB", "MOON", "Scaffold", "GradMA-W"),
     "GradMA-S (Figures 2, 12, 14)": ("FedAvgM", "MIFA", "MIFAM", "GradMA-S"),
     "GradMA (Figures 3, 15, 17)": ("FedProxM", "FedMLBM", "MOONM", "FedDyn", "MimeLite", "GradMA"),
-    "ablation (Figures 4, 18, 19)": ("GradMA-W", "GradMA-S", "GradMA"),
+    "ablation (Figures 4, 18, 19)": tuple(OWN),
 }
 """The paper's groups of methods, a figure each."""
 BETAS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)
 """Values of beta1 and beta2 in Figures 5 and 21."""
+COARSE = (0.0, 0.5, 0.9)
+"""Those whose pairs run first, so that an interrupted command has covered the whole map."""
 MEMORIES = AXES["memory"][1]
 OMEGAS, WORKERS = (1.0, 0.1, 0.01), 100
 """The partitions of Figure 8."""
 TWICE = ("Scaffold", "MimeLite")
 """Methods of which a round sends twice as much, which the paper counts twice in Table 2."""
+
+
+def name_of(arguments: argparse.Namespace) -> str:
+    """Name of the command's files in results/."""
+    return f"{arguments.what}-{arguments.data}"
+
+
+def finish(arguments: argparse.Namespace, title: str, note: str, columns: list[str], rows: list[list[str]]) -> None:
+    """Write the command's table; it names the command with the data set and columns chosen."""
+    flags = "" if arguments.data == "mnist" else f" --data {arguments.data}"
+    flags += f" --cells {' '.join(arguments.cells)}" if arguments.cells else ""
+    write_table(
+        arguments, name_of(arguments), title, note, columns, rows, "papers.gradma", flags=flags, what=arguments.what
+    )
 
 
 def rounds_to(curve: Sequence[tuple[int, float]], accuracy: float) -> int | None:
@@ -65,7 +83,7 @@ def table2(arguments: argparse.Namespace, runs: Runs, file: Path) -> None:
     )
     columns = ["", "(S, omega)", "accuracy %", "paper", "ours", "gap", "reached"]
     title = f"GradMA, Table 2 ({NAMES[arguments.data]})"
-    write_table(arguments, f"table2-{arguments.data}", title, note, columns, table, "papers.gradma")
+    finish(arguments, title, note, columns, table)
     if (figure := draw_groups(runs, cells, seeds)) is not None:
         save_curves(figure, arguments.results / f"curves-{arguments.data}")
 
@@ -82,18 +100,17 @@ def draw_groups(runs: Runs, cells: Sequence[Cell], seeds: Sequence[int]) -> Figu
     groups = {name: of for name, of in GROUPS.items() if any(found[cell, one] for cell in columns for one in of)}
     if not groups:
         return None
-    figure = Figure(figsize=(max(5, 2.9 * len(columns)), 2.5 * len(groups)), layout="constrained")
+    figure = Figure(figsize=(max(5, 2.9 * len(columns)) + 1.5, 2.3 * len(groups)), layout="constrained")
     grid = figure.subplots(len(groups), len(columns), squeeze=False, sharex=True, sharey="col")
     for line, (group, methods) in zip(grid, groups.items(), strict=True):
         for axes, cell in zip(line, columns, strict=True):
-            for i, method in enumerate(methods):
-                draw_curve(axes, found[cell, method], method, i)
+            for method in methods:
+                draw_curve(axes, found[cell, method], method, OWN.get(method, methods.index(method)))
             axes.set_title(f"S = {cell.cohort}, omega = {cell.omega:g}", fontsize="small")
             style(axes)
         line[0].set_ylabel(f"{group}\ntest accuracy %", fontsize="small")
-        shown = [axes for axes in line if axes.get_lines()]
-        if shown:
-            shown[-1].legend(fontsize="x-small", frameon=False)
+        names = {one.get_label(): one for axes in line for one in axes.get_lines()}
+        line[-1].legend(names.values(), names.keys(), loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     for axes in grid[-1]:
         axes.set_xlabel("communication rounds")
     return figure
@@ -122,45 +139,52 @@ def steps_of(runs: Runs, cell: Cell, seeds: Sequence[int]) -> Point:
 
 def betas(arguments: argparse.Namespace, table1: Runs, runs: Runs, cells: Sequence[Cell]) -> None:
     """Figures 5 and 21: highest accuracy of GradMA-S for 36 pairs (beta1, beta2), with Table 1's MIFA and MIFAM."""
-    rows, pictures, before = [], {}, table1.seeds() or arguments.seeds
-    for cell, seed in itertools.product(cells, arguments.seeds):
-        steps = steps_of(table1, cell, before)
-        points = [(*steps, *pair) for pair in itertools.product(BETAS, BETAS)]
-        if not arguments.only_write:
-            runs.run(cell, "GradMA-S", points, seed)
+    before = table1.seeds() or arguments.seeds
+    if not arguments.only_write:
+        for coarse, cell, seed in itertools.product((True, False), cells, arguments.seeds):
+            pairs = [pair for pair in itertools.product(BETAS, BETAS) if coarse == set(pair).issubset(COARSE)]
+            runs.run(cell, "GradMA-S", [(*steps_of(table1, cell, before), *pair) for pair in pairs], seed)
     kept = runs.seeds() or arguments.seeds
+    rows, pictures, most = [], {}, 0
     for cell in cells:
-        steps = steps_of(table1, cell, before)
-        mean = np.full((len(BETAS), len(BETAS)), np.nan)
+        mean, name = np.full((len(BETAS), len(BETAS)), np.nan), f"({cell.cohort}, {cell.omega:g})"
         for (i, beta1), (j, beta2) in itertools.product(enumerate(BETAS), enumerate(BETAS)):
-            tops = [runs.top(cell, "GradMA-S", (*steps, beta1, beta2), seed) for seed in kept]
-            tops = [top for top in tops if top is not None]
-            mean[i, j] = sum(tops) / len(tops) if tops else np.nan
-        pictures[f"S = {cell.cohort}, omega = {cell.omega:g}"] = mean
+            tops = tops_of(runs, cell, "GradMA-S", (*steps_of(table1, cell, before), beta1, beta2), kept)
+            mean[i, j], most = np.mean(tops) if tops else np.nan, max(most, len(tops))
         if np.isnan(mean).all():
             continue
-        for i, beta1 in enumerate(BETAS):
-            best = BETAS[int(np.nanargmax(mean[i]))]
-            shown = [f"{one:.2f}" for one in mean[i]]
-            rows.append([f"({cell.cohort}, {cell.omega:g})", f"{beta1:g}", *shown, f"{best:g}"])
-        for method in ("MIFA", "MIFAM"):
-            point = best_point(table1, cell, method, before)
-            tops = [table1.top(cell, method, point, seed) for seed in before]
-            ours = spread([top for top in tops if top is not None], ".2f")
-            rows.append([f"({cell.cohort}, {cell.omega:g})", method, ours, *["-"] * len(BETAS)])
-    seeds = max(
-        len(seeds_with(runs, cell, (*steps_of(table1, cell, before), BETAS[0], BETAS[0]), kept)) for cell in cells
-    )
+        pictures[f"S = {cell.cohort}, omega = {cell.omega:g}"] = mean
+        others = {of: tops_of(table1, cell, of, best_point(table1, cell, of, before), kept) for of in ("MIFA", "MIFAM")}
+        ahead = max((sum(tops) / len(tops) for tops in others.values() if tops), default=np.nan)
+        for beta1, line in zip(BETAS, mean, strict=True):
+            above = np.nanmax(line[1:]) if not np.isnan(line[1:]).all() else np.nan
+            best = "-" if np.isnan(line).all() else f"{BETAS[int(np.nanargmax(line))]:g}"
+            gains = [number(gain, "+.2f") for gain in (above - line[0], line[0] - ahead)]
+            rows.append([name, f"{beta1:g}", *(number(one, ".2f") for one in line), best, *gains])
+        rows += [[name, of, spread(tops, ".2f"), *["-"] * (len(BETAS) + 2)] for of, tops in others.items()]
     note = (
         "Top test accuracy in % of GradMA-S for each beta1 (rows) and beta2 (columns), mean over "
-        f"{seeds} seed{'s' if seeds != 1 else ''}; m = 100, local and server steps of the best point of Table 1. The "
+        f"{most} seed{'s' if most != 1 else ''}; m = 100, local and server steps of the best point of Table 1. The "
         "paper draws the same as a picture without numbers and says that beta2 > 0 is mostly better than 0, and that "
-        "GradMA-S with beta2 = 0 is ahead of MIFA and MIFAM for every beta1. Their rows: best points of Table 1."
+        "GradMA-S with beta2 = 0 is ahead of MIFA and MIFAM for every beta1. Their rows: best points of Table 1, with "
+        "the same seeds. Gain: the best beta2 > 0 of a row less beta2 = 0; lead: beta2 = 0 less the better of MIFA and "
+        f"MIFAM. Runs on {' and '.join(runs.machines())}."
     )
-    columns = ["(S, omega)", "beta1", *(f"beta2 = {beta:g}" for beta in BETAS), "best beta2"]
-    name = f"betas-{arguments.data}"
-    write_table(arguments, name, "GradMA, Figures 5 and 21 (beta1, beta2)", note, columns, rows, "papers.gradma")
-    save_curves(draw_betas(pictures), arguments.results / name)
+    columns = ["(S, omega)", "beta1", *(f"beta2 = {beta:g}" for beta in BETAS), "best beta2", "gain", "lead"]
+    finish(arguments, "GradMA, Figures 5 and 21 (beta1, beta2)", note, columns, rows)
+    if pictures:
+        save_curves(draw_betas(pictures), arguments.results / name_of(arguments))
+
+
+def number(value: float, form: str) -> str:
+    """A number, or - for one that is missing."""
+    return "-" if np.isnan(value) else f"{value:{form}}"
+
+
+def tops_of(runs: Runs, cell: Cell, method: str, point: Point, seeds: Sequence[int]) -> list[float]:
+    """Highest accuracies of a method's stored runs at a point."""
+    tops = [runs.top(cell, method, point, seed) for seed in seeds]
+    return [top for top in tops if top is not None]
 
 
 def seeds_with(runs: Runs, cell: Cell, point: Point, seeds: Sequence[int]) -> list[int]:
@@ -211,9 +235,8 @@ def memory(arguments: argparse.Namespace, table1: Runs, runs: Runs, cells: Seque
         "on MNIST, and accuracy does not rise steadily with m."
     )
     columns = ["(S, omega)", "m", "top", "second half", "seeds"]
-    name = f"memory-{arguments.data}"
-    write_table(arguments, name, "GradMA, Figures 6, 7 and 22 (memory)", note, columns, rows, "papers.gradma")
-    save_curves(figure, arguments.results / name)
+    finish(arguments, "GradMA, Figures 6, 7 and 22 (memory)", note, columns, rows)
+    save_curves(figure, arguments.results / name_of(arguments))
 
 
 def partitions(arguments: argparse.Namespace) -> None:

@@ -93,9 +93,13 @@ def write_table(
     rows: list[list[str]],
     package: str = "papers.losac",
     flags: str = "",
+    what: str = "",
 ) -> None:
-    """Write a Markdown table to results/ and print it; it names ``python -m package name`` with the given flags."""
-    command = f"python -m {package} {name}{flags}"
+    """Write a Markdown table to results/ and print it.
+
+    It names ``python -m package name`` with the given flags, or another command (``what``).
+    """
+    command = f"python -m {package} {what or name}{flags}"
     for flag in ("rounds", "steps"):
         command += f" --{flag} {value}" if (value := getattr(arguments, flag, None)) else ""
     command += f" --seeds {' '.join(map(str, arguments.seeds))}" if arguments.seeds else ""

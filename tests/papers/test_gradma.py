@@ -134,21 +134,23 @@ def test_table1_prints_paper_fedrax_and_settings(
     assert "another experiment" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", [*command, "--small"])
     assert gradma.main() == 1
-    assert "--small: mnist has no smaller budget; cifar10 has." in capsys.readouterr().err
+    assert "--small: mnist has no smaller budget; cifar10, cifar100, tiny_imagenet have." in capsys.readouterr().err
 
 
-def test_smaller_budget_changes_rounds_and_batch_sizes_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("data", "batch"), [("cifar10", 16), ("cifar100", 32), ("tiny_imagenet", 16)])
+def test_smaller_budget_changes_rounds_batches_and_the_network_only(data: str, batch: int, tmp_path: Path) -> None:
+    smaller = gradma.SMALLER[data]
     whole, small = (
-        Runs(HERE / "cifar10.toml", tmp_path / "kept.jsonl", None, None, changes=changes)
-        for changes in (None, gradma.SMALLER["cifar10"])
+        Runs(HERE / f"{data}.toml", tmp_path / "kept.jsonl", None, None, changes=changes) for changes in (None, smaller)
     )
     point = whole.start("GradMA")
     assert small.start("GradMA") == point
     before, after = (runs._experiment(Cell(10, 0.1), "GradMA", point, 1) for runs in (whole, small))
-    local = dataclasses.replace(before.algorithm.local, batch_size=16)  # type: ignore[attr-defined]
+    local = dataclasses.replace(before.algorithm.local, batch_size=batch)  # type: ignore[attr-defined]
     assert after.algorithm == dataclasses.replace(before.algorithm, local=local)  # type: ignore[call-arg]
     assert after.run == dataclasses.replace(before.run, rounds=100, eval_every=10)
-    assert (after.data, after.partition, after.model) == (before.data, before.partition, before.model)
+    assert after.model == dataclasses.replace(before.model, **smaller.get("model", {}))
+    assert (after.data, after.partition) == (before.data, before.partition)
 
 
 @pytest.mark.parametrize(
