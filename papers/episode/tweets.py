@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from fedrax.report.curves import PALETTE, save_curves
 from papers.episode.runs import Kept, write
-from papers.episode.text import VALIDATION, mean_curve, seconds_of, style
+from papers.episode.text import VALIDATION, legend_below, mean_curve, seconds_of, style
 from papers.losac.running import spread
 
 HERE = Path(__file__).parent
@@ -69,7 +69,7 @@ def sent140(arguments: argparse.Namespace) -> None:
 def draw_silos(found: Mapping[tuple[int, str], list[dict[str, Any]]], methods: Sequence[str], step: float) -> Figure:
     """A column for each similarity: training loss and accuracy over local steps, and accuracy over time."""
     figure = Figure(figsize=(11, 7.5), layout="constrained")
-    grid = figure.subplots(3, len(SIMILARITIES))
+    grid = figure.subplots(3, len(SIMILARITIES), sharey="row")
     for column, percent in enumerate(SIMILARITIES):
         for i, method in enumerate(methods):
             records = found[percent, method]
@@ -80,10 +80,11 @@ def draw_silos(found: Mapping[tuple[int, str], list[dict[str, Any]]], methods: S
                     x = seconds_of(row, records[0], step) if line == 2 else curve[0] * int(row["I"])
                     grid[line][column].plot(x, curve[1], color=PALETTE[i], label=method)
         grid[0][column].set_title(f"s = {percent} %", fontsize="medium")
-        style(grid[0][column], "local steps", "training loss")
-        style(grid[1][column], "local steps", "test accuracy")
-        style(grid[2][column], "simulated seconds", "test accuracy")
-    grid[0][0].legend(fontsize="x-small", frameon=False)
+        left = column == 0
+        style(grid[0][column], "local steps", "training loss" if left else "")
+        style(grid[1][column], "local steps", "test accuracy" if left else "")
+        style(grid[2][column], "simulated seconds", "test accuracy" if left else "")
+    legend_below(figure, grid[0])
     return figure
 
 

@@ -193,13 +193,20 @@ def seeds_with(runs: Runs, cell: Cell, point: Point, seeds: Sequence[int]) -> li
 
 
 def draw_betas(pictures: dict[str, np.ndarray]) -> Figure:
-    """A map of accuracies for each cell."""
-    figure = Figure(figsize=(3.4 * len(pictures), 3.2), layout="constrained")
+    """A map of accuracies for each cell, of the values of beta1 and beta2 that were run."""
+    figure = Figure(figsize=(4.4 * len(pictures), 3.6), layout="constrained")
     for axes, (title, mean) in zip(figure.subplots(1, len(pictures), squeeze=False)[0], pictures.items(), strict=True):
-        image = axes.imshow(mean, origin="lower", cmap="viridis")
-        figure.colorbar(image, ax=axes, shrink=0.8)
-        axes.set_xticks(range(len(BETAS)), [f"{beta:g}" for beta in BETAS])
-        axes.set_yticks(range(len(BETAS)), [f"{beta:g}" for beta in BETAS])
+        known = ~np.isnan(mean)
+        lines, columns = (np.flatnonzero(known.any(axis)) for axis in (1, 0))
+        shown = mean[np.ix_(lines, columns)]
+        image = axes.imshow(shown, origin="lower", cmap="viridis")
+        figure.colorbar(image, ax=axes, label="top test accuracy %")
+        middle = (np.nanmin(shown) + np.nanmax(shown)) / 2
+        for (i, j), value in np.ndenumerate(shown):
+            color = "white" if value < middle else "black"
+            axes.text(j, i, number(value, ".1f"), ha="center", va="center", color=color, fontsize="small")
+        axes.set_xticks(range(len(columns)), [f"{BETAS[j]:g}" for j in columns])
+        axes.set_yticks(range(len(lines)), [f"{BETAS[i]:g}" for i in lines])
         axes.set_xlabel("beta2")
         axes.set_ylabel("beta1")
         axes.set_title(title, fontsize="medium")
@@ -212,7 +219,7 @@ def memory(arguments: argparse.Namespace, table1: Runs, runs: Runs, cells: Seque
     if not arguments.only_write:
         for seed, cell, m in itertools.product(arguments.seeds, cells, MEMORIES):
             runs.run(cell, "GradMA-S", [(*points[cell], m)], seed)
-    figure = Figure(figsize=(3.6 * len(cells), 3.2), layout="constrained")
+    figure = Figure(figsize=(4.4 * len(cells) + 1, 3.2), layout="constrained")
     rows = []
     for axes, cell in zip(figure.subplots(1, len(cells), squeeze=False)[0], cells, strict=True):
         for i, m in enumerate(MEMORIES):
@@ -226,8 +233,8 @@ def memory(arguments: argparse.Namespace, table1: Runs, runs: Runs, cells: Seque
         axes.set_title(f"S = {cell.cohort}, omega = {cell.omega:g}", fontsize="medium")
         axes.set_xlabel("communication rounds")
         axes.set_ylabel("test accuracy %")
-        axes.legend(fontsize="x-small", frameon=False)
         style(axes)
+    figure.axes[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     note = (
         "Top test accuracy in % of GradMA-S and its mean over the second half of the run, mean ± standard deviation "
         "over the seeds run, for memories of m clients; m = 0 is FedAvgM. Steps and betas of the best point of Table "

@@ -256,6 +256,27 @@ def test_memory_and_betas_are_studied_at_the_best_learning_rates(
     assert "| (S, omega) | beta1 | beta2 = 0.9 |" in (tmp_path / "betas-mnist.md").read_text()
 
 
+def test_betas_shows_what_beta2_gains_and_how_far_its_absence_leads_mifa(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table1, maps = (
+        Runs(HERE / "mnist.toml", tmp_path / f"{name}-mnist.jsonl", None, None) for name in ("table1", "betas")
+    )
+    cell = Cell(10, 0.01)
+    for method, point, top in (("MIFA", (0.1, 1.0), 60.0), ("MIFAM", (0.1, 1.0, 0.5), 64.0)):
+        kept(table1, cell, method, point, 0, [10.0, top])
+    for beta1, beta2, top in ((0.0, 0.0, 61.0), (0.0, 0.5, 63.5), (0.0, 0.9, 58.0), (0.9, 0.9, 40.0)):
+        kept(maps, cell, "GradMA-S", (0.01, 1.0, beta1, beta2), 0, [10.0, top])
+    monkeypatch.setattr(sys, "argv", ["gradma", "betas", "--only-write", "--seeds", "0", "--results", str(tmp_path)])
+    assert gradma.main() == 0
+    text = (tmp_path / "betas-mnist.md").read_text()
+    assert "| (10, 0.01) | 0 | 61.00 | - | - | 63.50 | - | 58.00 | 0.5 | +2.50 | -3.00 |" in text
+    assert "| (10, 0.01) | 0.9 | - | - | - | - | - | 40.00 | 0.9 | - | - |" in text
+    assert "| (10, 0.01) | MIFAM | 64.00 | - |" in text and "mean over 1 seed;" in text
+    assert "| (10, 0.1) |" not in text
+    assert (tmp_path / "betas-mnist.png").stat().st_size > 10_000
+
+
 def test_partitions_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_mnist(tmp_path / "mnist")
     command = ["gradma", "partitions", "--partitions", "mnist", "--results", str(tmp_path), "--data-dir", str(tmp_path)]
