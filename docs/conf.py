@@ -6,7 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import fedrax
-from docs import benchmark_pages, gallery_page, method_table, paper_pages, reference_pages
+from docs import benchmark_pages, executed_pages, gallery_page, method_table, paper_pages, reference_pages
 
 project = "fedrax"
 author = "fedrax developers"
@@ -18,7 +18,7 @@ extensions = [
     "docs.navigation",
     "docs.paper_pages",
     "docs.reference_pages",
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
@@ -27,11 +27,19 @@ exclude_patterns = ["_build", "_generated/benchmarks.md", "_generated/methods.md
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
+nb_execution_mode = "cache"
+nb_execution_cache_path = str(executed_pages.prepare(Path(__file__).parent / "_build" / "executed"))
+nb_execution_in_temp = True
+nb_execution_raise_on_error = True
+nb_execution_timeout = 120  # seconds for a cell
+nb_merge_streams = True
+nb_output_stderr = "remove-warn"
+
 html_theme = "furo"
 html_title = "fedrax"
 html_math_renderer = "mathml"
 html_static_path = ["_static"]
-html_css_files = ["sides.css"]
+html_css_files = ["sides.css", "cells.css"]
 html_theme_options = {"navigation_with_keys": True}
 
 autodoc_default_options = {"member-order": "bysource"}

@@ -98,6 +98,8 @@ def test_progress_is_not_shown_without_a_terminal(monkeypatch: pytest.MonkeyPatc
     assert file.getvalue() == "" and not progress_is_visible(file) and progress_is_visible(Terminal())
     monkeypatch.setitem(sys.modules, "ipykernel", sys)
     assert progress_is_visible(file)
+    monkeypatch.setenv("FEDRAX_PROGRESS", "0")
+    assert not progress_is_visible(file) and not progress_is_visible(Terminal())
 
 
 class WriteOnlyStream:

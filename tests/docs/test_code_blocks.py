@@ -1,7 +1,8 @@
-"""Every code block of the README and the documentation runs."""
+"""Every code block of the README and the documentation runs: here, or as a cell of a page that the build executes."""
 
 from __future__ import annotations
 
+import ast
 import shlex
 import shutil
 import tomllib
@@ -18,7 +19,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted(page for folder in ("methods", "tutorials") for page in (ROOT / "docs" / folder).glob("*.md")),
 ]
-FIRST_READ = ("README", "first-comparison")
+FIRST_READ = ("README",)
 OUTPUTS = {"own-data": ("runs/hospitals/curves.png", "runs/hospitals/grid.png", "hospitals.html")}
 """Files that the commands of a page write."""
 
@@ -56,6 +57,38 @@ def test_tutorial_compares_four_methods_in_at_most_six_commands():
     compared = tomllib.loads((ROOT / shlex.split(commands[picture])[2]).read_text())
     assert len(compared["compare"]) == 4 and len(compared["grid"]["algorithm"]["local"]["lr"]) > 2
     assert {"missing", "client", "label"} <= compared["data"].keys()
+
+
+def has_cells(page: Path) -> bool:
+    return any(block.language.startswith("{code-cell}") for block in blocks(page))
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=page.stem) for page in PAGES if has_cells(page)])
+def test_cells_are_run_by_the_build(page: Path):
+    """By myst-nb, for pages with this header; no cell is left out."""
+    text = page.read_text(encoding="utf-8")
+    header = "---\nfile_format: mystnb\nkernelspec:\n  name: python3\n---\n"
+    assert text.startswith(header) and page.is_relative_to(ROOT / "docs")
+    assert "skip-execution" not in text
+    kinds = {block.language for block in blocks(page)}
+    assert not kinds & {"python", "toml"}, "what is not a cell cannot use the names and files of cells"
+
+
+def test_the_build_fails_where_a_cell_does():
+    lines = ast.parse((ROOT / "docs" / "conf.py").read_text(encoding="utf-8")).body
+    settings = {
+        line.targets[0].id: line.value.value
+        for line in lines
+        if isinstance(line, ast.Assign)
+        and isinstance(line.targets[0], ast.Name)
+        and isinstance(line.value, ast.Constant)
+    }
+    assert settings["nb_execution_mode"] == "cache"
+    assert settings["nb_execution_raise_on_error"] is True
+    assert settings["nb_output_stderr"] == "remove-warn"  # and warnings are errors
+    assert settings["nb_execution_timeout"] <= 120
+    assert "nb_execution_excludepatterns" not in settings
+    assert "sphinx-build -W " in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 def test_blocks_are_found(tmp_path: Path):

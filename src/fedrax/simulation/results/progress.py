@@ -28,7 +28,12 @@ _BAR = (10, 40)
 
 
 def progress_is_visible(file: TextIO | None = None) -> bool:
-    """Whether to show progress: in a terminal or a notebook, and in the first process of several."""
+    """Whether to show progress: in a terminal or a notebook, and in the first process of several.
+
+    Not with FEDRAX_PROGRESS=0, because a notebook that is executed unattended stores each state of the line.
+    """
+    if os.environ.get("FEDRAX_PROGRESS") == "0":
+        return False
     return (_is_terminal(file or sys.stderr) or _in_notebook()) and jax.process_index() == 0
 
 
