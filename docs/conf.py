@@ -6,7 +6,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import fedrax
-from docs import benchmark_pages, executed_pages, gallery_page, method_table, paper_pages, reference_pages
+from docs import (
+    benchmark_pages,
+    diagrams,
+    executed_pages,
+    gallery_page,
+    method_table,
+    paper_pages,
+    reference_pages,
+)
 
 project = "fedrax"
 author = "fedrax developers"
@@ -39,7 +47,7 @@ html_theme = "furo"
 html_title = "fedrax"
 html_math_renderer = "mathml"
 html_static_path = ["_static"]
-html_css_files = ["sides.css", "cells.css"]
+html_css_files = ["pages.css", "cells.css"]
 html_theme_options = {"navigation_with_keys": True}
 
 autodoc_default_options = {"member-order": "bysource"}
@@ -59,4 +67,5 @@ method_table.write(GENERATED / "methods.md")
 benchmark_pages.collect(GENERATED)
 paper_pages.write_pages(GENERATED)
 gallery_page.write_page(GENERATED / "gallery.md")
+diagrams.write(GENERATED / "diagrams")
 reference_pages.write_pages()

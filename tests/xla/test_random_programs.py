@@ -187,6 +187,6 @@ def test_all_passes_are_registered_and_can_be_switched_off() -> None:
 
 
 def test_documentation_lists_every_pass() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text("utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "compiler-passes.md").read_text("utf-8")
     for one in PASSES:
         assert f"| `{one.name}` | {one.matches} | {one.becomes} | {', '.join(one.backends).upper()} |" in page

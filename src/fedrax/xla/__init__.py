@@ -2,7 +2,7 @@
 
 Code outside of this package imports from this module alone. :func:`optimize` and :func:`value_and_grad` run the passes
 of :data:`PASSES`; :func:`vmap` batches clients; :func:`plan_microbatches` and :func:`accumulate_gradients` split a
-batch; :class:`Options` disables passes. ``docs/performance.md`` says what each pass gains.
+batch; :class:`Options` disables passes. ``docs/compiler-passes.md`` describes each of them.
 
 - Passes: one module each, listed in :mod:`fedrax.xla.passes`. The module's docstring says what the pass matches
   (before), what replaces it (after), why, and what it is not for. A pass is a rule for a primitive
