@@ -19,6 +19,7 @@ from fedrax.experiments import comparison
 from fedrax.models import Polynomial
 from papers.episode import __main__ as episode
 from papers.episode import synthetic, text, tweets
+from papers.episode.runs import Kept
 from papers.episode.silos import UserSilos
 
 HERE = Path(episode.__file__).parent
@@ -172,6 +173,22 @@ def test_table3_stores_its_runs_and_simulates_times(tmp_path: Path, monkeypatch:
     assert (tmp_path / "table3.jsonl").read_text() == before  # stored, not run again
     monkeypatch.setattr(sys, "argv", [*command, "--data-dir", str(tmp_path), "--rounds", "3"])
     assert episode.main() == 1
+
+
+def test_tuning_names_the_best_points_by_accuracy_and_by_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept(HERE / "table3.toml", tmp_path / "tuning.jsonl", None, None, text.VALIDATION)
+    lines = []
+    for gamma, threshold, accuracy, loss in ((0.01, 1.0, 0.40, 0.9), (0.1, 0.1, 0.35, 0.5), (0.1, 10.0, 0.35, 0.8)):
+        record = {"setting": f"gamma = {gamma:g}, gamma / eta = {threshold:g}", "method": "CELGC", "seed": 0}
+        record |= {"test_accuracy": [0.9, accuracy], "test_loss": [0.1, loss], "clipped": 12.0, "diverged": False}
+        record |= {"experiment": kept._digest(text.grid_changes(gamma, threshold), "CELGC", 0)}
+        lines.append(json.dumps(record | {"processor": "this one", "date": "2026-01-01"}) + "\n")
+    kept.kept.write_text("".join(lines))
+    monkeypatch.setattr(sys, "argv", ["episode", "tuning", "--only-write", "--results", str(tmp_path)])
+    assert episode.main() == 0
+    shown = (tmp_path / "tuning.md").read_text()
+    assert "as the rule says: gamma = 0.01, gamma / eta = 1; by loss: gamma = 0.1, gamma / eta = 0.1." in shown
+    assert "| 0.1 | 10 | 0.01 | 35.00 | 0.8000 | 12 |" in shown and shown.count("| 12 |") == 3
 
 
 @pytest.mark.slow
