@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,20 @@ class Different(argparse.Action):
         if len(set(values)) < len(values):
             parser.error(f"{self.option_strings[0]} has a value twice: {' '.join(map(str, values))}")
         setattr(namespace, self.dest, values)
+
+
+UNSAID = ("what", "out", "results", "data_dir", "only_write")
+"""Arguments that do not change what a command finds."""
+
+
+def command(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> str:
+    """The command that ``parser`` read, for its tables: options that differ from their defaults, and no folders."""
+    words = [arguments.what]
+    for name, value in vars(arguments).items():
+        if name not in UNSAID and value != parser.get_default(name):
+            values = [] if value is True else value if isinstance(value, list) else [value]
+            words += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return f"{parser.prog} {shlex.join(words)}"
 
 
 def folders(arguments: argparse.Namespace, name: str, tried: bool) -> None:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from fedrax.devices import use_all_cores
-from papers.arguments import Different, count, folders, seed
+from papers.arguments import Different, command, count, folders, seed
 from papers.dlg.lenet import lenet
 from papers.dlg.methods import methods
 from papers.ending import in_a_sentence
@@ -26,6 +26,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=seed, nargs="+", action=Different, help="other seeds than the command's own")
     parser.add_argument("--steps", type=count, help="other numbers of steps, to try the command out")
     arguments = parser.parse_args()
+    arguments.command = command(parser, arguments)
     folders(arguments, "dlg", tried=bool(arguments.steps or arguments.seeds))
     use_all_cores()
     return commands[arguments.what](arguments)

@@ -128,7 +128,7 @@ def lenet(arguments: argparse.Namespace) -> int:
         "One random MNIST image and one random start a seed; mean ± standard deviation over seeds. The attacker is the "
         f"server, and epsilon is what the round gives away to it, at delta = {DELTA:g}, of which data the client has."
     )
-    write_table(arguments, "lenet", "One image from one round (LeNet, MNIST)", note, columns, rows, "papers.dlg")
+    write_table(arguments, "lenet", "One image from one round (LeNet, MNIST)", note, columns, rows)
     names = ["true", *STEPS, *(f"{of},\n{name}" for of in list(ROUNDS)[1:] for name in SHOWN)]
     curves.save_curves(draw(pictures, names), arguments.results / "lenet")
     return 0

@@ -104,9 +104,7 @@ def methods(arguments: argparse.Namespace) -> int:
         + "; ".join(f"as {row}, {', '.join(some)}" for row, some in ALIKE.items())
         + "; with at most the vector's length, the number of its steps or its delay beside it."
     )
-    write_table(
-        arguments, "methods", "What methods send, and what is recovered from it", note, columns, rows, "papers.dlg"
-    )
+    write_table(arguments, "methods", "What methods send, and what is recovered from it", note, columns, rows)
     return 0
 
 

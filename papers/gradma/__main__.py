@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from fedrax import FedraxError, files
-from papers.arguments import Different, count, folders, seed
+from papers.arguments import Different, command, count, folders, seed
 from papers.ending import in_a_sentence
 from papers.gradma import figures, speedup
 from papers.gradma.search import AXES, METHODS, Cell, Point, Runs, best_point, work
@@ -82,6 +82,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=count, help="fewer rounds than the paper's, to try the command out")
     parser.add_argument("--only-write", action="store_true", help="run nothing, write the table of what there is")
     arguments = parser.parse_args()
+    arguments.command = command(parser, arguments)
     folders(arguments, "gradma", tried=bool(arguments.rounds))
     COMMANDS[arguments.what](arguments)
     return 0

@@ -45,12 +45,8 @@ def name_of(arguments: argparse.Namespace) -> str:
 
 
 def finish(arguments: argparse.Namespace, title: str, note: str, columns: list[str], rows: list[list[str]]) -> None:
-    """Write the command's table; it names the command with the data set and columns chosen."""
-    flags = "" if arguments.data == "mnist" else f" --data {arguments.data}"
-    flags += f" --cells {' '.join(arguments.cells)}" if arguments.cells else ""
-    write_table(
-        arguments, name_of(arguments), title, note, columns, rows, "papers.gradma", flags=flags, what=arguments.what
-    )
+    """Write the command's table."""
+    write_table(arguments, name_of(arguments), title, note, columns, rows)
 
 
 def rounds_to(curve: Sequence[tuple[int, float]], accuracy: float) -> int | None:
@@ -272,7 +268,7 @@ def partitions(arguments: argparse.Namespace) -> None:
         "to the largest of a panel. The paper draws the same pictures without numbers."
     )
     columns = ["data", "omega", "workers with two rows", "median rows", "largest", "classes a worker"]
-    write_table(arguments, "partitions", "GradMA, Figure 8 (partitions)", note, columns, rows, "papers.gradma")
+    write_table(arguments, "partitions", "GradMA, Figure 8 (partitions)", note, columns, rows)
     save_curves(figure, arguments.results / "partitions")
 
 

@@ -82,7 +82,7 @@ def speedup(arguments: argparse.Namespace) -> None:
         "linear speed-up in rounds."
     )
     columns = ["method", "S", "mean squared gradient", f"smaller than at S = {COHORTS[0]} by", "sqrt(S) says"]
-    write_table(arguments, "speedup", "GradMA, Corollary 1 (speed-up in S)", note, columns, rows, "papers.gradma")
+    write_table(arguments, "speedup", "GradMA, Corollary 1 (speed-up in S)", note, columns, rows)
     save_curves(draw(lines), arguments.results / "speedup")
 
 

@@ -17,7 +17,7 @@ import tomlkit
 from fedrax import files
 from fedrax.report import curves
 from fedrax.report.runs import MethodRuns
-from papers.arguments import Different, count, folders, seed
+from papers.arguments import Different, command, count, folders, seed
 from papers.ending import in_a_sentence
 from papers.losac import figure6, figure6_attacks, figure7, sensitivity, table2, theory
 from papers.losac.running import TARGET, final, run, stored, summary, write_table
@@ -69,6 +69,7 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, nargs="+", choices=(2, 3, 5), help="losses: which M")
     parser.add_argument("--local-steps", type=int, nargs="+", choices=(2, 4, 6), help="losses, block-order: which T")
     arguments = parser.parse_args()
+    arguments.command = command(parser, arguments)
     folders(arguments, "losac", tried=bool(arguments.rounds or arguments.seeds))
     return commands[arguments.what](arguments)
 

@@ -91,24 +91,20 @@ def write_table(
     note: str,
     columns: list[str],
     rows: list[list[str]],
-    package: str = "papers.losac",
-    flags: str = "",
-    what: str = "",
+    more: Sequence[str] = (),
 ) -> None:
-    """Write a Markdown table to results/ and print it.
-
-    It names ``python -m package name`` with the given flags, or another command (``what``).
-    """
-    command = f"python -m {package} {what or name}{flags}"
-    for flag in ("rounds", "steps"):
-        command += f" --{flag} {value}" if (value := getattr(arguments, flag, None)) else ""
-    command += f" --seeds {' '.join(map(str, arguments.seeds))}" if arguments.seeds else ""
-    machine = f"{processor()}, {os.cpu_count()} cores, {datetime.date.today().isoformat()}"
-    lines = [f"# {title}", "", f"{note} Written by `{command}` ({machine}).", ""]
-    lines += markdown("|".join(columns), rows)
+    """Write a Markdown table, and lines after it, to results/ and print both."""
+    lines = [f"# {title}", "", f"{note} {written_by(arguments)}", ""]
+    lines += [*markdown("|".join(columns), rows), *more]
     text = "\n".join(lines) + "\n"
     files.write_text(arguments.results / f"{name}.md", text)
     print(text)
+
+
+def written_by(arguments: argparse.Namespace) -> str:
+    """The command, the machine and the day, as the last sentence of a table's note."""
+    machine = f"{processor()}, {os.cpu_count()} cores, {datetime.date.today().isoformat()}"
+    return f"Written by `{arguments.command}` ({machine})."
 
 
 def markdown(columns: str, rows: list[list[str]]) -> list[str]:

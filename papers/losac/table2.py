@@ -304,11 +304,8 @@ def claims(arguments: argparse.Namespace) -> int:
         "both reached. At one learning rate the printed scaling makes LoSAC's steps about M times longer, which is the "
         "speed-up on ESR, the paper's and ours."
     )
-    write_table(arguments, "claims", "LoSAC, Table 2: speed-ups", note, columns, rows)
-    place = arguments.results / "claims.md"
-    text = place.read_text() + "\n" + "\n".join(conclusions(ours)) + "\n"
-    files.write_text(place, text)
-    print("\n".join(conclusions(ours)))
+    more = ["", *conclusions(ours)]
+    write_table(arguments, "claims", "LoSAC, Table 2: speed-ups", note, columns, rows, more)
     return 0
 
 

@@ -8,20 +8,17 @@ Every sweep is stored below --out and not repeated: an interrupted command conti
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import itertools
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fedrax import FedraxError, files
-from papers.arguments import Different, count, folders, seed, writable
+from papers.arguments import Different, command, count, folders, seed, writable
 from papers.ending import in_a_sentence
-from papers.losac.running import markdown, processor, spread
-from papers.upcycled import convergence, data_sets, figures, noise, private
+from papers.losac.running import markdown, spread, written_by
+from papers.upcycled import convergence, data_sets, figures, noise, private, report, tweets
 from papers.upcycled.grid import (
     DATA,
     EVERY,
@@ -38,7 +35,6 @@ from papers.upcycled.grid import (
 )
 from papers.upcycled.report import ROUNDS, SEEDS
 
-HERE = Path(__file__).parent
 STRAGGLERS = {"table1": 90, "table3": 30}
 
 
@@ -51,14 +47,15 @@ def main() -> int:
         **dict.fromkeys(noise.FIGURES, noise.figure),
         "table2": data_sets.table2,
         "table5": noise.table5,
+        **tweets.COMMANDS,
         "theorem5.6": convergence.theorem,
     }
     parser.add_argument("what", choices=[*STRAGGLERS, *private.FIGURES, *others])
     parser.add_argument("--data", nargs="+", choices=list(DATA), help="which sets")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), metavar="METHOD")
-    parser.add_argument("--seeds", type=seed, nargs="+", action=Different, default=SEEDS)
-    of = "of 10 local epochs each; upcycled, two iterations each"
-    parser.add_argument("--rounds", type=count, default=ROUNDS, help=of)
+    parser.add_argument("--seeds", type=seed, nargs="+", action=Different, help="by default 0 to 3; 0 and 1 for tweets")
+    of = "of 10 local epochs each, by default 80, 16 for tweets; upcycled, two iterations each"
+    parser.add_argument("--rounds", type=count, help=of)
     parser.add_argument("--out", type=Path, help="where sweeps are kept; by default runs/upcycled")
     parser.add_argument("--data-dir", help="where data files lie; by default $FEDRAX_DATA")
     search = "tables: the whole grid, or a coarse one and the neighbors of its best points, on test rows alone"
@@ -67,7 +64,10 @@ def main() -> int:
     where = "where tables go; by default beside this command, or with the sweeps where --rounds or --seeds are given"
     parser.add_argument("--results", type=Path, help=where)
     arguments = parser.parse_args()
-    folders(arguments, "upcycled", tried=(arguments.rounds, arguments.seeds) != (ROUNDS, SEEDS))
+    arguments.command = command(parser, arguments)
+    rounds, seeds = (tweets.ROUNDS, tweets.SEEDS) if arguments.what in tweets.COMMANDS else (ROUNDS, SEEDS)
+    arguments.rounds, arguments.seeds = arguments.rounds or rounds, arguments.seeds or seeds
+    folders(arguments, "upcycled", tried=(arguments.rounds, arguments.seeds) != (rounds, seeds))
     writable(arguments.out)
     if arguments.what in others:
         others[arguments.what](arguments)
@@ -98,7 +98,7 @@ def table(arguments: argparse.Namespace) -> None:
 def one_table(arguments: argparse.Namespace, sets: list[str], name: str) -> str:
     """Run missing sweeps, and write the table after each method."""
     stragglers, rows, gains = STRAGGLERS[arguments.what], [], []
-    printed = printed_of(stragglers)
+    printed = report.printed(stragglers)
     text = ""
     methods = [m for m in EVERY if m in arguments.methods or (m not in METHODS and "FedAvg" in arguments.methods)]
     for data, method in itertools.product(sets, methods):
@@ -111,23 +111,17 @@ def one_table(arguments: argparse.Namespace, sets: list[str], name: str) -> str:
             gains.append(held_out_row(data, method, test, held))
         else:
             gains.append(server_step_row(data, test, held))
-        text = written(arguments, sets, rows, gains)
+        text = written(arguments, rows, gains)
         files.write_text(arguments.results / name, text)
         if not arguments.only_write:
             print(f"{data}, {method}: {time.monotonic() - began:.0f} s", flush=True)
     return text
 
 
-def printed_of(stragglers: int) -> dict[tuple[str, str], dict[str, str]]:
-    """The paper's rows by set and method."""
-    with (HERE / "tables_printed.csv").open() as file:
-        return {(r["data"], r["method"]): r for r in csv.DictReader(file) if int(r["stragglers"]) == stragglers}
-
-
 def coarse_table(arguments: argparse.Namespace) -> None:
     """The coarse search of every method on test rows, and the first part of the table after each."""
     stragglers, rows, text = STRAGGLERS[arguments.what], [], ""
-    printed = printed_of(stragglers)
+    printed = report.printed(stragglers)
     for data, method in itertools.product(arguments.data, [m for m in METHODS if m in arguments.methods]):
         where = (arguments.out, data, stragglers, method, "test")
         began, how = time.monotonic(), (arguments.seeds, arguments.rounds, arguments.data_dir)
@@ -139,7 +133,7 @@ def coarse_table(arguments: argparse.Namespace) -> None:
             found = searched(*where, *how)
         rows.append([*row_of(data, method, found, printed.get((data.removeprefix("own "), method))), str(len(found))])
         print(f"{data}, {method}: {len(found)} points, {time.monotonic() - began:.0f} s", flush=True)
-        text = written(arguments, arguments.data, rows, [])
+        text = written(arguments, rows, [])
         files.write_text(arguments.results / f"{arguments.what}-coarse.md", text)
     if not text:
         raise FedraxError(f"there are no sweeps of {arguments.what} below {arguments.out} yet: leave --only-write out")
@@ -236,16 +230,10 @@ def without(point: Point, axis: str) -> Point:
     return {name: value for name, value in point.items() if name != axis}
 
 
-def written(arguments: argparse.Namespace, sets: list[str], rows: list[list[str]], gains: list[list[str]]) -> str:
+def written(arguments: argparse.Namespace, rows: list[list[str]], gains: list[list[str]]) -> str:
     """Write both tables, with the settings of their runs."""
     stragglers = STRAGGLERS[arguments.what]
-    command = f"python -m papers.upcycled {arguments.what}"
-    for option, value in (("data", sets), ("methods", arguments.methods)):
-        if value != list({"data": DATA, "methods": METHODS}[option]):
-            command += f" --{option} " + " ".join(f'"{v}"' if " " in v else v for v in value)
-    command += f" --rounds {arguments.rounds}" if arguments.rounds != ROUNDS else ""
     coarse = arguments.search == "coarse"
-    command += " --search coarse" if coarse else ""
     searched_by = (
         f"Searched was every second value of each axis, then the neighbors of the best points, then the extrapolations "
         f"there; {sum(len(method.points) for method in METHODS.values()):,} points are in the seven grids. "
@@ -260,8 +248,7 @@ def written(arguments: argparse.Namespace, sets: list[str], rows: list[list[str]
         "chosen by this very accuracy, as the paper's grid search does; those of the columns over samples, by accuracy "
         "over all test samples. 'own' sets are our generator's. pFedMe: the "
         "devices' own models. Sets and methods that are not in the table were not run. "
-        f"'(end)': the best value lies at the end of its grid. {searched_by}Written by "
-        f"`{command}` ({processor()}, {os.cpu_count()} cores, {datetime.date.today().isoformat()}).",
+        f"'(end)': the best value lies at the end of its grid. {searched_by}{written_by(arguments)}",
         "",
         *markdown(
             "set|method|paper|ours|paper, upcycled|ours, upcycled|paper's gain|our gain"

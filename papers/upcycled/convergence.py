@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import matplotlib.figure
 import numpy as np
 
 from fedrax import Federation, FedProx, FedraxError, LocalSGD, Settings, classification, files, simulate, sweep
@@ -136,49 +135,18 @@ def write(
     for r in (quarter, half, arguments.rounds):
         columns += [f"loss, round {r}", "upcycled"]
     columns += ["upcycled - plain", "upcycled lower"]
-    wins = sum(up_wins(losses) for losses in found.values())
     note = (
         f"The figure prints curves, no numbers. Test loss over all test rows, {len(arguments.seeds)} seeds, mean ± "
         f"standard deviation, {stragglers} % stragglers; in the time of a round an upcycled method does two "
         f"iterations. At the points with the best accuracy over devices of `{table}.md` and `{table}-coarse.md`. "
-        "pFedMe: the devices' own models. 'upcycled lower': at how many of the evaluations. The upcycled loss ends "
-        f"lower by more than the spread in {wins} of {len(found)} cases."
+        "pFedMe: the devices' own models. 'upcycled lower': at how many of the evaluations."
     )
     number = arguments.what[-1]
     title = f"Upcycled-FL, Figure {number} (convergence, {stragglers} % stragglers)"
-    report.write(arguments, title, note, columns, rows)
-    curves.save_curves(draw(arguments, found), arguments.results / arguments.what)
-
-
-def up_wins(losses: Curves) -> bool:
-    """Whether the upcycled loss ends lower in the mean, by more than the deviation of the differences."""
-    gain = losses["upcycled"][:, -1] - losses["plain"][:, -1]
-    return bool(gain.mean() < -(gain.std(ddof=1) if len(gain) > 1 else 0.0))
-
-
-def draw(arguments: argparse.Namespace, found: dict[tuple[str, str], Curves]) -> matplotlib.figure.Figure:
-    """A panel for each set: solid lines are upcycled."""
-    sets = list(dict.fromkeys(data for data, _ in found))
-    sketch = matplotlib.figure.Figure(figsize=(1 + 3.6 * len(sets), 4.2), layout="constrained")
-    grid = sketch.subplots(1, len(sets), squeeze=False)[0]
-    for axes, data in zip(grid, sets, strict=True):
-        for i, method in enumerate(METHODS):
-            if (data, method) not in found:
-                continue
-            for way, losses in found[data, method].items():
-                mean = losses.mean(0)
-                at = arguments.rounds / len(mean) * np.arange(1, len(mean) + 1)
-                style: dict[str, Any] = {"color": curves.PALETTE[i], "linewidth": 1.3}
-                axes.plot(at, mean, linestyle="-" if way == "upcycled" else "--", label=f"{method}, {way}", **style)
-        axes.set_title(data)
-        axes.set_xlabel("rounds (of time)")
-        axes.grid(color="0.92", linewidth=0.7)
-        axes.set_yscale("log")
-        axes.spines[["top", "right"]].set_visible(False)
-    grid[0].set_ylabel("test loss")
-    handles = {label: line for axes in grid for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    sketch.legend(handles.values(), handles, loc="outside lower center", ncols=5, frameon=False, fontsize="small")
-    return sketch
+    report.write(arguments, title, note, columns, rows, report.wins(found))
+    panels = {data: {m: losses for (of, m), losses in found.items() if of == data} for data, _ in found}
+    drawn = report.draw_pairs(panels, arguments.rounds, "rounds (of time)", list(METHODS))
+    curves.save_curves(drawn, arguments.results / arguments.what)
 
 
 # -- Theorem 5.6 and Corollary 5.8 ------------------------------------------------------------------------------------
@@ -211,8 +179,7 @@ def theorem(arguments: argparse.Namespace) -> None:
         f"{arguments.rounds} rounds of two iterations, ten local epochs at step size {LR:g}, all devices, no "
         "stragglers; mean ± standard deviation over seeds."
     )
-    report.write(arguments, "Upcycled-FL, Theorem 5.6: mu and lambda_m", note, columns, rows)
-    lines = [
+    more = [
         "",
         "## Corollary 5.8: growing lambda_m",
         "",
@@ -223,9 +190,7 @@ def theorem(arguments: argparse.Namespace) -> None:
         "|" + "---|" * (len(ITERATIONS) + 3),
         *sections,
     ]
-    place = arguments.results / f"{arguments.what}.md"
-    files.write_text(place, place.read_text() + "\n".join(lines) + "\n")
-    print("\n".join(lines))
+    report.write(arguments, "Upcycled-FL, Theorem 5.6: mu and lambda_m", note, columns, rows, more)
 
 
 def fedprox(mu: float) -> Upcycled:

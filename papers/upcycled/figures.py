@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import datetime
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +16,7 @@ import numpy as np
 from fedrax import FedraxError, files
 from fedrax.privacy.printed_bounds import objective_perturbation, output_perturbation
 from fedrax.report import curves
-from papers.losac.running import markdown, processor, spread
+from papers.losac.running import markdown, spread, written_by
 from papers.upcycled.grid import Point, federation_of
 from papers.upcycled.private import (
     DELTA,
@@ -26,7 +24,6 @@ from papers.upcycled.private import (
     MEASURED,
     METHODS,
     MU,
-    SETS,
     Figure,
     Found,
     kinds_of,
@@ -252,7 +249,7 @@ def write(arguments: argparse.Namespace, every: Every) -> str:
     lines = [
         f"# Upcycled-FL, Figure {of.number} ({of.mechanism}, synthetic sets)",
         "",
-        note(arguments, of, every),
+        note(arguments, of),
         "",
         "## The printed epsilons of Syn(iid)",
         "",
@@ -290,22 +287,14 @@ AGAINST = (
 )
 
 
-def note(arguments: argparse.Namespace, of: Figure, every: Every) -> str:
+def note(arguments: argparse.Namespace, of: Figure) -> str:
     """The settings of the runs, and the command."""
-    command = f"python -m papers.upcycled {arguments.what}"
-    data, methods = (list(dict.fromkeys(names)) for names in zip(*every, strict=True))
-    for option, value, default in (("data", data, SETS), ("methods", methods, METHODS)):
-        if value != list(default):
-            command += f" --{option} " + " ".join(f'"{v}"' if " " in v else v for v in value)
-    command += f" --rounds {arguments.rounds}" if arguments.rounds != 80 else ""
-    command += f" --seeds {' '.join(map(str, arguments.seeds))}" if arguments.seeds != [0, 1, 2, 3] else ""
     return (
         f"The figure prints curves of the loss and no numbers. {len(arguments.seeds)} seeds, mean ± standard "
         f"deviation; all devices take part in each of {arguments.rounds} rounds, upcycled methods in "
         f"{arguments.rounds // 2} of as many iterations, with {of.share:g} of the plain ones' {of.level}; no "
         f"stragglers. delta = {DELTA:g}. 'own' sets are our generator's; sets and methods that are not in the tables "
-        f"were not run. Written by `{command}` ({processor()}, "
-        f"{os.cpu_count()} cores, {datetime.date.today().isoformat()})."
+        f"were not run. {written_by(arguments)}"
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fedrax import Federation, FedraxError, LocalSGD, Result, Settings, classification, files, sweep
+from fedrax import Federation, FedraxError, LocalSGD, Result, Settings, Task, classification, files, sweep
 from fedrax.algorithms import upcycle
 from fedrax.algorithms.fedavg import FedAvg, FedProx
 from fedrax.algorithms.feddyn import FedDyn
@@ -278,10 +278,13 @@ def sweep_points(
     stragglers: int,
     seeds: list[int],
     rounds: int,
+    task: Task | None = None,
     **options: Any,
 ) -> Sequence[Sequence[Result]]:
-    """Run all points in one compiled program, with 30 % of the devices in a round; ``options``: further settings."""
-    task = classification(Logistic().build(federation.train.x.shape[1:], federation.num_classes or 1))
+    """Run all points in one compiled program, with 30 % of the devices in a round; ``options``: further settings.
+
+    task: instead of softmax regression.
+    """
     settings = Settings(
         rounds=rounds,
         cohort_size=round(0.3 * federation.num_clients),
@@ -289,7 +292,12 @@ def sweep_points(
         weights=spec.weights,  # type: ignore[arg-type]
     )
     algorithms = [spec.at(point) for point in points]
-    return sweep(algorithms, task, federation, seeds, settings, mode="vectorized", **options)
+    return sweep(algorithms, task or logistic(federation), federation, seeds, settings, mode="vectorized", **options)
+
+
+def logistic(federation: Federation) -> Task:
+    """Softmax regression."""
+    return classification(Logistic().build(federation.train.x.shape[1:], federation.num_classes or 1))
 
 
 def final(events: list[dict[str, Any]]) -> dict[str, list[float]]:

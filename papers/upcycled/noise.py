@@ -9,12 +9,10 @@ import argparse
 import dataclasses
 import itertools
 import json
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
-import matplotlib.figure
 import numpy as np
 
 from fedrax import FedAvg, FedraxError, files, simulate
@@ -26,7 +24,7 @@ from fedrax.optim.server import SGD, Yogi
 from fedrax.report import curves
 from papers.losac.running import spread
 from papers.upcycled import private, report
-from papers.upcycled.convergence import SETS, up_wins
+from papers.upcycled.convergence import SETS
 from papers.upcycled.grid import Point
 from papers.upcycled.private import MEASURED, Figure, federation_for, rounded
 
@@ -144,26 +142,19 @@ def figure(arguments: argparse.Namespace) -> None:
         raise FedraxError(f"there are no sweeps of {arguments.what} below {arguments.out} yet: leave --only-write out")
     rows = []
     for (data, method), ways in found.items():
-        losses = {way: values for way, (_, values) in ways.items()}
-        final = {way: values[:, -1] for way, values in losses.items()}
+        final = {way: losses[:, -1] for way, losses in losses_of(ways).items()}
         gains = [final["upcycled"] - final[way] for way in ("plain", "half")]
         text = [spread(gain.tolist(), "+.4f").replace("± +", "± ") for gain in gains]
         cells = [spread(final[way].tolist(), ".4f") for way in ("plain", "upcycled", "half")]
         points = [", ".join(f"{k} {v:.3g}" for k, v in ways[way][0].items()) for way in ("plain", "upcycled")]
         rows.append([data, method, *cells, *text, *points])
     of = FIGURES[arguments.what]
-    wins = [
-        sum(up_wins({"plain": w[way][1], "upcycled": w["upcycled"][1]}) for w in found.values())
-        for way in ("plain", "half")
-    ]
     note = (
         f"The figure prints curves of the loss and no numbers. Test loss after the last of {arguments.rounds} "
         f"iterations at the paper's noise, {len(arguments.seeds)} seeds, mean ± standard deviation, at the points "
         "with the smallest test loss; pFedMe: the devices' own models. All devices take part in each round; upcycled "
         f"methods take half of the rounds with {of.share:g} of the plain ones' {of.level}. 'half the rounds' is the "
-        "method itself with the noise, the rounds and so the epsilon of the upcycled one. The upcycled loss is lower "
-        f"than the plain one by more than the spread in {wins[0]} of {len(found)} cases, and than that of half the "
-        f"rounds in {wins[1]}."
+        "method itself with the noise, the rounds and so the epsilon of the upcycled one."
     )
     columns = [
         "set",
@@ -176,73 +167,56 @@ def figure(arguments: argparse.Namespace) -> None:
     ]
     columns += ["chosen, plain", "chosen, upcycled"]
     title = f"Upcycled-FL, Figure {of.number} ({of.mechanism}, seven methods at the paper's noise)"
-    report.write(arguments, title, note, columns, rows)
-    curves.save_curves(draw(arguments, found), arguments.results / arguments.what)
+    losses = {case: losses_of(ways) for case, ways in found.items()}
+    more = report.wins(losses) + report.wins(losses, "half")
+    report.write(arguments, title, note, columns, rows, more)
+    panels = {data: {m: losses_of(ways) for (of, m), ways in found.items() if of == data} for data, _ in found}
+    drawn = report.draw_pairs(panels, arguments.rounds, "iterations", list(METHODS))
+    curves.save_curves(drawn, arguments.results / arguments.what)
 
 
-def draw(
-    arguments: argparse.Namespace, found: dict[tuple[str, str], dict[str, tuple[Point, np.ndarray]]]
-) -> matplotlib.figure.Figure:
-    """A panel for each set: loss against iterations, solid lines upcycled."""
-    sets = list(dict.fromkeys(data for data, _ in found))
-    sketch = matplotlib.figure.Figure(figsize=(1 + 3.6 * len(sets), 4.2), layout="constrained")
-    grid = sketch.subplots(1, len(sets), squeeze=False)[0]
-    at_iteration = arguments.rounds / MEASURED * np.arange(1, MEASURED + 1)
-    for axes, data in zip(grid, sets, strict=True):
-        for i, method in enumerate(METHODS):
-            for way, dash in (("plain", "--"), ("upcycled", "-")):
-                if (data, method) in found:
-                    losses = found[data, method][way][1]
-                    style: dict[str, Any] = {"color": curves.PALETTE[i], "linewidth": 1.3, "linestyle": dash}
-                    axes.plot(at_iteration, losses.mean(0), label=f"{method}, {way}", **style)
-        axes.set_title(data)
-        axes.set_xlabel("iterations")
-        axes.set_yscale("log")
-        axes.grid(color="0.92", linewidth=0.7)
-        axes.spines[["top", "right"]].set_visible(False)
-    grid[0].set_ylabel("test loss")
-    handles = {label: line for axes in grid for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    sketch.legend(handles.values(), handles, loc="outside lower center", ncols=5, frameon=False, fontsize="small")
-    return sketch
+def losses_of(ways: dict[str, tuple[Point, np.ndarray]]) -> dict[str, np.ndarray]:
+    """The losses of each way."""
+    return {way: losses for way, (_, losses) in ways.items()}
 
 
 # -- Table 5 ----------------------------------------------------------------------------------------------------------
 
 
 def table5(arguments: argparse.Namespace) -> None:
-    """Seconds of a run with output perturbation on Syn(iid), of the method and of the upcycled one."""
+    """Time of a run with output perturbation on Syn(iid): of a method over FedAvg's, and of the upcycled one over its.
+
+    The three are timed in turn, seed by seed, so that other work on the machine affects them alike.
+    """
     of, rows = FIGURES["figure3-methods"], []
     federation = federation_for(of, "iid", "test", arguments.data_dir)
     task = of.task(federation)
+
+    def timed(method: str, upcycled: bool, seed: int) -> float:
+        rounds = arguments.rounds // 2 if upcycled else arguments.rounds
+        points = [p for p in points_of(of, method, upcycled) if p["lr"] == 0.1 and p.get("a", 0.5) == 0.5]
+        options: dict[str, Any] = {"cohort_size": federation.num_clients, "eval_every": rounds, "progress": False}
+        began = time.perf_counter()
+        simulate(at(of, method, points[0]), task, federation, rounds=rounds, seed=seed, **options)
+        return time.perf_counter() - began
+
     for method in arguments.methods or list(METHODS):
-        seconds = {}
-        for upcycled, rounds in ((False, arguments.rounds), (True, arguments.rounds // 2)):
-            points = [p for p in points_of(of, method, upcycled) if p["lr"] == 0.1 and p.get("a", 0.5) == 0.5]
-            made = at(of, method, points[0])
-            options: dict[str, Any] = {"cohort_size": federation.num_clients, "eval_every": rounds, "progress": False}
-            took = []
-            for seed in [arguments.seeds[0], *arguments.seeds]:  # the first run compiles
-                began = time.perf_counter()
-                simulate(made, task, federation, rounds=rounds, seed=seed, **options)
-                took.append(time.perf_counter() - began)
-            seconds[upcycled] = took[1:]
-        ratio = statistics.mean(seconds[True]) / statistics.mean(seconds[False])
+        turn = (("FedAvg", False), (method, False), (method, True))
+        for one in turn:
+            timed(*one, arguments.seeds[0])  # compiles
+        seconds = np.array([[timed(*one, seed) for one in turn] for seed in arguments.seeds])
+        over, ratio = (seconds[:, k] / seconds[:, k - 1] for k in (1, 2))
         mean, deviation = PRINTED_SECONDS[method]
         paper = mean / PRINTED_SECONDS["FedAvg"][0]
-        rows.append([method, f"{mean:.2f} ± {deviation:.2f}", f"{paper:.2f}", *timed(seconds), f"{ratio:.2f}"])
-    first = float(rows[0][3].split(" ")[0])
-    for row in rows:
-        row.insert(4, f"{float(row[3].split(' ')[0]) / first:.2f}")
-    columns = ["method", "paper, s", "over FedAvg's", "ours, s", "over FedAvg's", "upcycled, s", "upcycled / plain"]
+        shown = ["1" if method == "FedAvg" else spread(over.tolist(), ".2f"), spread(ratio.tolist(), ".2f")]
+        rows.append([method, f"{mean:.2f} ± {deviation:.2f}", f"{paper:.2f}", *shown])
+        print(f"{method}: {seconds.mean(0).round(3).tolist()} s", flush=True)
+    columns = ["method", "paper, s", "over FedAvg's", "ours over FedAvg's", "upcycled / plain"]
     note = (
-        f"Seconds of {arguments.rounds} iterations with output perturbation on Syn(iid), all devices, warm (compiled "
-        f"before), mean ± standard deviation over {len(arguments.seeds)} runs. An upcycled method does as many "
-        "iterations in half of the rounds. The paper's are of a GPU with PyTorch; its upcycled row is not legible in "
+        f"Time of {arguments.rounds} iterations with output perturbation on Syn(iid), all devices, compiled before, as "
+        f"ratios of runs that follow each other, mean ± standard deviation over {len(arguments.seeds)} seeds: FedAvg, "
+        "the method, the upcycled method, which does as many iterations in half of the rounds. Seconds are not given, "
+        "because the machine had other work. The paper's are of a GPU with PyTorch; its upcycled row is not legible in "
         "the text at hand."
     )
     report.write(arguments, "Upcycled-FL, Table 5: training time", note, columns, rows)
-
-
-def timed(seconds: dict[bool, list[float]]) -> list[str]:
-    """Plain and upcycled seconds as text."""
-    return [spread(seconds[upcycled], ".3f") for upcycled in (False, True)]

@@ -1,22 +1,76 @@
-"""Tables of Upcycled-FL's commands, with the command that made them."""
+"""What the commands of Upcycled-FL share: the paper's numbers, tables, and pictures of pairs of curves."""
 
 from __future__ import annotations
 
 import argparse
-import copy
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from papers.losac.running import write_table
+import matplotlib.figure
+import numpy as np
+from matplotlib.lines import Line2D
+
+from fedrax.report import curves
+from papers.losac.running import markdown, write_table
 
 ROUNDS, SEEDS = 80, [0, 1, 2, 3]
+DASHES = {"upcycled": "-", "plain": "--"}
+Pair = Mapping[str, np.ndarray]
+"""Losses [seeds, evaluations] of the method and of the upcycled one, at even distances."""
 
 
-def write(arguments: argparse.Namespace, title: str, note: str, columns: list[str], rows: list[list[str]]) -> None:
-    """A table under the command's name; flags that have their defaults are not written."""
-    told = copy.copy(arguments)
-    told.rounds = None if arguments.rounds == ROUNDS else arguments.rounds
-    told.seeds = None if arguments.seeds == SEEDS else arguments.seeds
-    flags = ""
-    for option in ("data", "methods"):
-        if values := getattr(arguments, option, None):
-            flags += f" --{option} " + " ".join(f'"{v}"' if " " in v else v for v in values)
-    write_table(told, arguments.what, title, note, columns, rows, "papers.upcycled", flags)
+def write(
+    arguments: argparse.Namespace,
+    title: str,
+    note: str,
+    columns: list[str],
+    rows: list[list[str]],
+    more: Sequence[str] = (),
+) -> None:
+    """A table under the command's name, and lines after it."""
+    write_table(arguments, arguments.what, title, note, columns, rows, more)
+
+
+def wins(found: Mapping[tuple[str, str], Mapping[str, np.ndarray]], over: str = "plain") -> list[str]:
+    """A second table: in how many cases of each set the upcycled loss ends lower or higher by more than the spread."""
+    rows = []
+    for data in dict.fromkeys(data for data, _ in found):
+        gains = [losses["upcycled"][:, -1] - losses[over][:, -1] for (of, _), losses in found.items() if of == data]
+        clear = [gain.mean() / max(gain.std(ddof=1) if len(gain) > 1 else 0.0, 1e-12) for gain in gains]
+        rows.append([data, str(len(gains)), str(sum(c < -1 for c in clear)), str(sum(c > 1 for c in clear))])
+    heading = f"## Upcycled against {over}"
+    return ["", heading, "", *markdown("set|methods|lower by more than the spread|higher by more than it", rows)]
+
+
+def printed(stragglers: int) -> dict[tuple[str, str], dict[str, str]]:
+    """Rows of Table 1 or 3 by set and method."""
+    with Path(__file__).with_name("tables_printed.csv").open() as file:
+        return {(r["data"], r["method"]): r for r in csv.DictReader(file) if int(r["stragglers"]) == stragglers}
+
+
+def draw_pairs(
+    panels: Mapping[str, Mapping[str, Pair]], rounds: int, xlabel: str, methods: list[str]
+) -> matplotlib.figure.Figure:
+    """A panel for each set, of the losses of its methods; solid lines are upcycled. A method has one color."""
+    figure = matplotlib.figure.Figure(figsize=(1 + 3.6 * max(2, len(panels)), 4.2), layout="constrained")
+    grid = figure.subplots(1, len(panels), squeeze=False)[0]
+    shown = [method for method in methods if any(method in found for found in panels.values())]
+    for axes, (title, found) in zip(grid, panels.items(), strict=True):
+        for method, pair in found.items():
+            for way, dash in DASHES.items():
+                mean = pair[way].mean(0)
+                at = rounds / len(mean) * np.arange(1, len(mean) + 1)
+                style: dict[str, Any] = {"color": curves.PALETTE[methods.index(method)], "linewidth": 1.3}
+                axes.plot(at, mean, linestyle=dash, **style)
+        axes.set_title(title)
+        axes.set_xlabel(xlabel)
+        axes.set_yscale("log")
+        axes.grid(color="0.92", linewidth=0.7)
+        axes.spines[["top", "right"]].set_visible(False)
+    grid[0].set_ylabel("test loss")
+    handles = [Line2D([], [], color=curves.PALETTE[methods.index(method)]) for method in shown]
+    handles += [Line2D([], [], color="0.3", linestyle=dash) for dash in DASHES.values()]
+    figure.legend(handles, [*shown, *DASHES], loc="outside lower center", ncols=len(handles), frameon=False)
+    return figure

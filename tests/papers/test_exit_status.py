@@ -109,6 +109,25 @@ def test_shortened_runs_do_not_overwrite_complete_results(tmp_path: Path, monkey
     assert filled(True, results=Path("mine")) == (Path("runs/losac/tried"), Path("mine"))
 
 
+def test_tables_name_the_options_that_a_command_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(losac.table2, "losses", lambda arguments: said.append(arguments.command))
+    monkeypatch.setattr(losac, "folders", lambda *_, **__: None)
+    given = ["losses", "--data", "MNIST", "HAR", "--local-steps", "2", "--out", "x", "--data-dir", "y"]
+    monkeypatch.setattr(sys, "argv", ["losac", *given, "--seeds", "0"])
+    losac.main()
+    monkeypatch.setattr(upcycled, "table", lambda arguments: said.append(arguments.command))
+    monkeypatch.setattr(upcycled, "folders", lambda *_, **__: None)
+    monkeypatch.setattr(upcycled, "writable", lambda *_: None)
+    given = ["table1", "--data", "own 0_0", "--search", "coarse", "--only-write"]
+    monkeypatch.setattr(sys, "argv", ["upcycled", *given])
+    upcycled.main()
+    assert said == [
+        "python -m papers.losac losses --seeds 0 --data MNIST HAR --local-steps 2",
+        "python -m papers.upcycled table1 --data 'own 0_0' --search coarse",
+    ]
+
+
 def test_figure3_with_fewer_seeds_does_not_overwrite_complete_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pytest
 
 from fedrax.data import load
 from fedrax.experiments import comparison
 from papers.upcycled import __main__ as upcycled
-from papers.upcycled import convergence, data_sets, figures, grid, noise, private
+from papers.upcycled import convergence, data_sets, figures, grid, noise, private, tweets
 
 
 @pytest.mark.slow
@@ -33,7 +34,7 @@ def test_table1_prints_paper_fedrax_and_held_out_results(
     assert "| own 0_0 | FedAvg | 79.28 ± 0.61 | " in text
     assert "| +2.18 |" in text  # gain in the paper
     assert "| own 0_0 | FedAvg, server step tuned instead | " in text
-    assert '--data "own 0_0" --methods FedAvg --rounds 2' in text
+    assert "table1 --data 'own 0_0' --methods FedAvg --seeds 0 1 --rounds 2`" in text
     # upcycle(FedAvg, 0.5) is FedAvg with server learning rate 1.5
     where = (tmp_path / "runs", "own 0_0", 90)
     up = dict_of(grid.measured(*where, "FedAvg", "test", [0, 1], 2, None))
@@ -276,6 +277,78 @@ def test_mu_and_lambda_and_the_seconds_of_a_run(
     assert losses[-2] == pytest.approx(losses[-1], rel=0.02)  # a = 1 / 101 is nearly FedProx
     assert abs(losses[0] - losses[-1]) > 1e-3  # a = 1 goes twice as far
     assert "| own 0_0 | 0.5 | " in text
+
+
+def test_table5_compares_the_time_of_runs_that_follow_each_other(
+    small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(grid.DATA, "iid", grid.DATA["own 0_0"])
+    runs: list[tuple[str, int, int]] = []
+
+    def timed(algorithm: noise.Algorithm, *_: object, rounds: int, seed: int, **__: object) -> None:
+        runs.append((type(algorithm).__name__, rounds, seed))
+
+    monkeypatch.setattr(noise, "simulate", timed)
+    monkeypatch.setattr(sys, "argv", ["upcycled", "table5", "--rounds", "4", *small[2:]])
+    assert upcycled.main() == 0
+    turn = [("OutputPerturbation", 4), ("OutputPerturbation", 4), ("Upcycled", 2)]
+    assert runs == [(*one, seed) for seed in (0, 0, 1) for one in turn]
+    (row,) = (line for line in (tmp_path / "table5.md").read_text().splitlines() if line.startswith("| FedAvg"))
+    assert row.startswith("| FedAvg | 147.50 ± 6.69 | 1.00 | 1 | ") and float(row.split(" | ")[4].split(" ")[0]) > 0
+
+
+@pytest.fixture
+def few_tweets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Three users, and vectors of their words."""
+    words = {f"word{k}": np.random.default_rng(k).normal(size=3) for k in range(8)}
+    drawn = np.random.default_rng(0).integers(8, size=(60, 4))
+    texts = [" ".join(f"word{k}" for k in row) for row in drawn]
+    for name in ("sent140", "glove"):
+        (tmp_path / name).mkdir()
+    table = {"user": [f"u{k % 3}" for k in range(60)], "text": texts, "label": (drawn.sum(1) > 14).astype(int)}
+    pl.DataFrame(table).write_parquet(tmp_path / "sent140" / "leaf_k30_by_user.parquet")
+    vectors = "\n".join(f"{word} " + " ".join(f"{x:.3f}" for x in vector) for word, vector in words.items())
+    (tmp_path / tweets.VECTORS).write_text(vectors + "\n")
+    monkeypatch.setattr(tweets, "DEVICES", 3)
+    monkeypatch.setattr(tweets, "LEAST", 1)
+    monkeypatch.setattr(tweets, "HIDDEN", 2)
+    monkeypatch.setattr(tweets, "STEPS", (0.3,))
+    monkeypatch.setattr(tweets, "PRIVATE_STEPS", (0.3,))
+    return ["--data-dir", str(tmp_path), "--out", str(tmp_path / "runs"), "--results", str(tmp_path), "--seeds", "0"]
+
+
+@pytest.mark.slow
+def test_tweets_are_compared_in_both_tables_and_with_noise(
+    few_tweets: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tweets, "TABLES", {"3": 30})
+    monkeypatch.setattr(sys, "argv", ["upcycled", "sent140", "--methods", "FedAvg", "--rounds", "2", *few_tweets])
+    assert upcycled.main() == 0
+    (row,) = (line for line in (tmp_path / "sent140.md").read_text().splitlines() if line.startswith("| 3 "))
+    cells = row.split(" | ")
+    assert cells[1:3] == ["FedAvg", "74.29 ± 0.12"] and cells[4] == "75.18 ± 0.50" and 0 <= float(cells[3]) <= 100
+    kept = json.loads((tmp_path / "runs" / "sent140-30-FedAvg.json").read_text())
+    assert [point["a"] for point in kept["points"]] == [0, 0.5]
+    monkeypatch.setattr(noise, "MEASURED", 2)
+    monkeypatch.setattr(tweets, "NOISE", {"output": tweets.NOISE["output"]})
+    command = ["upcycled", "figure8", "--methods", "SCAFFOLD", "--rounds", "4", *few_tweets]
+    monkeypatch.setattr(sys, "argv", command)
+    assert upcycled.main() == 0
+    assert "| output | SCAFFOLD | " in (tmp_path / "figure8.md").read_text()
+    assert (tmp_path / "figure8.png").stat().st_size > 10_000
+    kept = json.loads((tmp_path / "runs" / "sent140-output-SCAFFOLD-upcycled.json").read_text())
+    assert [point["sigma / tau"] for point in kept["points"]] == pytest.approx([0.02])
+    monkeypatch.setattr(tweets, "kept", lambda *_: None)  # nothing is there
+    assert upcycled.main() == 1
+
+
+def test_noise_on_tweets_is_that_of_the_appendix() -> None:
+    """sigma 0.27 and 0.2, alpha 15 and 30."""
+    output, objective = tweets.NOISE["output"], tweets.NOISE["objective"]
+    at = [noise.at(output, "FedAvg", {"lr": 1.0, **output.printed, output.level: output.printed[output.level] * share})
+          for share in (1.0, output.share)]  # fmt: skip
+    assert [one.sigma for one in at] == pytest.approx([0.27, 0.2])
+    assert (objective.printed["alpha"], objective.printed["alpha"] * objective.share) == (15, 30)
 
 
 def test_file_for_emnist_has_each_method_and_its_upcycled_form() -> None:
