@@ -25,7 +25,7 @@ FULLY_COMPILED_IN_MAKE_TEST = {"FedAvg-all-options", "LoSAC-consistent", "Mime",
 """Cases of ``FULLY_COMPILED`` in ``make test``: local options, blocks, two phases, wrappers. For GradMA see also
 ``test_gradma_compiled``."""
 
-DOCUMENTED_NAMES = set(re.findall("`([a-z_]+)`", (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()))
+DOCUMENTED_NAMES = set(re.findall("`([a-z_]+)`", (Path(__file__).parents[2] / "docs" / "run-files.md").read_text()))
 """Names that the documentation explains, among them all keys of events."""
 
 
