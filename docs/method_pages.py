@@ -2,7 +2,8 @@
 
 The front matter of a page names its classes (``methods``), the entries of ``docs/references.bib`` (``cite``) and the
 folders of ``papers`` with results of the methods (``papers``). Below the prose the build appends an example, the
-hyper-parameters, the cost, the results, the code and the citations.
+hyper-parameters, the cost, the results, the code and the citations. A block ``{round}`` of the prose is the pseudocode
+of a round; ``ranges.toml`` has sensible values of hyper-parameters.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import itertools
 import re
 import textwrap
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,9 @@ from fedrax.experiments.method_registry import algorithms
 
 FOLDER = Path(__file__).parent / "methods"
 REFERENCES = Path(__file__).parent / "references.bib"
+RANGES = tomllib.loads((FOLDER / "ranges.toml").read_text(encoding="utf-8"))
+"""Sensible values by class and field: ``from`` and ``to`` with their ``source``, or ``advice`` where no range holds."""
+ROUND = re.compile(r"^```\{round\}\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 TITLES = {"losac": "LoSAC", "episode": "EPISODE", "upcycled": "Upcycled-FL", "gradma": "GradMA"}
 
 
@@ -76,10 +82,18 @@ def hyperparameters(name: str, kind: Any) -> str:
         bounds = [str(bound) for one in described.types for bound in map(interval, one.bounds)]
         accepted = described.description + (f", {' and '.join(bounds)}" if bounds else "")
         default = "" if field.default is dataclasses.MISSING else f"`{short(field.default)}`"
-        cells = (f"`{field.name}`", default, accepted, meanings.get(field.name, ""))
+        advice = sensible(RANGES.get(kind.__name__, {}).get(field.name, {}))
+        cells = (f"`{field.name}`", default, accepted, advice, meanings.get(field.name, ""))
         rows.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
-    head = "| field | default | accepts | meaning |\n|---|---|---|---|\n"
+    head = "| field | default | accepts | sensible values | meaning |\n|---|---|---|---|---|\n"
     return f"`{kind.__name__}`, in experiment files `{name}`:\n\n" + head + "\n".join(rows)
+
+
+def sensible(values: dict[str, Any]) -> str:
+    """Sensible values of a field in words, with their source."""
+    if "from" not in values:
+        return values.get("advice", "")
+    return f"{values['from']:g} to {values['to']:g} ({values['source']})"
 
 
 def interval(bound: Any) -> str:
@@ -120,10 +134,28 @@ def code(kind: type) -> str:
     return f"`src/{path}.py`:\n\n```{{code-block}} python\n" + "\n".join(lines).strip() + "\n```"
 
 
+def typeset_round(block: re.Match[str]) -> str:
+    """The pseudocode of a round: one box for each stretch of lines of one side, server or client.
+
+    A line is ``side: text``, with ``- `` before the text of a line within a loop, or ``title: text`` of a method.
+    """
+    lines = [line.split(": ", 1) for line in block[1].splitlines() if line]
+    parts = ["::::{container} round"]
+    for side, group in itertools.groupby(lines, key=lambda line: line[0]):
+        texts = [text for _, text in group]
+        if side == "title":
+            parts.append(f"**{texts[0]}**\n")
+            continue
+        items = (f"  {text}" if text.startswith("- ") else f"- {text}" for text in texts)
+        parts += [f":::{{container}} side {side}", f"{side}\n", *items, ":::"]
+    return "\n".join([*parts, "::::"])
+
+
 def append_facts(app: Sphinx, docname: str, source: list[str]) -> None:
     """Hook of Sphinx: complete the pages of methods."""
     if docname.startswith("methods/") and front_matter(source[0]):
-        source[0] += "\n" + facts(source[0])
+        added = facts(source[0])
+        source[0] = ROUND.sub(typeset_round, source[0]) + "\n" + added
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -25,7 +25,10 @@ FINISHED, OURS = Optax(optax.sgd(0.01)), Optax.of(optax.sgd)
         (lambda: QFedAvg(local=LocalSGD(optimizer=FINISHED)), "QFedAvg takes 1 / local.lr for the Lipschitz constant"),
         (lambda: Episode(local=LocalSGD(optimizer=FINISHED), gamma=0.1), "unset local.optimizer or gamma"),
         (lambda: Episode(local=LocalSGD(optimizer=OURS), gamma=0.1), "unset local.optimizer or gamma"),
-        (lambda: FedAvg(local=LocalSGD(optimizer=FINISHED, prox=L1(0.1))), "local.prox needs the step size local.lr"),
+        (
+            lambda: FedAvg(local=LocalSGD(optimizer=FINISHED, prox=L1(0.1))),
+            "local.prox needs the learning rate local.lr",
+        ),
     ],
     ids=["q-FedAvg", "EPISODE", "EPISODE, lr", "prox"],
 )

@@ -71,11 +71,11 @@ def test_messages_have_the_adapters_alone_and_rounds_are_the_simulators():
     assert last["wire_bytes_down"] < 2 * COHORT * (adapters + 3_000) < 2 * COHORT * base
 
 
-def test_a_client_with_other_weights_is_refused_with_both_digests(caplog: pytest.LogCaptureFixture):
+def test_a_client_with_other_weights_is_rejected_with_both_digests(caplog: pytest.LogCaptureFixture):
     ours, theirs = of_frozen(TASK.frozen), of_frozen(task_of(1).frozen)
     assert ours != theirs and re.fullmatch("[0-9a-f]{32}", ours)
     words = (
-        rf"5 of 6 clients .*client 4 \(node 6\) is refused: .* digest {theirs}, .* server digest {ours}: load the same"
+        rf"5 of 6 clients .*client 4 \(node 6\) is rejected: .* digest {theirs}, .* server digest {ours}: load the same"
     )
     with pytest.raises(FedraxError, match=words):
         federated(OwnApps(apps(4)))
@@ -88,7 +88,7 @@ def test_a_client_with_other_weights_is_refused_with_both_digests(caplog: pytest
 def test_weights_that_change_after_the_introduction_are_noticed(caplog: pytest.LogCaptureFixture):
     result = federated(OwnApps(apps(), later=apps(2)), cohort_size=len(SIZES), rounds=1)
     assert result.events[-1]["clients"] == len(SIZES) - 1
-    assert re.search(f"client 2 .*this client is refused: .*{of_frozen(task_of(1).frozen)}", caplog.text)
+    assert re.search(f"client 2 .*this client is rejected: .*{of_frozen(task_of(1).frozen)}", caplog.text)
 
 
 def test_a_federation_with_other_weights_is_not_resumed(tmp_path: Path):

@@ -87,9 +87,7 @@ class FedSGD(Algorithm):
                 "local.lr is ignored by FedSGD, whose learning rate is the server's: set server_optimizer.lr",
             )
         if self.local.schedule != Constant():
-            warn(
-                "the step size of FedSGD is the server's, and local.schedule is ignored: set server_optimizer.schedule"
-            )
+            warn("FedSGD has the server's learning rate, and local.schedule is ignored: set server_optimizer.schedule")
         if self.local.blocks is not None:
             warn("local.blocks is ignored by FedSGD, which takes the gradient of all of a client's data")
 

@@ -96,7 +96,7 @@ class FedCM(Algorithm):
         """Take one step of the server optimizer on the mean update, and update the momentum."""
         lr = jnp.asarray(self.local.step_size(cohort.round))
         renewed = tree.scale(-1 / jnp.where(lr > 0, lr, 1), cohort.mean.step)
-        # without clients, or with a scheduled step size of zero, there is no new direction
+        # without clients, or with a scheduled learning rate of zero, there is no new direction
         momentum = tree.where((lr > 0) & (cohort.size > 0), renewed, server.momentum)
         params, state = self.server_optimizer.step(server.params, server.optimizer, cohort.mean.params, cohort.round)
         return Server(params, momentum, state), {}

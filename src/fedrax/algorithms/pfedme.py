@@ -52,7 +52,7 @@ class PFedMe(Algorithm):
     inner_steps: PositiveInt = 5
     """K, gradient steps of theta on each batch."""
     inner_lr: Positive = 0.05
-    """The step size of theta."""
+    """The learning rate of theta."""
     restart: bool = False
     """Start theta at w on each batch; otherwise it starts at x in each round and is carried over between batches."""
 

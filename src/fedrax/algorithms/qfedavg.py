@@ -57,7 +57,7 @@ class QFedAvg(Algorithm):
     """q: strength of fairness; 0 is FedAvg."""
 
     def check(self) -> None:
-        """1 / L is the clients' step size."""
+        """1 / L is the clients' learning rate."""
         if not self.local.lr_is_step_size:
             raise FedraxError(
                 "QFedAvg takes 1 / local.lr for the Lipschitz constant, and a finished local optimizer has its own step"
@@ -75,7 +75,7 @@ class QFedAvg(Algorithm):
         delta, lr = tree.sub(result.params, message), self.local.step_size(data.round)
         power = (loss + _TINY) ** self.q
         curvature = self.q * (loss + _TINY) ** (self.q - 1) * tree.dot(delta, delta)
-        # A schedule may have brought the step size down to zero, and with it Delta_i.
+        # A schedule may have brought the learning rate down to zero, and with it Delta_i.
         scale = curvature / jnp.where(jnp.asarray(lr) > 0, lr, 1) + power
         upload = jax.tree.map(lambda d: (power * d).astype(d.dtype), delta)
         return ClientOutput(upload=Upload(upload, scale), info=result.info)

@@ -115,7 +115,7 @@ class Scaffnew(Algorithm):
             An empty upload and the new h_i as client state.
         """
         lr: Array = jnp.asarray(self.local.step_size(data.round))
-        # A schedule may have brought the step size down to zero: such steps say nothing of the gradient.
+        # A schedule may have brought the learning rate down to zero: such steps say nothing of the gradient.
         rate = jnp.where(lr > 0, self.p / jnp.where(lr > 0, lr, 1), 0)
         control = tree.add_scaled(state.control, rate, tree.sub(message, state.params))
         return ClientOutput(upload=(), state=Client(control))

@@ -99,7 +99,7 @@ class Scaffold(Algorithm):
         else:  # Option II: the mean direction, -Delta_i / (T eta), is the mean gradient - c_i + c.
             total_lr = self.local.step_size(data.round) * result.steps
             renewed = jax.tree.map(lambda d, s: (-d / total_lr - s).astype(d.dtype), delta, shift)
-            # A schedule may have brought the step size down to zero: such steps say nothing of the gradient.
+            # A schedule may have brought the learning rate down to zero: such steps say nothing of the gradient.
             control = tree.where(total_lr > 0, renewed, state.control)
         upload = Upload(delta, tree.sub(control, state.control))
         return ClientOutput(upload=upload, state=Client(control), info=info)

@@ -98,7 +98,7 @@ class QuantizedBroadcast(Wrapper):
         return jax.tree.map(self._quantized, broadcast(state))
 
     def _quantized(self, u: Array) -> Array | QuantizedArray:
-        """Round u / scale to the nearest integers; integer arrays stay as they are."""
+        """Round u / scale to the nearest integers; integer arrays are unchanged."""
         if not _is_quantizable(u):
             return u
         levels = 2 ** (self.bits - 1) - 1

@@ -241,8 +241,8 @@ class LocalSGD:
     block_order: BlockOrder = "replacement"
     """How the blocks are drawn: independently (LoSAC's Algorithm 2), or each once in random order before any again."""
     order: Order = "shuffle"
-    """How batches walk the data: reshuffled in every epoch, as stored and in every round from the first sample on, or
-    drawn with replacement."""
+    """Order of the samples in batches: reshuffled in every epoch, as stored and in every round from the first sample
+    on, or drawn with replacement."""
     reduction: Reduction = "mean"
     """Whether the client's loss f_i is the mean or the sum over its samples; batches and blocks estimate it."""
     momentum: Decay | None = None
@@ -290,7 +290,7 @@ class LocalSGD:
             raise FedraxError("local.carry needs a local optimizer: set local.optimizer")
         if self.prox is not None and not self.lr_is_step_size:
             raise FedraxError(
-                "local.prox needs the step size local.lr, which a finished local optimizer does not use: create the"
+                "local.prox needs the learning rate local.lr, which a finished local optimizer does not use: create the"
                 " optimizer by Optax.of(...) without a learning rate"
             )
 
@@ -405,7 +405,7 @@ class LocalSGD:
 
     @property
     def lr_is_step_size(self) -> bool:
-        """Whether ``lr`` has an effect: a finished local optimizer has a step size of its own."""
+        """Whether ``lr`` has an effect: a finished local optimizer has a learning rate of its own."""
         return self.optimizer is None or self.optimizer.wants_lr
 
     def takes_one_gradient(self, name: str, *refused: str, hints: Mapping[str, str] | None = None) -> None:

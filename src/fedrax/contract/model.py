@@ -46,7 +46,7 @@ class Model:
     """key -> parameters, or `Variables` where the network keeps running statistics."""
     apply: Callable[..., Any]
     """(parameters, x [B, ...], key=None) -> outputs [B, ...]. A key means training mode and feeds dropout, none
-    evaluation mode; statistics stay as they are."""
+    evaluation mode; statistics do not change."""
     features: Callable[..., Any] | None = None
     """(parameters, x [B, ...], key=None) -> what the last layer reads [B, F]."""
     name: str = "model"

@@ -83,6 +83,6 @@ def other_weights(client: str, theirs: str, ours: str) -> str:
     """The message about a client whose frozen parameters are not the server's."""
     digests = [f"digest {digest}" if digest else "no digest, as of a model without any" for digest in (theirs, ours)]
     return (
-        f"{client} is refused: its frozen parameters have {digests[0]}, and those of the server {digests[1]}: load the"
+        f"{client} is rejected: its frozen parameters have {digests[0]}, and those of the server {digests[1]}: load the"
         " same weights on both"
     )

@@ -156,7 +156,7 @@ class ProcessSet:
             raise FedraxError(f"processes that do not end: {', '.join(str(one.number) for one in left)}")
 
     def _observe(self) -> list[_Process]:
-        """The processes of this set that run. Their groups are remembered; one without processes gets no new ones."""
+        """The processes of this set that run. Their groups are stored; one without processes gets no new ones."""
         for _, process in self._started:
             process.poll()  # or it stays listed as a zombie
         running, found = [one for one in _running() if one.number != os.getpid()], set()

@@ -48,7 +48,7 @@ class ClientRegistry:
     timeout: float
     """Seconds to wait for replies."""
     frozen: str = ""
-    """Digest of the server's frozen parameters; clients with another one are refused."""
+    """Digest of the server's frozen parameters; clients with another one are rejected."""
     sizes: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
     """Numbers of training samples n_i, [N]."""
     test_sizes: np.ndarray = field(default_factory=lambda: np.zeros(0, int))

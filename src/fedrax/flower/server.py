@@ -153,7 +153,7 @@ def federate(
     the replies; ``asynchronous`` raises.
 
     Frozen parameters (`fedrax.models.freeze`, `fedrax.models.lora`, `fedrax.models.from_torch`) are not sent: each
-    client loads its own. A client whose frozen parameters have another digest than the server's is refused, with a
+    client loads its own. A client whose frozen parameters have another digest than the server's is rejected, with a
     warning that names both.
 
     Args:

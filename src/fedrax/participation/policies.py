@@ -65,7 +65,7 @@ class WeightedBySamples(ParticipationPolicy):
 
 @dataclass(frozen=True)
 class Poisson(ParticipationPolicy):
-    """Poisson sampling: each client takes part with probability S / N, independently of clients and rounds.
+    """Poisson sampling: each client participates with probability S / N, independently of clients and rounds.
 
     S, ``cohort_size``, is the expected number of clients; a round may have none. The tightest privacy amplification is
     proven for this sampling.

@@ -96,8 +96,8 @@ class CohortSizes(NamedTuple):
     """The size that methods are told in place of a round's actual one; None: the actual one. Differentially private
     methods divide by it where the actual size is random."""
     distinct: int | None = None
-    """The most different clients that take part in the whole run; None: ``rounds * largest``. Memory for client states
-    is reserved for so many."""
+    """The most different clients that participate in the whole run; None: ``rounds * largest``. Memory for client
+    states is reserved for so many."""
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ class Setup:
         Args:
             algorithm: the method.
             carry: the state after a round; client states may be on disk.
-            initial: the client state before a client takes part.
+            initial: the client state before a client participates.
             evaluators: one for each data set.
 
         Returns:

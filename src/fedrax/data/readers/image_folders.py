@@ -1,7 +1,7 @@
 """Folders of images: a folder for each class, and around them one for each client where there are clients.
 
 What is opened is a PNG or JPEG file of stated bounds; its pixels are decompressed once its size is known. Links are
-refused: a folder from elsewhere shows what is in it, and nothing else of the machine.
+rejected: a folder from elsewhere shows what is in it, and nothing else of the machine.
 """
 
 from __future__ import annotations
