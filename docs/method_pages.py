@@ -82,10 +82,10 @@ def hyperparameters(name: str, kind: Any) -> str:
         bounds = [str(bound) for one in described.types for bound in map(interval, one.bounds)]
         accepted = described.description + (f", {' and '.join(bounds)}" if bounds else "")
         default = "" if field.default is dataclasses.MISSING else f"`{short(field.default)}`"
-        advice = sensible(RANGES.get(kind.__name__, {}).get(field.name, {}))
-        cells = (f"`{field.name}`", default, accepted, advice, meanings.get(field.name, ""))
+        values = RANGES.get(kind.__name__, {}).get(field.name) or RANGES["all"].get(field.name, {})
+        cells = (f"`{field.name}`", default, sensible(values), meanings.get(field.name, ""), accepted)
         rows.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
-    head = "| field | default | accepts | sensible values | meaning |\n|---|---|---|---|---|\n"
+    head = "| field | default | sensible values | meaning | accepts |\n|---|---|---|---|---|\n"
     return f"`{kind.__name__}`, in experiment files `{name}`:\n\n" + head + "\n".join(rows)
 
 
