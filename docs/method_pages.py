@@ -23,12 +23,15 @@ from sphinx.application import Sphinx
 from docs import method_table
 from fedrax.config.annotations import fields_of
 from fedrax.experiments.method_registry import algorithms
+from papers.items import read, sentence
 
 FOLDER = Path(__file__).parent / "methods"
 REFERENCES = Path(__file__).parent / "references.bib"
 RANGES = tomllib.loads((FOLDER / "ranges.toml").read_text(encoding="utf-8"))
 """Sensible values by class and field: ``from`` and ``to`` with their ``source``, or ``advice`` where no range holds."""
 ROUND = re.compile(r"^```\{round\}\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+FINDINGS = 4
+"""The most findings of a paper on a page; [](papers.md) has all of them."""
 TITLES = {"losac": "LoSAC", "episode": "EPISODE", "upcycled": "Upcycled-FL", "gradma": "GradMA"}
 
 
@@ -57,13 +60,30 @@ def facts(text: str) -> str:
     parts += ["## Cost", "Sizes are multiples of the size of the parameters; [](index.md) says how it is measured."]
     parts.append(method_table.HEAD + rows)
     if papers := matter.get("papers"):
-        links = [f"- [{TITLES[name]}](../_generated/papers/{name}.md)" for name in papers]
-        parts += ["## Results", "In the reproduced experiments of:", "\n".join(links)]
+        links = [f"[{TITLES[name]}](../_generated/papers/{name}.md)" for name in papers]
+        parts += ["## Results", f"In the reproduced experiments of {', '.join(links)}.", findings(text, papers)]
     parts += ["## Code", *(code(kind) for _, kind in found)]
     if keys := matter.get("cite"):
         entries = references(REFERENCES.read_text(encoding="utf-8"))
         parts += ["## Citation", "```bibtex\n" + "\n".join(entries[key] for key in keys) + "\n```"]
     return "\n\n".join(parts) + "\n"
+
+
+def findings(text: str, papers: list[str]) -> str:
+    """What reproductions measured of the methods of a page: the claims and items that name them, claims first."""
+    title = re.search(r"^# (.+)$", text, re.MULTILINE)
+    assert title is not None
+    names = {*re.split(r", | and |: | \(|\)", title[1]), *front_matter(text)["methods"]} - {""}
+    named = re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, names))})(?![\w-])", re.IGNORECASE)
+    lines = []
+    for paper in (read(name) for name in papers):
+        about = [entry for entry in (*paper.claims, *paper.items) if entry.values and named.search(entry.found)]
+        for entry in about[:FINDINGS]:
+            tables = [Path(file).stem for file in entry.results if re.fullmatch(r"results/[\w-]+\.md", file)]
+            shown = ", ".join(f"[{table}](#papers-{paper.name}-{table})" for table in tables)
+            found = sentence(paper.name, entry.found, entry.values)
+            lines.append(f"- {TITLES[paper.name]}, {entry.item} (*{entry.status}*): {found} {shown}".rstrip())
+    return "\n".join(lines)
 
 
 def example(kind: type) -> str:

@@ -1,12 +1,24 @@
 """Every method has one page in the documentation, with its pseudocode, hyper-parameters and citations."""
 
 import dataclasses
+import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from docs.method_pages import FOLDER, RANGES, REFERENCES, ROUND, TITLES, facts, front_matter, references, typeset_round
+from docs.method_pages import (
+    FOLDER,
+    RANGES,
+    REFERENCES,
+    ROUND,
+    TITLES,
+    facts,
+    findings,
+    front_matter,
+    references,
+    typeset_round,
+)
 from fedrax.config.annotations import fields_of
 from fedrax.experiments.method_registry import algorithms
 from papers.episode.text import GAMMAS
@@ -45,6 +57,12 @@ def test_the_facts_of_a_page_describe_its_class():
     assert "| `option` | `'II'` |" in text  # the field with its default
     assert "| Scaffold | 2 | 2 | 1 | 1 |" in text  # two vectors in both directions, one phase, a state of one model
     assert "def client(" in text and "@inproceedings{karimireddy2020," in text
+
+
+def test_the_results_of_a_page_name_its_method():
+    lines = findings(PAGES["fedcm"], ["losac"]).splitlines()
+    assert lines and all("FedCM" in line and re.search(r"\(\*[a-z ]+\*\): .*\d", line) for line in lines)
+    assert "](#papers-losac-tuned)" in findings(PAGES["fedcm"], ["losac"])
 
 
 @pytest.mark.parametrize("page", PAGES)
