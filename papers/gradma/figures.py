@@ -153,8 +153,10 @@ def betas(arguments: argparse.Namespace, table1: Runs, runs: Runs, cells: Sequen
         others = {of: tops_of(table1, cell, of, best_point(table1, cell, of, before), kept) for of in ("MIFA", "MIFAM")}
         ahead = max((sum(tops) / len(tops) for tops in others.values() if tops), default=np.nan)
         for beta1, line in zip(BETAS, mean, strict=True):
+            if np.isnan(line).all():
+                continue
             above = np.nanmax(line[1:]) if not np.isnan(line[1:]).all() else np.nan
-            best = "-" if np.isnan(line).all() else f"{BETAS[int(np.nanargmax(line))]:g}"
+            best = f"{BETAS[int(np.nanargmax(line))]:g}"
             gains = [number(gain, "+.2f") for gain in (above - line[0], line[0] - ahead)]
             rows.append([name, f"{beta1:g}", *(number(one, ".2f") for one in line), best, *gains])
         rows += [[name, of, spread(tops, ".2f"), *["-"] * (len(BETAS) + 2)] for of, tops in others.items()]
