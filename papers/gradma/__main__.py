@@ -172,7 +172,7 @@ def read_printed(data: str) -> Printed:
 def write(arguments: argparse.Namespace, runs: Runs, cells: list[Cell], printed: Printed) -> str:
     """Write the table of the available runs to results/, for any --seeds."""
     seeds = runs.seeds() or arguments.seeds
-    title = f"# GradMA, Table 1 ({figures.NAMES[arguments.data]})"
+    title = f"# GradMA, Table 1 ({figures.NAMES[arguments.data]}{', small' if arguments.small else ''})"
     command = f"python -m papers.gradma table1 --data {arguments.data} --search {arguments.search}"
     command += (" --small" if arguments.small else "") + (f" --rounds {arguments.rounds}" if arguments.rounds else "")
     command += f" --local-step {arguments.local_step:g}" if arguments.local_step else ""
