@@ -14,8 +14,11 @@ from fedrax.experiments import experiment, read_file, user_code
 from tests.cli.conftest import TINY
 
 METHOD = """
+from dataclasses import dataclass
 from pathlib import Path
 import fedrax
+import numpy as np
+from fedrax.participation import ParticipationPolicy
 from fedrax.config.hyperparameters import hyperparameters
 
 Path({evidence!r}).write_text("ran")
@@ -23,6 +26,12 @@ Path({evidence!r}).write_text("ran")
 @hyperparameters
 class Mine(fedrax.FedAvg):
     \"\"\"FedAvg under another name.\"\"\"
+
+@dataclass(frozen=True)
+class First(ParticipationPolicy):
+    \"\"\"The first clients.\"\"\"
+    def sample(self, state, round, population, rng):
+        return np.arange(population.cohort_size)
 """
 
 
@@ -97,7 +106,8 @@ def algorithms(read: Any) -> list[Any]:
 @pytest.mark.slow
 def test_resume_runs_user_code_only_with_trust(tmp_path: Path, evidence: Path, fedrax: Any):
     write(tmp_path, evidence)
-    assert fedrax("run", "x.toml", "--out", "r", "--quiet").status == 0
+    chosen = ("--run.participation", "mine.py:First")
+    assert fedrax("run", "x.toml", *chosen, "--out", "r", "--quiet").status == 0
     evidence.unlink()
 
     def resume(*more: str) -> subprocess.CompletedProcess[str]:  # in a new process, which trusts no code yet
@@ -106,7 +116,7 @@ def test_resume_runs_user_code_only_with_trust(tmp_path: Path, evidence: Path, f
 
     rejected = resume()
     assert rejected.returncode == 2 and "add --trust to fedrax resume" in rejected.stderr and not evidence.exists()
-    assert resume("--trust").returncode == 0 and evidence.exists()
+    assert resume("--trust", "--run.rounds", "6").returncode == 0 and evidence.exists()
 
 
 def test_commands_do_not_run_code_of_a_received_run_directory(tmp_path: Path, evidence: Path, fedrax: Any):

@@ -12,8 +12,10 @@ import pytest
 import fedrax
 from fedrax import FedAvg, FedraxError, Scaffold, Settings
 from fedrax.config.hyperparameters import check
+from fedrax.experiments.user_code import _executed
 from fedrax.participation import CohortSizes, ParticipationPolicy, Population
 from fedrax.privacy import ClientDP
+from fedrax.simulation.persistence.run_identity import of_participation
 from fedrax.simulation.settings import cohort_sampler
 from tests.simulation.problems import FEDERATION, LOCAL, SIZES, TASK, assert_close, assert_identical, run
 
@@ -124,6 +126,31 @@ def test_run_is_not_resumed_with_edited_code_of_a_policy(tmp_path: Path):
     run(FedAvg(LOCAL), **options, rounds=3, participation=edited_policy(1)(), resume=True)
     with pytest.raises(FedraxError, match="its participation code differs"):
         run(FedAvg(LOCAL), **options, rounds=4, participation=edited_policy(2)(), resume=True)
+
+
+CHOSEN = """
+import numpy as np
+from fedrax.participation import ParticipationPolicy
+
+def first(n):
+    return n - {}
+
+class Chosen(ParticipationPolicy):
+    def sample(self, state, round, population, rng):
+        return np.arange(first(population.cohort_size))
+"""
+
+
+def test_code_of_a_policy_in_a_copied_file_is_the_same(tmp_path: Path):
+    """The module of a file is named by its path, and differently in each process."""
+    texts = {"a": CHOSEN.format(0), "b": CHOSEN.format(0), "edited": CHOSEN.format(1)}
+    identities = {}
+    for folder, text in texts.items():
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text(text)
+        policy = _executed(tmp_path / folder / "mine.py").Chosen
+        identities[folder] = of_participation(policy())["participation code"]
+    assert identities["a"] == identities["b"] != identities["edited"]
 
 
 def test_features_that_need_cohorts_in_advance_reject_adaptive_policies():

@@ -184,7 +184,10 @@ def _record_values(values: list[Any], found: list) -> list[Any]:
         elif isinstance(value, jax.Array | np.ndarray):
             found.append(_Identity(value))
         elif callable(value):
-            found.append((str(getattr(value, "__module__", "")), str(getattr(value, "__qualname__", ""))))
+            module = str(getattr(value, "__module__", ""))
+            # user modules have another name in another process, and their code is part of the fingerprint itself
+            library = "" if _is_user_module(sys.modules.get(module)) else module
+            found.append((library, str(getattr(value, "__qualname__", ""))))
     return _non_scalars(values)
 
 
