@@ -33,8 +33,9 @@ def test_semicolons_and_decimal_commas(path: Path) -> None:
     [
         ("größe,label\n1,2\n".encode("latin-1"), "it is not valid UTF-8: save it in this encoding"),
         ("a,label\nü,2\n".encode("latin-1"), "it is not valid UTF-8: save it in this encoding"),
-        (b"a,label\n1,2\n1,2,3\n", "a row has more cells than the header has names"),
-        (b'a,label\n"1,2\n', "a quotation mark is never closed"),
+        (b"a,label\n1,2\n1,2,3\n", "line 3 has more cells than the header has names"),
+        (b'a,label\n"1\n2",2\n1,2,3\n', "line 4 has more cells than the header has names"),
+        (b'a,label\n1,2\n"1,2\n3,4\n', "the quotation mark in line 3 is never closed"),
     ],
 )
 def test_unreadable_files_raise_one_clear_message(path: Path, content: bytes, message: str) -> None:
@@ -189,7 +190,7 @@ def test_title_above_the_header_and_escaped_tab_separator(path: Path) -> None:
     with pytest.raises(FedraxError, match="begins with '# ages of 2024' and not with the names of its columns: remove"):
         load("csv", path=path)
     path.write_text("Series: ages of 2024\nSeasonally adjusted\na,label\n1,0\n")
-    with pytest.raises(FedraxError, match="a row has more cells than the header has names"):
+    with pytest.raises(FedraxError, match="line 3 has more cells than the header has names"):
         load("csv", path=path)
     path.write_text("a\tlabel\n1\t0\n2\t1\n")
     with pytest.raises(FedraxError, match=r"if '\\t' separates its columns, set separator to it"):

@@ -150,6 +150,8 @@ def test_texts_are_encoded_as_the_tokenizer_pads_them(tmp_path: Path):
     jax.tree.map(np.testing.assert_array_equal, data.train.x, encode_texts(TEXTS, own))
     with pytest.raises(FedraxError, match="has no tokenizer of transformers"):
         load("csv", tokenizer=str(tmp_path), **read)
+    with pytest.raises(FedraxError, match="'modle' is neither a directory nor in the local cache of transformers"):
+        load("csv", tokenizer="modle", **read)
     with pytest.raises(FedraxError, match="min_count and largest have no effect"):
         load("csv", tokenizer=str(tmp_path / "own"), min_count=2, **read)
 

@@ -91,7 +91,7 @@ def read_csv(path: Path, form: CsvFormat = CsvFormat(), texts: Sequence[str] = (
     import polars as pl
 
     header = _header(path, form)
-    with _csv_errors(path):
+    with _csv_errors(path, form.separator):
         kinds = {name: pl.String for name in header if name.strip() in texts}
         table = _read_inferred(path, kinds, form)
     table.columns = [name.strip() for name in table.columns]
@@ -172,7 +172,7 @@ def zero_padded_columns(path: Path, names: Sequence[str], form: CsvFormat = CsvF
     known = [name for name in _header(path, form) if name.strip() in names]
     if not known:
         return []
-    with _csv_errors(path):
+    with _csv_errors(path, form.separator):
         table = pl.read_csv(path, infer_schema=False, columns=known, **_polars_options(form))
     return [name.strip() for name in known if table[name].str.contains(r"^\s*0\d+\s*$").any()]
 
@@ -184,7 +184,7 @@ def _polars_options(form: CsvFormat) -> dict[str, Any]:
 
 
 @contextmanager
-def _csv_errors(path: Path) -> Iterator[None]:
+def _csv_errors(path: Path, separator: str) -> Iterator[None]:
     """Convert errors about a CSV file to FedraxErrors, without polars' advice on its own arguments."""
     import polars as pl
 
@@ -193,7 +193,9 @@ def _csv_errors(path: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, csv.Error, pl.exceptions.PolarsError) as error:
         first = (str(error).splitlines() or [""])[0].rstrip(".")
-        reason = next((text for words, text in _EXPLANATIONS.items() if words in first.lower()), "{}").format(first)
+        reason = next((text for words, text in _EXPLANATIONS.items() if words in first.lower()), "{}")
+        line = _damaged_line(path, separator) if "{line}" in reason else None
+        reason = reason.format(first, line=line)
         raise FedraxError(f"{path} cannot be read as a CSV table: {reason}.") from error
 
 
@@ -201,17 +203,32 @@ _BEYOND_INT64 = "integers beyond 64 bits: write floats, or put a letter in front
 _EXPLANATIONS = {
     "as dtype `i128`": f"it holds {_BEYOND_INT64}",
     "utf-8": "it is not valid UTF-8: save it in this encoding",
-    "more fields than": "a row has more cells than the header has names",
+    "more fields than": "line {line} has more cells than the header has names",
     "new-line character": "its lines end in carriage returns alone: save it with line feeds",
-    "could not parse": "{}: perhaps a quotation mark is never closed",
-    "malformed": "{}: perhaps a quotation mark is never closed",
+    "could not parse": "{}: perhaps the quotation mark in line {line} is never closed",
+    "malformed": "{}: perhaps the quotation mark in line {line} is never closed",
 }
 """For words in an error message of polars or Python, the explanation to print; {} is the original message."""
 
 
+def _damaged_line(path: Path, separator: str) -> int:
+    """The number of the first line, from 1, that starts a row of too many cells or an unclosed quotation."""
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        rows = csv.reader(file, delimiter=separator, strict=True)
+        names, line = len(next(rows, [])), 1
+        try:
+            for row in rows:
+                if len(row) > names:
+                    break
+                line = rows.line_num
+        except csv.Error:
+            pass
+    return line + 1
+
+
 def _header(path: Path, form: CsvFormat) -> list[str]:
     """The column names of a CSV file; FedraxError for duplicates and for files of other formats."""
-    with _csv_errors(path), open_regular_file(path, MAX_CSV) as file:
+    with _csv_errors(path, form.separator), open_regular_file(path, MAX_CSV) as file:
         first = file.read(4)
         file.seek(max(0, os.fstat(file.fileno()).st_size - len(_PARQUET_MAGIC)))
         other = next((kind for kind, marks in _FOREIGN_FORMATS.items() if first.startswith(marks)), None)

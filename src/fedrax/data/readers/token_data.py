@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -171,5 +172,10 @@ def load_tokenizer(tokenizer: Any) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(tokenizer, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # damaged files may break the reader in any way
+        if not Path(tokenizer).is_dir():
+            raise FedraxError(
+                f"tokenizer: {tokenizer!r} is neither a directory nor in the local cache of transformers; nothing is"
+                " downloaded."
+            ) from error
         cause = next(iter(str(error).splitlines()), type(error).__name__)
         raise FedraxError(f"{tokenizer} has no tokenizer of transformers: {cause}") from error

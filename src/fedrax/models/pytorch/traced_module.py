@@ -103,7 +103,7 @@ class TracedModule:
         try:
             results = self._evaluate(self.graph, inputs, context)
         except FedraxError as error:
-            raise FedraxError(f"{error}{self._shape_hint([list(a.shape[1:]) for a in parts])}") from error
+            raise FedraxError(f"{self._shape_hint([list(a.shape[1:]) for a in parts])}{error}") from error
         updated = {}
         for spec, value in zip(self.outputs, results, strict=True):
             if spec.kind.name == "BUFFER_MUTATION":
@@ -117,8 +117,8 @@ class TracedModule:
             return ""
         shape, expected = pair
         channels_last = len(shape) == 3 and shape == [*expected[1:], expected[0]]
-        remedy = ": from_torch(..., channels_last=True) transposes them" if channels_last else ""
-        return f"; the example had samples of shape {expected}, and these have {shape}{remedy}"
+        remedy = " (from_torch(..., channels_last=True) transposes them)" if channels_last else ""
+        return f"these samples have shape {shape}, and those of the example had {expected}{remedy}: "
 
     def _evaluate(self, graph: Any, inputs: list, context: Context) -> Any:
         """The outputs of a graph."""
