@@ -111,7 +111,7 @@ def _cells(number: str, part: ReleaseCost) -> Sequence[str]:
 def _answers(made: Forecast, rounds: int) -> Table:
     """The table of the noise and the rounds for other values of epsilon."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for head in ("epsilon", f"noise for {rounds} rounds", "rounds with this noise"):
+    for head in ("epsilon", f"factor on the noise for {rounds} rounds", "rounds with the noise as it is"):
         table.add_column(head, justify="right")
     for answer in made.answers:
         factor = "–" if answer.factor is None else f"{answer.factor:.4g} ×"

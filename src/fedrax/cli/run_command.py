@@ -162,11 +162,6 @@ def report(spec: Experiment, result: Result, directory: Path, options: Reporting
         console.print(f"{spec.method_name}: {summary_line(result.events)}")
         if result.spent is not None:
             console.print(str(result.spent))
-        if result.stopped == "budget":
-            budget = f"{spec.run.epsilon_budget:g} at delta {spec.run.delta:g}"
-            console.print(
-                f"stopped: round {rounds_done(result.events) + 1} would exceed the budget of epsilon {budget}"
-            )
         console.print(f"plan {result.plan}")
         console.print(f"saved in {directory}; show it with: fedrax show {directory}")
 

@@ -124,6 +124,14 @@ def record_spending(ledger: Ledger | None, inputs: RoundInputs, events: list[Eve
             event |= ledger.spend(here[here < clients])
 
 
+def budget_spent(settings: Settings, done: int) -> str:
+    """What to say of a run that its budget ended after ``done`` rounds."""
+    return (
+        f"the run ended after {done} of {settings.rounds} rounds: one more would exceed the budget of epsilon ="
+        f" {settings.epsilon_budget:g} at delta = {settings.delta:g}"
+    )
+
+
 def check_not_spent(ledger: Ledger, settings: Settings, done: int, last: int) -> None:
     """Raise FedraxError where a run is resumed whose budget allows no more rounds."""
     if last <= done < settings.rounds:
