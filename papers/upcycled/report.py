@@ -66,7 +66,8 @@ def draw_pairs(
                 axes.plot(at, mean, linestyle=dash, **style)
         axes.set_title(title)
         axes.set_xlabel(xlabel)
-        axes.set_yscale("log")
+        ends = [value for pair in found.values() for losses in pair.values() for value in losses.mean(0)]
+        axes.set_yscale("log" if np.nanmax(ends) > 10 * np.nanmin(ends) else "linear")
         axes.grid(color="0.92", linewidth=0.7)
         axes.spines[["top", "right"]].set_visible(False)
     grid[0].set_ylabel("test loss")
