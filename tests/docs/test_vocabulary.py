@@ -19,6 +19,16 @@ FILES = sorted(
     for file in ROOT.glob(pattern)
     if file.name not in QUOTING
 )
+FIELD = (
+    "accountant, adapter, aggregation, algorithm, broadcast message, checkpoint, client, client drift, "
+    "client state, cohort, control variate, cross-device, cross-silo, differential privacy, error feedback, "
+    "fairness, federation, fine-tuning, global model, heterogeneity, learning rate, local epoch, local step, "
+    "malicious client, microbatch, mini-batch, natural clients, neighboring datasets, noise multiplier, non-IID, "
+    "participation, partition, personal layers, personal model, personalization, privacy audit, privacy budget, "
+    "proximal term, resume, robust aggregation, round, secure aggregation, sensitivity, server, server state, "
+    "staleness, straggler, update, upload, wrapper"
+)
+"""Terms that the glossary defines."""
 PATTERN = re.compile(rf"(?<![\w-])(?:{'|'.join(map(re.escape, WORDS))})(?![\w-])", re.IGNORECASE)
 
 
@@ -42,3 +52,10 @@ def test_the_words_of_the_glossary_are_used(folder: Path):
 def test_avoided_words_are_found_across_lines():
     assert len(list(avoided("Nobody\n- who takes\n  part has a step\nsize."))) == 3
     assert not list(avoided("A `step_size`, a footstep sized up."))
+
+
+def test_the_glossary_defines_the_words_of_the_field():
+    page = (ROOT / "docs" / "glossary.md").read_text("utf-8")
+    parts = re.findall(r"^:::\{glossary\}\n(.*?)^:::$", page, re.MULTILINE | re.DOTALL)
+    terms = {line for part in parts for line in part.splitlines() if line and not line.startswith(" ")}
+    assert not set(FIELD.split(", ")) - terms
