@@ -122,9 +122,7 @@ figures: .venv/.user
 	rm -rf runs/hospitals
 	$(BIN)/fedrax partition examples/hospitals.toml --picture docs/results/hospitals-partition
 	$(BIN)/fedrax compare examples/hospitals.toml --out runs/hospitals
-	for ending in png svg; do cp runs/hospitals/curves.$$ending docs/results/hospitals.$$ending; \
-	    cp runs/hospitals/grid.$$ending docs/results/hospitals-grid.$$ending; done
-	cp runs/hospitals/table.md docs/results/hospitals.md
+	for ending in png svg; do cp runs/hospitals/curves.$$ending docs/results/hospitals.$$ending; done
 	$(BIN)/fedrax report runs/hospitals
 	@for browser in chromium chromium-browser google-chrome; do command -v $$browser > /dev/null || continue; \
 	    $$browser --headless --no-sandbox --disable-gpu --hide-scrollbars --blink-settings=preferredColorScheme=1 \

@@ -23,6 +23,23 @@ c.InlineBackend.figure_formats = {"retina"}
 c.InteractiveShellApp.exec_lines = ["import os; os.environ.pop('FORCE_COLOR', None)"]  # set by IPython
 """
 """Settings of the kernels."""
+SHELL = '''\
+import subprocess
+import sys
+
+from IPython.core.magic import register_cell_magic
+
+
+@register_cell_magic
+def sh(line, cell):
+    """Run shell commands; IPython's own magic sends their output in pieces of 100 bytes, which pages show as lines."""
+    done = subprocess.run(["sh", "-e"], input=cell, text=True, capture_output=True)
+    print(done.stdout, end="")
+    print(done.stderr, end="", file=sys.stdout if done.returncode else sys.stderr)
+    if done.returncode:
+        raise RuntimeError(f"exit status {done.returncode}")
+'''
+"""What the kernels run first."""
 ENVIRONMENT = {
     "COLUMNS": "92",  # of an output without a scroll bar
     "FEDRAX_PROGRESS": "0",
@@ -43,12 +60,13 @@ def prepare(directory: Path) -> Path:
         The directory of the outputs of this version of the package.
     """
     profile = directory / "ipython" / "profile_default"
-    profile.mkdir(parents=True, exist_ok=True)
+    (profile / "startup").mkdir(parents=True, exist_ok=True)
     (profile / "ipython_kernel_config.py").write_text(KERNEL, encoding="utf-8")
+    (profile / "startup" / "shell.py").write_text(SHELL, encoding="utf-8")
     os.environ.update(ENVIRONMENT, IPYTHONDIR=str(profile.parent))
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     logging.getLogger("traitlets").setLevel(logging.WARNING)  # one line for each page
-    return directory / "outputs" / _digest(Path(fedrax.__file__).parent)
+    return directory / "outputs" / _digest(Path(fedrax.__path__[0]))
 
 
 def _digest(package: Path) -> str:
