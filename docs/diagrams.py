@@ -176,7 +176,7 @@ def traffic() -> str:
     """What four families of methods send in a round, and what stays where, with the bytes of a run of each."""
     digits = load("digits")
     federation = Federation.from_dataset(digits, Shards(clients=20, per_client=1), seed=0)
-    network = MLP(hidden=(32,)).build(digits.train.x.shape[1:], digits.num_classes)
+    network = MLP(hidden=(32,)).build((8, 8, 1), 10)
     pretrained = network.init(jax.random.key(0))
     adapted = lora(network, pretrained, digits.train.x[:1], rank=4)
     averaging = FedAvg(local=LocalSGD(lr=0.05, steps=10))

@@ -82,7 +82,7 @@ def findings(text: str, papers: list[str]) -> str:
             tables = [Path(file).stem for file in entry.results if re.fullmatch(r"results/[\w-]+\.md", file)]
             shown = ", ".join(f"[{table}](#papers-{paper.name}-{table})" for table in tables)
             found = sentence(paper.name, entry.found, entry.values)
-            lines.append(f"- {TITLES[paper.name]}, {entry.item} (*{entry.status}*): {found} {shown}".rstrip())
+            lines.append(f"- {entry.item} ({TITLES[paper.name]}, *{entry.status}*): {found} {shown}".rstrip())
     return "\n".join(lines)
 
 

@@ -61,7 +61,7 @@ def test_the_facts_of_a_page_describe_its_class():
 
 def test_the_results_of_a_page_name_its_method():
     lines = findings(PAGES["fedcm"], ["losac"]).splitlines()
-    assert lines and all("FedCM" in line and re.search(r"\(\*[a-z ]+\*\): .*\d", line) for line in lines)
+    assert lines and all("FedCM" in line and re.search(r"\(LoSAC, \*[a-z ]+\*\): .*\d", line) for line in lines)
     assert "](#papers-losac-tuned)" in findings(PAGES["fedcm"], ["losac"])
 
 
