@@ -197,7 +197,7 @@ def draw_betas(pictures: dict[str, np.ndarray]) -> Figure:
         known = ~np.isnan(mean)
         lines, columns = (np.flatnonzero(known.any(axis)) for axis in (1, 0))
         shown = mean[np.ix_(lines, columns)]
-        image = axes.imshow(shown, origin="lower", cmap="viridis")
+        image = axes.imshow(shown, origin="lower", cmap="viridis", aspect="auto")
         figure.colorbar(image, ax=axes, label="top test accuracy %")
         middle = (np.nanmin(shown) + np.nanmax(shown)) / 2
         for (i, j), value in np.ndenumerate(shown):
