@@ -54,7 +54,8 @@ def draw_pairs(
     panels: Mapping[str, Mapping[str, Pair]], rounds: int, xlabel: str, methods: list[str]
 ) -> matplotlib.figure.Figure:
     """A panel for each set, of the losses of its methods; solid lines are upcycled. A method has one color."""
-    figure = matplotlib.figure.Figure(figsize=(1 + 3.6 * max(2, len(panels)), 4.2), layout="constrained")
+    width = 1 + 3.6 * max(2, len(panels))
+    figure = matplotlib.figure.Figure(figsize=(width, 4.2), layout="constrained")
     grid = figure.subplots(1, len(panels), squeeze=False)[0]
     shown = [method for method in methods if any(method in found for found in panels.values())]
     for axes, (title, found) in zip(grid, panels.items(), strict=True):
@@ -73,5 +74,5 @@ def draw_pairs(
     grid[0].set_ylabel("test loss")
     handles = [Line2D([], [], color=curves.PALETTE[methods.index(method)]) for method in shown]
     handles += [Line2D([], [], color="0.3", linestyle=dash) for dash in DASHES.values()]
-    figure.legend(handles, [*shown, *DASHES], loc="outside lower center", ncols=len(handles), frameon=False)
+    figure.legend(handles, [*shown, *DASHES], loc="outside lower center", ncols=int(width / 1.6), frameon=False)
     return figure
