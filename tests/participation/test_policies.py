@@ -128,6 +128,18 @@ def test_run_is_not_resumed_with_edited_code_of_a_policy(tmp_path: Path):
         run(FedAvg(LOCAL), **options, rounds=4, participation=edited_policy(2)(), resume=True)
 
 
+def test_misused_policies_are_explained():
+    @dataclass(frozen=True)
+    class Misspelled(PowerOfChoice):
+        def observe(self, state: Any, round: int, clients: np.ndarray, info: Mapping[str, np.ndarray]) -> np.ndarray:
+            return state + info["losss"].mean()
+
+    with pytest.raises(FedraxError, match=r"Misspelled.observe reads info\['losss'\], and clients report .*loss"):
+        run(FedAvg(LOCAL), cohort_size=2, rounds=2, participation=Misspelled())
+    with pytest.raises(FedraxError, match=r"got the class: PowerOfChoice\(\) makes an object of it"):
+        run(FedAvg(LOCAL), cohort_size=2, rounds=2, participation=PowerOfChoice)
+
+
 CHOSEN = """
 import numpy as np
 from fedrax.participation import ParticipationPolicy

@@ -170,9 +170,8 @@ def new_directory(spec: Experiment, out: Path | None) -> Path:
     """A directory without a run."""
     if out is not None:
         if (out / "experiment.toml").exists() or (out / "events.jsonl").exists():
-            raise FedraxError(
-                f"{out} holds a run already: choose another --out, or resume it with: fedrax resume {out}"
-            )
+            resume = shlex.join(["fedrax", "resume", str(out), *["--trust"] * user_code.was_imported()])
+            raise FedraxError(f"{out} holds a run already: choose another --out, or resume it with: {resume}")
         return out
     stem = Path("runs") / f"{safe_name(spec.name)}-{spec.method_name.lower()}-seed{spec.run.seed}"
     number = 1

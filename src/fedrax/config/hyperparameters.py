@@ -242,6 +242,8 @@ def _format_value(value: Any, nested: bool, classes: tuple[type, ...] = ()) -> s
             return f"the function {name}: fedrax.optim.Optax.of(optax.{name}, ...) builds the optimizer"
         remedy = f": write a class with @hyperparameters and the methods of {accepted[-1]}" if len(accepted) > 1 else ""
         return f"the function {value.__name__}{remedy}"
+    if isinstance(value, type) and issubclass(value, classes):
+        return f"the class: {value.__name__}() makes an object of it"
     return type_name if nested or len(repr(value)) > 100 else repr(value)
 
 

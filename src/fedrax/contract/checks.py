@@ -212,6 +212,8 @@ def checked_state(algorithm: Any, before: Tree, after: Tree) -> None:
             f"{where} returns a state, but init_client's holds no numbers: give it arrays in place of None, such"
             " as tree.zeros_like(params)"
         )
+    if jax.tree.leaves(before) and not jax.tree.leaves(after):
+        raise FedraxError(f"{where} returns no state, but init_client makes one: pass state= to ClientOutput")
     what = f"the state that {where} returns"
     _same(what, after, before, "init_client makes it")
     _same_types(what, after, before, "init_client makes it")

@@ -252,7 +252,14 @@ class CohortSampler:
 
     def observe(self, round: int, clients: np.ndarray, info: Mapping[str, np.ndarray]) -> None:
         """Update an adaptive policy with the reports of a round, see :meth:`ParticipationPolicy.observe`."""
-        self.state = self._canonical(self.policy.observe(self.state, round, clients, info))
+        try:
+            self.state = self._canonical(self.policy.observe(self.state, round, clients, info))
+        except KeyError as error:
+            if error.args[0] in info:
+                raise
+            raise FedraxError(
+                f"{self._name}.observe reads info[{error.args[0]!r}], and clients report {', '.join(info)}"
+            ) from error
         self.observed = round + 1
 
     def skip(self, round: int) -> None:

@@ -55,5 +55,8 @@ def floats_sent(output: ClientOutput, who: str, inner: Algorithm, summed_only: b
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise FedraxError(f"{where}noise is added to floats, and its dtype is {leaf.dtype}")
         if summed_only and not name.startswith("upload"):
-            raise FedraxError(f"{where}noise at the server covers only the mean of uploads")
+            raise FedraxError(
+                f"{where}noise at the server covers only the mean of uploads;"
+                " send it in upload, or add the noise at the clients"
+            )
     return jax.tree.map(lambda a: a.astype(summed_dtype(a.dtype)), sent)
