@@ -281,6 +281,8 @@ def test_search_is_not_continued_with_a_changed_program(fedrax: Callable[..., Ou
 
     assert compared(OWN.format(function="tanh")).status == 0
     assert compared("# other words\n" + OWN.format(function="tanh")).status == 0
+    (tmp_path / "s.toml").write_text((tmp_path / "s.toml").read_text().replace("[0.01, 0.1]", "[0.001, 0.01, 0.1]"))
+    assert compared(OWN.format(function="tanh")).status == 0
     rejected = compared(OWN.format(function="sin"))
     assert rejected.status == 2 and "and the program of fedavg differs" in rejected.err
     (tmp_path / "c/search/.rows.json").unlink()

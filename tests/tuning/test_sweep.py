@@ -15,6 +15,7 @@ from fedrax.data.partition import Shards
 from fedrax.models import MLP, Logistic, lora
 from fedrax.participation import Poisson
 from fedrax.simulation import NonFiniteError
+from fedrax.tuning.sweeps import program_keys
 from tests.slow import slow_cases
 
 DATA = load("digits")
@@ -95,6 +96,16 @@ def test_blocks_of_rounds_share_one_program(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(module, "run_block", lambda *a, **k: [traced.append(1), block(*a, **k)][1])
     fedrax.sweep(grid(fedrax.FedAvg, steps=1)[:2], TASK, FEDERATION, rounds=3, eval_every=1, mode="vectorized")
     assert len(traced) == 1
+
+
+def test_program_of_a_search_does_not_depend_on_floats() -> None:
+    """A grid may grow at any end: see `fedrax.experiments.search.trials`."""
+    method = lambda **local: fedrax.Scaffold(fedrax.LocalSGD(**local))  # noqa: E731
+    keys = [
+        program_keys(method(**local), TASK, FEDERATION, fedrax.Settings(rounds=2, cohort_size=2))
+        for local in ({"lr": 0.1}, {"lr": 0.001, "weight_decay": 0.5}, {"lr": 0.1, "steps": 2})
+    ]
+    assert keys[0] == keys[1] != keys[2]
 
 
 def test_runs_that_cannot_be_vectorized_are_rejected() -> None:

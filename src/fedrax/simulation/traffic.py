@@ -110,7 +110,12 @@ def trace_round(
     """
 
     def one_round(
-        params: Tree, statistics: Tree, record: ClientRecord, samples: Tree, assignment: ClientAssignment = assignment
+        algorithm: Algorithm,
+        params: Tree,
+        statistics: Tree,
+        record: ClientRecord,
+        samples: Tree,
+        assignment: ClientAssignment = assignment,
     ) -> tuple[Tree, Tree, Tree]:
         round_inputs = RoundInputs(jnp.int32(0), jnp.float32(1), jnp.int32(1), jax.tree.map(jnp.asarray, assignment))
         executor = ShapeTracer(program, algorithm, round_inputs, jax.random.key(0), record, samples, broken=broken)
@@ -120,7 +125,8 @@ def trace_round(
             checked_round(algorithm, server, after)
         return executor.received, executor.sent, after
 
-    shapes = jax.eval_shape(lambda *trees: trees, params, statistics, record, samples)
+    # Float hyper-parameters are inputs, so that methods that differ in their values have one program.
+    shapes = jax.eval_shape(lambda *trees: trees, algorithm, params, statistics, record, samples)
     try:
         with translate_errors(algorithm), warnings_about(type(algorithm).__name__):
             made, (received, sent, _) = jax.make_jaxpr(one_round, return_shape=True)(*shapes)
@@ -128,7 +134,7 @@ def trace_round(
         raise_collected([*broken, error])
         raise
     raise_collected(broken)
-    outcome = lambda work, p, v, k, x: one_round(p, v, k, x, assignment._replace(work=work))[1:]  # noqa: E731
+    outcome = lambda work, *trees: one_round(*trees, assignment._replace(work=work))[1:]  # noqa: E731
     if assignment.work is not None and not dependent_leaves(outcome, assignment.work, *shapes):
         warn(f"{type(algorithm).__name__} does the same work at slow clients: stragglers is ignored")
     return TracedRound(_bytes_once(received, output_sources(made)), tree.num_bytes(sent), made)
