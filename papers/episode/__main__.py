@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
-import datetime
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,11 +21,11 @@ from fedrax import files, sweep
 from fedrax.experiments import comparison, experiment
 from fedrax.report.curves import PALETTE, draw_curves, save_curves
 from fedrax.report.runs import last_values
-from papers.arguments import count, folders
+from papers.arguments import command, count, folders
 from papers.ending import in_a_sentence
 from papers.episode import synthetic, text, tweets
 from papers.losac import running as losac
-from papers.losac.running import few_seeds, processor, spread
+from papers.losac.running import few_seeds, spread, written_by
 
 HERE = Path(__file__).parent
 HETEROGENEITY = (1, 2, 4, 8)
@@ -75,6 +73,7 @@ def main() -> int:
     parser.add_argument("--settings", nargs="+", metavar="I,S", help="table3: rows of these I and similarities only")
     parser.add_argument("--only-write", action="store_true", help="run nothing, write the tables of kept runs")
     arguments = parser.parse_args()
+    arguments.command = command(parser, arguments)
     fewer = arguments.what == "fig3" and arguments.seeds not in (None, SEEDS)  # the others say how many they have
     folders(arguments, "episode", tried=bool(arguments.rounds or fewer))
     if arguments.what in LISTED:
@@ -104,7 +103,7 @@ def fig3(arguments: argparse.Namespace) -> None:
         table["data"]["heterogeneity"] = float(heterogeneity)
         table["run"]["rounds"] = rounds
         found[heterogeneity], measured, minima[heterogeneity] = run(table, arguments.seeds)
-    text = write(arguments, rounds, found, measured, minima)
+    text = write(arguments, found, measured, minima)
     save_curves(draw(found, measured, minima), arguments.results / "fig3")
     print(text)
 
@@ -126,20 +125,15 @@ def run(table: dict[str, Any], seeds: int) -> tuple[Paths, list[int], float]:
     return paths, measured, minimum
 
 
-def write(
-    arguments: argparse.Namespace, rounds: int, found: dict[int, Paths], measured: list[int], minima: dict[int, float]
-) -> str:
+def write(arguments: argparse.Namespace, found: dict[int, Paths], measured: list[int], minima: dict[int, float]) -> str:
     """Distances from the minimizer, early and at the end."""
     early = len(measured) - 2
-    command = "python -m papers.episode fig3" + (f" --seeds {arguments.seeds}" if arguments.seeds != SEEDS else "")
-    command += f" --rounds {rounds}" if arguments.rounds else ""
     lines = [
         "# EPISODE, Figure 3 (quartic pair)",
         "",
         f"Distance |x - x*| from the minimum of the mean objective, mean ± standard deviation over {arguments.seeds} "
         "seeds. The paper prints curves, no numbers: EPISODE arrives at every H, CELGC fails to as H grows. "
-        f"eta = 0.01, gamma / eta = 5, I = 8, from x = 1. Written by `{command}` ({processor()}, "
-        f"{os.cpu_count()} cores, {datetime.date.today().isoformat()}).",
+        f"eta = 0.01, gamma / eta = 5, I = 8, from x = 1. {written_by(arguments)}",
         "",
         f"| H | minimum x* | method | after {measured[early]} rounds | after {measured[-1]} rounds | mean x there |",
         "|---|---|---|---|---|---|",
@@ -178,17 +172,13 @@ def similarity(arguments: argparse.Namespace) -> None:
         save_curves(
             draw_curves(methods, title=f"{name}, similarity {percent} %"), arguments.results / f"{name}-s{percent}"
         )
-    command = f"python -m papers.episode {arguments.what}" + (" --small" if arguments.small else "")
-    command += " --resnet20" if arguments.resnet20 else ""
-    command += f" --seeds {arguments.seeds}" if arguments.seeds else ""
-    command += f" --rounds {arguments.rounds}" if arguments.rounds else ""
     kind = "on the smaller budget of" if arguments.small else "with the settings of"
     lines = [
         f"# EPISODE, {'SNLI' if arguments.what == 'snli' else 'CIFAR-10'}",
         "",
         f"Run {kind} `{name}.toml`. {remark} Ours: mean ± standard deviation over seeds after the last "
         "round; in a round EPISODE clips all steps or none."
-        f"{few} Written by `{command}` ({processor()}, {os.cpu_count()} cores, {datetime.date.today().isoformat()}).",
+        f"{few} {written_by(arguments)}",
         "",
         "| similarity % | method | printed accuracy % | test accuracy % | test loss | rounds clipped % | diverged |",
         "|---|---|---|---|---|---|---|",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import datetime
 import hashlib
@@ -17,7 +16,7 @@ from fedrax import FedraxError, files, sweep
 from fedrax.data import hold_out
 from fedrax.experiments import comparison, experiment
 from fedrax.experiments.comparison import merge_tables
-from papers.losac.running import SEEDS, markdown, processor
+from papers.losac.running import processor
 
 CURVES = ("test_accuracy", "test_loss", "train_loss")
 """Metrics of which every evaluation is kept."""
@@ -128,14 +127,3 @@ def last(record: Mapping[str, Any]) -> str:
     """Final values of a run, for the terminal."""
     shown = [f"{key} {record[key][-1]:.4f}" for key in CURVES if record[key]]
     return ", ".join(shown) + (", diverged" if record["diverged"] else "")
-
-
-def write(arguments: argparse.Namespace, name: str, title: str, note: str, columns: list[str], rows: list) -> None:
-    """Write a Markdown table to results/ and print it."""
-    command = f"python -m papers.episode {arguments.what}"
-    command += f" --seeds {len(arguments.seeds)}" if len(arguments.seeds) != SEEDS else ""
-    command += f" --rounds {arguments.rounds}" if arguments.rounds else ""
-    written = f"Written by `{command}` ({processor()}, {os.cpu_count()} cores, {datetime.date.today().isoformat()})."
-    text = "\n".join([f"# {title}", "", f"{note} {written}", "", *markdown("|".join(columns), rows)]) + "\n"
-    files.write_text(arguments.results / f"{name}.md", text)
-    print(text)

@@ -17,8 +17,7 @@ from fedrax.data.dataset import Dataset
 from fedrax.models import Polynomial
 from fedrax.report.curves import PALETTE, save_curves
 from fedrax.simulation.results.result import Result
-from papers.episode.runs import write
-from papers.losac.running import spread
+from papers.losac.running import spread, write_table
 
 HETEROGENEITY = (1, 2, 4, 8)
 LINE = np.linspace(-60, 60, 1_200_001)
@@ -63,7 +62,7 @@ def proposition1(arguments: argparse.Namespace) -> None:
         "the sign of 18 wrong; the printed kappa is checked as it stands."
     )
     columns = ["H", "client 1", "client 2", "kappa(H)", "holds"]
-    write(arguments, "proposition1", "EPISODE, Proposition 1", note, columns, rows)
+    write_table(arguments, "proposition1", "EPISODE, Proposition 1", note, columns, rows)
 
 
 def points(arguments: argparse.Namespace) -> None:
@@ -91,7 +90,7 @@ def points(arguments: argparse.Namespace) -> None:
         "EPISODE arrives at every H, CELGC fails to as H grows."
     )
     columns = ["H", "method", *(f"{eta:g}, {ratio:g}" for eta, ratio in pairs), "best point", "distance there"]
-    write(arguments, "points", "EPISODE, the tuning points of E.2", note, columns, rows)
+    write_table(arguments, "points", "EPISODE, the tuning points of E.2", note, columns, rows)
 
 
 def path(result: Result, rounds: Iterable[int]) -> list[float]:
@@ -149,7 +148,7 @@ def speedup(arguments: argparse.Namespace) -> None:
         "N = 2; Theorem 1 gives N / 2 where noise decides, and none where it does not."
     )
     columns = ["sigma", "N", "rounds", "best eta", "speed-up", "linear"]
-    write(arguments, "speedup", "EPISODE, Theorem 1 (speed-up in N)", note, columns, rows)
+    write_table(arguments, "speedup", "EPISODE, Theorem 1 (speed-up in N)", note, columns, rows)
     save_curves(draw(lines), arguments.results / "speedup")
 
 

@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 
 from fedrax.experiments.comparison import merge_tables
 from fedrax.report.curves import DASHES, PALETTE, legend_columns, save_curves
-from papers.episode.runs import Kept, write
-from papers.losac.running import spread
+from papers.episode.runs import Kept
+from papers.losac.running import spread, write_table
 
 HERE = Path(__file__).parent
 STEPS, EPOCHS = 240, 12.5
@@ -80,7 +80,7 @@ def tuning(arguments: argparse.Namespace) -> None:
         f"rule says: {by_accuracy}; by loss: {by_loss}. Runs on {kept.machines()}."
     )
     columns = ["gamma", "gamma / eta", "eta", "validation accuracy %", "validation loss", "steps clipped %"]
-    write(arguments, "tuning", "EPISODE, step size and clipping on sentence pairs (E.3)", note, columns, rows)
+    write_table(arguments, "tuning", "EPISODE, step size and clipping on sentence pairs (E.3)", note, columns, rows)
 
 
 def grid_changes(gamma: float, threshold: float) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def write_table3(arguments: argparse.Namespace, kept: Kept, printed: list[dict[s
         "clipped %",
         "diverged",
     ]
-    write(arguments, "table3", "EPISODE, Table 3 (sentence pairs, small)", note, columns, rows)
+    write_table(arguments, "table3", "EPISODE, Table 3 (sentence pairs, small)", note, columns, rows)
     save_curves(draw_figure1(kept, printed, arguments.seeds), arguments.results / "table3-figure1")
     save_curves(draw_figure7(kept, printed, arguments.seeds), arguments.results / "table3-figure7")
 
@@ -206,7 +206,7 @@ def write_times(arguments: argparse.Namespace, kept: Kept, printed: list[dict[st
         f"Runs on {kept.machines()}."
     )
     columns = ["I", "s %", "method", "printed 70 %", "ours", "printed 75 %", "ours", "printed 80 %", "ours"]
-    write(arguments, "table2", "EPISODE, Table 2 (running time, simulated)", note, columns, rows)
+    write_table(arguments, "table2", "EPISODE, Table 2 (running time, simulated)", note, columns, rows)
     save_curves(draw_figure6(kept, printed, arguments.seeds, step), arguments.results / "table2-figure6")
 
 

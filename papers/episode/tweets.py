@@ -12,9 +12,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from fedrax.report.curves import PALETTE, save_curves
-from papers.episode.runs import Kept, write
+from papers.episode.runs import Kept
 from papers.episode.text import VALIDATION, legend_below, mean_curve, seconds_of, style
-from papers.losac.running import spread
+from papers.losac.running import spread, write_table
 
 HERE = Path(__file__).parent
 SIMILARITIES = (20, 10, 0)
@@ -62,7 +62,7 @@ def sent140(arguments: argparse.Namespace) -> None:
         f"in Table 2, with {1000 * step:.1f} ms a local step. Runs on {kept.machines()}."
     )
     columns = ["s %", "method", "training loss", "test accuracy %", "clipped %", "simulated seconds", "diverged"]
-    write(arguments, "sent140", "EPISODE, Figures 8 and 9 (Sentiment140, small)", note, columns, rows)
+    write_table(arguments, "sent140", "EPISODE, Figures 8 and 9 (Sentiment140, small)", note, columns, rows)
     save_curves(draw_silos(found, methods, step), arguments.results / "sent140")
 
 
@@ -115,4 +115,4 @@ def tuning(arguments: argparse.Namespace) -> None:
         f"Best: gamma = {best[0]:g}, eta = {best[1]:g}. Runs on {kept.machines()}."
     )
     columns = ["gamma", "eta", "validation accuracy %", "validation loss", "steps clipped %"]
-    write(arguments, "sent140-tuning", "EPISODE, step size and clipping on tweets (H)", note, columns, rows)
+    write_table(arguments, "sent140-tuning", "EPISODE, step size and clipping on tweets (H)", note, columns, rows)
