@@ -101,7 +101,7 @@ def draw_groups(runs: Runs, cells: Sequence[Cell], seeds: Sequence[int]) -> Figu
     for line, (group, methods) in zip(grid, groups.items(), strict=True):
         for axes, cell in zip(line, columns, strict=True):
             for method in methods:
-                draw_curve(axes, found[cell, method], method, OWN.get(method, methods.index(method)))
+                draw_curve(axes, found[cell, method], method, OWN[method] if method in OWN else methods.index(method))
             axes.set_title(f"S = {cell.cohort}, omega = {cell.omega:g}", fontsize="small")
             style(axes)
         line[0].set_ylabel(f"{group}\ntest accuracy %", fontsize="small")
@@ -137,9 +137,11 @@ def betas(arguments: argparse.Namespace, table1: Runs, runs: Runs, cells: Sequen
     """Figures 5 and 21: highest accuracy of GradMA-S for 36 pairs (beta1, beta2), with Table 1's MIFA and MIFAM."""
     before = table1.seeds() or arguments.seeds
     if not arguments.only_write:
-        for coarse, cell, seed in itertools.product((True, False), cells, arguments.seeds):
-            pairs = [pair for pair in itertools.product(BETAS, BETAS) if coarse == set(pair).issubset(COARSE)]
-            runs.run(cell, "GradMA-S", [(*steps_of(table1, cell, before), *pair) for pair in pairs], seed)
+        coarse = list(itertools.product(COARSE, COARSE))
+        fine = [pair for pair in itertools.product(BETAS, BETAS) if pair not in coarse]
+        for pairs, cell in itertools.product((coarse, fine), cells):
+            for seed in arguments.seeds:
+                runs.run(cell, "GradMA-S", [(*steps_of(table1, cell, before), *pair) for pair in pairs], seed)
     kept = runs.seeds() or arguments.seeds
     rows, pictures, most = [], {}, 0
     for cell in cells:

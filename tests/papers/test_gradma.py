@@ -233,6 +233,7 @@ def test_memory_and_betas_are_studied_at_the_best_learning_rates(
     write_mnist(tmp_path / "mnist")
     monkeypatch.setattr(figures, "MEMORIES", (10,))
     monkeypatch.setattr(figures, "BETAS", (0.9,))
+    monkeypatch.setattr(figures, "COARSE", (0.9,))
     common = [
         "--rounds",
         "1",
