@@ -196,7 +196,7 @@ def test_personal_metrics_are_in_the_table_and_the_curves(fedrax: Callable[..., 
     for heading in (
         "train personal accuracy",
         "train finetuned accuracy, worst client",
-        "train accuracy, 10 % of clients",
+        "train accuracy, 10th percentile of clients",
         "train personal loss",
     ):
         assert heading in outcome.out, heading

@@ -269,7 +269,7 @@ class LocalSGD:
     def check(self) -> None:
         """Raise FedraxError for options that exclude each other."""
         if self.steps is not None and self.epochs is not None:
-            raise FedraxError("give local steps or local epochs, not both")
+            raise FedraxError("give local steps or local epochs, not both ('none' in a file removes an inherited one)")
         if self.blocks is not None and self.steps is None:
             raise FedraxError(
                 f"with fixed blocks (local.blocks = {self.blocks}; a default of LoSAC and FedSaga) every step draws one"

@@ -28,8 +28,8 @@ _NO_RESULTS = ("epsilon", "epsilon_paper", "all_gradients")
 """Columns without a best value: guarantees, and the work of all rounds, which settings determine."""
 _OVER_CLIENTS = {
     "_worst_client": ", worst client",
-    "_client_p10": ", 10 % of clients",
-    "_client_p90": ", 90 % of clients",
+    "_client_p10": ", 10th percentile of clients",
+    "_client_p90": ", 90th percentile of clients",
 }
 """Suffixes of metrics over clients, and their part of a heading."""
 

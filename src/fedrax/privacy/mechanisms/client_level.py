@@ -52,7 +52,8 @@ class ClientDP(Wrapper):
     Noise from N(0, (z C)^2) is added to each entry of the sum over the cohort ("server", the central model) or of each
     client's upload ("client", the local model). In a round of P phases, each phase has the bound C / sqrt(P). The
     server divides by the expected number of clients, not by the size of a Poisson cohort. Client state is exact. Of the
-    clients' info only the count of gradients is reported.
+    clients' info only the count of gradients is reported. In methods that add uploads up over the rounds, such as the
+    control variates of SCAFFOLD or a momentum, the noise adds up too.
 
     Example:
         >>> clip = fedrax.privacy.Flat(bound=0.5)
