@@ -137,7 +137,7 @@ def write_text_files(folder: Path) -> None:
         columns = {"sentence1": ["a b", "c", "b"] * 32, "sentence2": ["b", "a", "c c"] * 32}
         labels = {"label": ["entailment", "neutral", "contradiction"] * 32}
         pl.DataFrame(columns | labels).write_parquet(folder / "snli" / f"{part}.parquet")
-    tweets = {"user": [f"u{i // 4}" for i in range(96)], "text": ["a b", "b"] * 48, "label": [0, 1] * 48}
+    tweets = {"user": [f"u{i // 6}" for i in range(96)], "text": ["a b", "b"] * 48, "label": [0, 1] * 48}
     pl.DataFrame(tweets).write_parquet(folder / "sent140" / "leaf_k30_by_user.parquet")
     (folder / "glove" / "glove.6B.50d.subset.txt").write_text("a 1 0\nb 0 1\nc 1 1\n")
 
