@@ -138,7 +138,7 @@ def untyped(**options: Any) -> dict[str, Any]:
             "prox must be of class L1 or ElasticNet or NuclearNorm",
         ),
         (fedrax.FedAvg(**untyped(local=None)), "FedAvg.local must be of class LocalSGD, got None"),
-        (fedrax.FedAvg(**untyped(local=fedrax.LocalSGD)), "FedAvg.local must be of class LocalSGD, got the class: LocalSGD() makes"),
+        (fedrax.FedAvg(**untyped(local=fedrax.LocalSGD)), "FedAvg.local must be of class LocalSGD, got the class: "),
         (fedrax.Upcycled(**untyped(inner=LOCAL)), "Upcycled.inner must be of class Algorithm, got LocalSGD"),
         (
             fedrax.FedAvg(fedrax.LocalSGD(schedule=cosine(decay_steps="4"))),
