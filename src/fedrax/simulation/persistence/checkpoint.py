@@ -31,8 +31,8 @@ FILE, PREVIOUS = "state.npz", "previous.npz"
 FORMAT = 6
 """Number of the file format and of the names in the states and identities that runs store. Format 1 had no digests; in
 format 2 classes and fields of the stored states had other names; format 3 had no digest of the code of participation
-policies; format 4 had digests of settings instead of their values; format 5 had step sizes in the digest of the
-program. Checkpoints of another format are rejected."""
+policies; format 4 had digests of settings instead of their values; format 5 had learning rates in the digest of
+the program. Checkpoints of another format are rejected."""
 _META_BYTES = 16 << 20
 """Most bytes of ``meta`` that are read: protects against a file that claims to be huge."""
 _HEADER_BYTES = 1 << 10
