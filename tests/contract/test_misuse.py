@@ -393,9 +393,8 @@ def test_leaked_tracer_raises_a_clear_error():
     kept: list[Any] = []
 
     def leak(message: Any, state: Any, data: Any) -> ClientOutput:
-        upload = tree.add(message, kept[0]) if kept else message
-        kept.append(message)
-        return ClientOutput(upload=upload)
+        jax.lax.map(kept.append, jnp.arange(3.0))
+        return ClientOutput(upload=tree.scale(kept[0], message))
 
     with pytest.raises(FedraxError, match="keeps a traced value outside of the function that made it: return it"):
         run(client(leak), FEDERATION, rounds=1)

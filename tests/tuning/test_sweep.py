@@ -103,7 +103,11 @@ def test_program_of_a_search_does_not_depend_on_floats() -> None:
     method = lambda **local: fedrax.Scaffold(fedrax.LocalSGD(**local))  # noqa: E731
     keys = [
         program_keys(method(**local), TASK, FEDERATION, fedrax.Settings(rounds=2, cohort_size=2))
-        for local in ({"lr": 0.1}, {"lr": 0.001, "weight_decay": 0.5}, {"lr": 0.1, "steps": 2})
+        for local in (
+            {"lr": 0.1, "momentum": 0.9},
+            {"lr": 0.001, "momentum": 0.5},
+            {"lr": 0.1, "momentum": 0.9, "steps": 2},
+        )
     ]
     assert keys[0] == keys[1] != keys[2]
 
