@@ -134,7 +134,7 @@ def trace_round(
         raise_collected([*broken, error])
         raise
     raise_collected(broken)
-    outcome = lambda work, *trees: one_round(*trees, assignment._replace(work=work))[1:]  # noqa: E731
+    outcome = lambda work, *trees: one_round(*trees, assignment=assignment._replace(work=work))[1:]  # noqa: E731
     if assignment.work is not None and not dependent_leaves(outcome, assignment.work, *shapes):
         warn(f"{type(algorithm).__name__} does the same work at slow clients: stragglers is ignored")
     return TracedRound(_bytes_once(received, output_sources(made)), tree.num_bytes(sent), made)
