@@ -5,8 +5,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from sphinx.application import Sphinx
-
 import fedrax
 from docs import (
     benchmark_pages,
@@ -63,18 +61,6 @@ add_module_names = False  # the title of a page is the namespace
 default_role = "code"  # a name in single backquotes is code, as in the Markdown pages
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
-
-
-def keep_colons(app: object, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
-    """Protect the docstrings of attributes, whose text before a colon napoleon would take for a type."""
-    if what in ("attribute", "data", "property") and lines:
-        lines.insert(0, "")
-
-
-def setup(app: Sphinx) -> None:
-    """Connect before napoleon, whose priority is 500."""
-    app.connect("autodoc-process-docstring", keep_colons, priority=400)
-
 
 GENERATED = Path(__file__).parent / "_generated"
 method_table.write(GENERATED / "methods.md")

@@ -110,6 +110,12 @@ def escape_norms(app: Any, what: str, name: str, obj: Any, options: Any, lines: 
         lines[i] = "".join(part if part.startswith("``") else part.replace("|", "\\|") for part in parts)
 
 
+def keep_colons(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Hook of autodoc: napoleon takes the text before a colon in an attribute's first line for its type."""
+    if what in ("attribute", "data", "property"):
+        lines.insert(0, "")
+
+
 def skip_dataclass_plumbing(app: Any, what: str, name: str, obj: Any, skipped: bool, options: Any) -> bool | None:
     """Hook of autodoc: methods that JAX or the validation of fields calls are not part of the reference."""
     return True if name in ("check", "tree_flatten", "tree_flatten_with_keys", "tree_unflatten") else None
@@ -119,5 +125,6 @@ def setup(app: Any) -> dict[str, bool]:
     """Connect the hooks; called by Sphinx."""
     app.setup_extension("sphinx.ext.autodoc")
     app.connect("autodoc-process-docstring", escape_norms)
+    app.connect("autodoc-process-docstring", keep_colons, priority=400)  # before napoleon, whose priority is 500
     app.connect("autodoc-skip-member", skip_dataclass_plumbing)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -22,7 +22,7 @@ from fedrax.algorithms.upcycled import Upcycled
 from fedrax.models import Logistic
 from fedrax.optim.schedules import InverseTimeDecay
 from fedrax.report import curves
-from papers.losac.running import spread
+from papers.losac.running import spread, write_table
 from papers.upcycled import report
 from papers.upcycled.grid import METHODS, Point, federation_of, sweep_points
 
@@ -143,7 +143,7 @@ def write(
     )
     number = arguments.what[-1]
     title = f"Upcycled-FL, Figure {number} (convergence, {stragglers} % stragglers)"
-    report.write(arguments, title, note, columns, rows, report.wins(found))
+    write_table(arguments, arguments.what, title, note, columns, rows, report.wins(found))
     panels = {data: {m: losses for (of, m), losses in found.items() if of == data} for data, _ in found}
     drawn = report.draw_pairs(panels, arguments.rounds, "rounds (of time)", list(METHODS))
     curves.save_curves(drawn, arguments.results / arguments.what)
@@ -190,7 +190,7 @@ def theorem(arguments: argparse.Namespace) -> None:
         "|" + "---|" * (len(ITERATIONS) + 3),
         *sections,
     ]
-    report.write(arguments, "Upcycled-FL, Theorem 5.6: mu and lambda_m", note, columns, rows, more)
+    write_table(arguments, arguments.what, "Upcycled-FL, Theorem 5.6: mu and lambda_m", note, columns, rows, more)
 
 
 def fedprox(mu: float) -> Upcycled:

@@ -7,7 +7,7 @@ import argparse
 import numpy as np
 
 from fedrax.data import Dataset, load
-from papers.upcycled import report
+from papers.losac.running import write_table
 from papers.upcycled.grid import DATA
 
 PRINTED = {
@@ -37,7 +37,7 @@ def table2(arguments: argparse.Namespace) -> None:
         "device's rows. One model: test accuracy of one logistic regression fitted to all training rows together, "
         "over test rows and as the mean over devices, which is about what a method with one model can reach."
     )
-    report.write(arguments, "Upcycled-FL, Table 2: the synthetic data sets", note, columns, rows)
+    write_table(arguments, arguments.what, "Upcycled-FL, Table 2: the synthetic data sets", note, columns, rows)
 
 
 def facts(dataset: Dataset, printed: tuple[str, int, int, int]) -> list[str]:

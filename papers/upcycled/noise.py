@@ -22,7 +22,7 @@ from fedrax.algorithms.pfedme import PFedMe
 from fedrax.contract.algorithm import Algorithm
 from fedrax.optim.server import SGD, Yogi
 from fedrax.report import curves
-from papers.losac.running import spread
+from papers.losac.running import spread, write_table
 from papers.upcycled import private, report
 from papers.upcycled.convergence import SETS
 from papers.upcycled.grid import Point
@@ -142,12 +142,8 @@ def figure(arguments: argparse.Namespace) -> None:
         raise FedraxError(f"there are no sweeps of {arguments.what} below {arguments.out} yet: leave --only-write out")
     rows = []
     for (data, method), ways in found.items():
-        final = {way: losses[:, -1] for way, losses in losses_of(ways).items()}
-        gains = [final["upcycled"] - final[way] for way in ("plain", "half")]
-        text = [spread(gain.tolist(), "+.4f").replace("± +", "± ") for gain in gains]
-        cells = [spread(final[way].tolist(), ".4f") for way in ("plain", "upcycled", "half")]
         points = [", ".join(f"{k} {v:.3g}" for k, v in ways[way][0].items()) for way in ("plain", "upcycled")]
-        rows.append([data, method, *cells, *text, *points])
+        rows.append([data, method, *report.final_cells(losses_of(ways)), *points])
     of = FIGURES[arguments.what]
     note = (
         f"The figure prints curves of the loss and no numbers. Test loss after the last of {arguments.rounds} "
@@ -169,7 +165,7 @@ def figure(arguments: argparse.Namespace) -> None:
     title = f"Upcycled-FL, Figure {of.number} ({of.mechanism}, seven methods at the paper's noise)"
     losses = {case: losses_of(ways) for case, ways in found.items()}
     more = report.wins(losses) + report.wins(losses, "half")
-    report.write(arguments, title, note, columns, rows, more)
+    write_table(arguments, arguments.what, title, note, columns, rows, more)
     panels = {data: {m: losses_of(ways) for (of, m), ways in found.items() if of == data} for data, _ in found}
     drawn = report.draw_pairs(panels, arguments.rounds, "iterations", list(METHODS))
     curves.save_curves(drawn, arguments.results / arguments.what)
@@ -215,8 +211,7 @@ def table5(arguments: argparse.Namespace) -> None:
     note = (
         f"Time of {arguments.rounds} iterations with output perturbation on Syn(iid), all devices, compiled before, as "
         f"ratios of runs that follow each other, mean ± standard deviation over {len(arguments.seeds)} seeds: FedAvg, "
-        "the method, the upcycled method, which does as many iterations in half of the rounds. Seconds are not given, "
-        "because the machine had other work. The paper's are of a GPU with PyTorch; its upcycled row is not legible in "
-        "the text at hand."
+        "the method, the upcycled method, which does as many iterations in half of the rounds. "
+        "The paper's are of a GPU with PyTorch; its upcycled row is not legible in the text at hand."
     )
-    report.write(arguments, "Upcycled-FL, Table 5: training time", note, columns, rows)
+    write_table(arguments, arguments.what, "Upcycled-FL, Table 5: training time", note, columns, rows)

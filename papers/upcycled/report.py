@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 from matplotlib.lines import Line2D
 
 from fedrax.report import curves
-from papers.losac.running import markdown, write_table
+from papers.losac.running import markdown, spread
 
 ROUNDS, SEEDS = 80, [0, 1, 2, 3]
 DASHES = {"upcycled": "-", "plain": "--"}
@@ -21,16 +20,12 @@ Pair = Mapping[str, np.ndarray]
 """Losses [seeds, evaluations] of the method and of the upcycled one, at even distances."""
 
 
-def write(
-    arguments: argparse.Namespace,
-    title: str,
-    note: str,
-    columns: list[str],
-    rows: list[list[str]],
-    more: Sequence[str] = (),
-) -> None:
-    """A table under the command's name, and lines after it."""
-    write_table(arguments, arguments.what, title, note, columns, rows, more)
+def final_cells(losses: Mapping[str, np.ndarray]) -> list[str]:
+    """Final losses of a method, of the upcycled one and of half the rounds, and the upcycled one minus the others."""
+    final = {way: values[:, -1] for way, values in losses.items()}
+    gains = [(final["upcycled"] - final[way]).tolist() for way in ("plain", "half")]
+    cells = [spread(final[way].tolist(), ".4f") for way in ("plain", "upcycled", "half")]
+    return [*cells, *(spread(gain, "+.4f").replace("± +", "± ") for gain in gains)]
 
 
 def wins(found: Mapping[tuple[str, str], Mapping[str, np.ndarray]], over: str = "plain") -> list[str]:

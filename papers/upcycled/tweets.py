@@ -24,7 +24,7 @@ from fedrax.models import Tweets
 from fedrax.privacy import ObjectivePerturbation
 from fedrax.report import curves
 from papers.episode.silos import UserSilos
-from papers.losac.running import spread
+from papers.losac.running import spread, write_table
 from papers.upcycled import noise, private, report
 from papers.upcycled.grid import METHODS, Point, final, sweep_points
 
@@ -128,7 +128,7 @@ def table(arguments: argparse.Namespace) -> None:
             rows.append(row_of(number, method, stragglers, list(zip(points, found, strict=True))))
     if not rows:
         raise FedraxError(f"there are no sweeps of sent140 below {arguments.out} yet: leave --only-write out")
-    write_table(arguments, federation, rows)
+    write_accuracies(arguments, federation, rows)
 
 
 def row_of(number: str, method: str, stragglers: int, found: list[tuple[Point, dict[str, list[float]]]]) -> list[str]:
@@ -145,7 +145,7 @@ def row_of(number: str, method: str, stragglers: int, found: list[tuple[Point, d
     return [*cells, f"{lr:g}", f"{up_lr:g}"]
 
 
-def write_table(arguments: argparse.Namespace, federation: Federation, rows: list[list[str]]) -> None:
+def write_accuracies(arguments: argparse.Namespace, federation: Federation, rows: list[list[str]]) -> None:
     """Printed beside measured."""
     labels = np.asarray(federation.test[1])  # type: ignore[index]
     larger = np.bincount(labels).max() / len(labels)
@@ -159,7 +159,7 @@ def write_table(arguments: argparse.Namespace, federation: Federation, rows: lis
     )
     columns = ["table", "method", "paper", "ours", "paper, upcycled", "ours, upcycled", "paper's gain", "our gain"]
     columns += ["lr", "lr, upcycled"]
-    report.write(arguments, "Upcycled-FL, Tables 1 and 3 (Sent140, stand-in)", note, columns, rows)
+    write_table(arguments, arguments.what, "Upcycled-FL, Tables 1 and 3 (Sent140, stand-in)", note, columns, rows)
 
 
 # -- Figure 8 ---------------------------------------------------------------------------------------------------------
@@ -213,11 +213,8 @@ def write_figure8(
     """Final losses, and the curves."""
     rows = []
     for (name, method), ways in found.items():
-        final_losses = {way: losses[:, -1] for way, (_, losses) in ways.items()}
-        gains = [final_losses["upcycled"] - final_losses[way] for way in ("plain", "half")]
-        text = [spread(gain.tolist(), "+.4f").replace("± +", "± ") for gain in gains]
-        cells = [spread(final_losses[way].tolist(), ".4f") for way in ("plain", "upcycled", "half")]
-        rows.append([name, method, *cells, *text, *(f"{ways[way][0]['lr']:g}" for way in ("plain", "upcycled"))])
+        cells = report.final_cells(noise.losses_of(ways))
+        rows.append([name, method, *cells, *(f"{ways[way][0]['lr']:g}" for way in ("plain", "upcycled"))])
     note = (
         f"{settings_of(federation)} The figure prints curves of the loss and no numbers. Test loss over all test rows "
         f"after the last of {arguments.rounds} iterations, {len(arguments.seeds)} seeds, mean ± standard deviation. "
@@ -230,7 +227,9 @@ def write_figure8(
     columns += ["upcycled - half the rounds", "lr", "lr, upcycled"]
     losses = {case: noise.losses_of(ways) for case, ways in found.items()}
     more = report.wins(losses) + report.wins(losses, "half")
-    report.write(arguments, "Upcycled-FL, Figure 8 (Sent140, private, stand-in)", note, columns, rows, more)
+    write_table(
+        arguments, arguments.what, "Upcycled-FL, Figure 8 (Sent140, private, stand-in)", note, columns, rows, more
+    )
     panels = {
         f"{name} perturbation": {m: noise.losses_of(ways) for (of, m), ways in found.items() if of == name}
         for name, _ in found

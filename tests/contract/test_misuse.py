@@ -93,6 +93,7 @@ CASES = {
     "as a Python index or size": client(lambda m, s, d: ClientOutput(upload=[m for _ in range(d.size)])),
     "but no client has one: define init_client": client(lambda m, s, d: ClientOutput(upload=m, state=m)),
     r"a is of shape \(\), but init_client": client_with_state(State(jnp.zeros(3)), lambda s: State(1.0)),
+    "returns no state, but init_client makes one: pass state=": client_with_state(State(jnp.zeros(3)), lambda s: ()),
     "of type float32, but init_client makes it int32": client_with_state(
         State(jnp.int32(3)), lambda s: State(s.a + 0.5)
     ),
@@ -396,8 +397,18 @@ def test_leaked_tracer_raises_a_clear_error():
         jax.lax.map(kept.append, jnp.arange(3.0))
         return ClientOutput(upload=tree.scale(kept[0], message))
 
-    with pytest.raises(FedraxError, match="keeps a traced value outside of the function that made it: return it"):
+    def leak_into_the_next_run(message: Any, state: Any, data: Any) -> ClientOutput:
+        upload = tree.add(message, kept[0]) if kept else message
+        kept.append(message)
+        return ClientOutput(upload=upload)
+
+    explained = pytest.raises(FedraxError, match="keeps a traced value outside of the function that made it: return it")
+    with explained:
         run(client(leak), FEDERATION, rounds=1)
+    kept.clear()
+    run(client(leak_into_the_next_run), FEDERATION, rounds=1)
+    with explained:
+        run(client(leak_into_the_next_run), make_federation((6,) * 4, test_rows=0), rounds=1)
 
 
 def test_algorithm_without_decorator_is_rejected():

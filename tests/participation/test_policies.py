@@ -134,7 +134,7 @@ def test_misused_policies_are_explained():
         def observe(self, state: Any, round: int, clients: np.ndarray, info: Mapping[str, np.ndarray]) -> np.ndarray:
             return state + info["losss"].mean()
 
-    with pytest.raises(FedraxError, match=r"Misspelled.observe reads info\['losss'\], and clients report .*loss"):
+    with pytest.raises(FedraxError, match=r"clients do not report info\['losss'\] to the policy, but .*loss"):
         run(FedAvg(LOCAL), cohort_size=2, rounds=2, participation=Misspelled())
     with pytest.raises(FedraxError, match=r"got the class: PowerOfChoice\(\) makes an object of it"):
         run(FedAvg(LOCAL), cohort_size=2, rounds=2, participation=PowerOfChoice)

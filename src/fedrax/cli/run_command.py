@@ -66,7 +66,7 @@ def main(args: list[str]) -> int:
     """Parse, prepare, run, report."""
     parsed = parse_experiment(RunOptions, args, "fedrax run", DESCRIPTION)
     spec, options = parsed.experiment, parsed.options
-    directory = new_directory(spec, options.out)
+    directory = new_directory(spec, options.out, options.data_dir)
     use_all_cores()
     problem = experiment.build(spec, options.data_dir)
     if not options.quiet:
@@ -90,8 +90,13 @@ def resume_command(directory: Path, data_dir: Path | None) -> str:
     """How to resume a run that is interrupted now; empty if there is nothing to resume, or it has diverged."""
     if checkpoint.exists(directory / FAILURE) or not (directory / "experiment.toml").exists():
         return ""
+    return f"resume with: {_resume_words(directory, data_dir)}"
+
+
+def _resume_words(directory: Path, data_dir: Path | None) -> str:
+    """The command that resumes a run with the code and the data directory of this one."""
     options = ["--trust"] * user_code.was_imported() + ([] if data_dir is None else ["--data-dir", str(data_dir)])
-    return f"resume with: {shlex.join(['fedrax', 'resume', str(directory), *options])}"
+    return shlex.join(["fedrax", "resume", str(directory), *options])
 
 
 def ignored_keys_note(keys: Sequence[str], spec: Experiment) -> list[str]:
@@ -166,11 +171,11 @@ def report(spec: Experiment, result: Result, directory: Path, options: Reporting
         console.print(f"saved in {directory}; show it with: fedrax show {directory}")
 
 
-def new_directory(spec: Experiment, out: Path | None) -> Path:
+def new_directory(spec: Experiment, out: Path | None, data_dir: Path | None) -> Path:
     """A directory without a run."""
     if out is not None:
         if (out / "experiment.toml").exists() or (out / "events.jsonl").exists():
-            resume = shlex.join(["fedrax", "resume", str(out), *["--trust"] * user_code.was_imported()])
+            resume = _resume_words(out, data_dir)
             raise FedraxError(f"{out} holds a run already: choose another --out, or resume it with: {resume}")
         return out
     stem = Path("runs") / f"{safe_name(spec.name)}-{spec.method_name.lower()}-seed{spec.run.seed}"

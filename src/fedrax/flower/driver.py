@@ -31,6 +31,7 @@ from fedrax.simulation.persistence import checkpoint
 from fedrax.simulation.persistence.client_summary import ClientSummary, write_client_summary
 from fedrax.simulation.persistence.run_description import write_description
 from fedrax.simulation.persistence.run_directory import CHECKPOINT, FAILURE, MODEL, lock_directory
+from fedrax.simulation.privacy_ledger import warn_of_budget
 from fedrax.simulation.process import write_environment
 from fedrax.simulation.results.events import (
     Event,
@@ -164,6 +165,7 @@ class RoundDriver:
             cohort = self._cohort(r, available, server, statistics)
             if not self._within_budget(cohort):
                 stopped = "budget"
+                warn_of_budget(self.settings, r)
                 self._save(server, statistics, file, stopped=stopped)
                 break
             before = server, statistics

@@ -29,6 +29,13 @@ from fedrax.participation.policy import (
 from fedrax.privacy.accounting import CohortSampling
 
 
+class _Reports(dict[str, np.ndarray]):
+    """What clients reported; reading anything else raises an error that lists it."""
+
+    def __missing__(self, name: str) -> np.ndarray:
+        raise FedraxError(f"clients do not report info[{name!r}] to the policy, but {', '.join(self)}")
+
+
 class CohortSampler:
     """Draws the cohorts and stragglers of a run.
 
@@ -252,14 +259,7 @@ class CohortSampler:
 
     def observe(self, round: int, clients: np.ndarray, info: Mapping[str, np.ndarray]) -> None:
         """Update an adaptive policy with the reports of a round, see :meth:`ParticipationPolicy.observe`."""
-        try:
-            self.state = self._canonical(self.policy.observe(self.state, round, clients, info))
-        except KeyError as error:
-            if error.args[0] in info:
-                raise
-            raise FedraxError(
-                f"{self._name}.observe reads info[{error.args[0]!r}], and clients report {', '.join(info)}"
-            ) from error
+        self.state = self._canonical(self.policy.observe(self.state, round, clients, _Reports(info)))
         self.observed = round + 1
 
     def skip(self, round: int) -> None:

@@ -105,8 +105,7 @@ def _check_room(accountant: Accountant, budget: float | None) -> None:
         )
     if (one := accountant.epsilon(1)) > budget:
         raise FedraxError(
-            f"the budget of epsilon = {budget:g} at delta = {accountant.delta:g} has no room for a round: one costs"
-            f" epsilon = {one:.4g}"
+            f"{_named_budget(budget, accountant.delta)} has no room for a round: one costs epsilon = {one:.4g}"
         )
 
 
@@ -124,18 +123,21 @@ def record_spending(ledger: Ledger | None, inputs: RoundInputs, events: list[Eve
             event |= ledger.spend(here[here < clients])
 
 
-def budget_spent(settings: Settings, done: int) -> str:
-    """What to say of a run that its budget ended after ``done`` rounds."""
-    return (
-        f"the run ended after {done} of {settings.rounds} rounds: one more would exceed the budget of epsilon ="
-        f" {settings.epsilon_budget:g} at delta = {settings.delta:g}"
-    )
+def _named_budget(epsilon: float | None, delta: float) -> str:
+    """A budget in messages."""
+    return f"the budget of epsilon = {epsilon:g} at delta = {delta:g}"
+
+
+def warn_of_budget(settings: Settings, done: int) -> None:
+    """Warn that the budget ended the run after ``done`` rounds."""
+    budget = _named_budget(settings.epsilon_budget, settings.delta)
+    warn(f"the run ended after {done} of {settings.rounds} rounds: one more would exceed {budget}")
 
 
 def check_not_spent(ledger: Ledger, settings: Settings, done: int, last: int) -> None:
     """Raise FedraxError where a run is resumed whose budget allows no more rounds."""
     if last <= done < settings.rounds:
         raise FedraxError(
-            f"the budget of epsilon = {settings.epsilon_budget:g} at delta = {settings.delta:g} is spent: {done} rounds"
-            f" have cost {ledger.spent.epsilon:.4g}, and one more would exceed it"
+            f"{_named_budget(settings.epsilon_budget, settings.delta)} is spent: {done} rounds have cost"
+            f" {ledger.spent.epsilon:.4g}, and one more would exceed it"
         )

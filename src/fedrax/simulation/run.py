@@ -35,7 +35,7 @@ from fedrax.simulation.persistence.resume import RunStart, check_can_continue, c
 from fedrax.simulation.persistence.run_description import write_description
 from fedrax.simulation.persistence.run_directory import CHECKPOINT, FAILURE, MODEL, RunDirectory, lock_directory
 from fedrax.simulation.placement.streaming import BlockLoader, RoundBlock, SampleStreamer, StateSpill
-from fedrax.simulation.privacy_ledger import budget_spent, check_not_spent, last_round, ledger_of, record_spending
+from fedrax.simulation.privacy_ledger import check_not_spent, last_round, ledger_of, record_spending, warn_of_budget
 from fedrax.simulation.process import (
     answer_of_any_process,
     answer_of_first_process,
@@ -302,7 +302,7 @@ class Run:
                 raise Interrupted(interrupted.signal)
         if stopped == "rounds" and rounds_done(events) < self.setup.settings.rounds:
             stopped = "budget"
-            warn(budget_spent(self.setup.settings, rounds_done(events)))
+            warn_of_budget(self.setup.settings, rounds_done(events))
         return carry, stopped
 
     def _start(self, carry: RoundState) -> str:

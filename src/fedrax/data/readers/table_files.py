@@ -215,14 +215,12 @@ def _damaged_line(path: Path, separator: str) -> int:
     """The number of the first line, from 1, that starts a row of too many cells or an unclosed quotation."""
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
         rows = csv.reader(file, delimiter=separator, strict=True)
-        names, line = len(next(rows, [])), 1
-        try:
+        names, line = len(next(rows, [])), rows.line_num
+        with suppress(csv.Error):
             for row in rows:
                 if len(row) > names:
                     break
                 line = rows.line_num
-        except csv.Error:
-            pass
     return line + 1
 
 
