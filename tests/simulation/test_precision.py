@@ -31,6 +31,7 @@ from fedrax.models import LSTM, LeNet, Model, TwoNN, from_linen
 from fedrax.personalization import Ditto
 from fedrax.robust import GeometricMedian, Robust
 from fedrax.xla.precision import OperandFormat, with_operand_format
+from fedrax.xla.tracing import equations_in
 from tests.simulation.problems import make_federation
 from tests.slow import slow_cases
 
@@ -79,6 +80,38 @@ def test_results_are_stored_in_bfloat16_and_gradients_of_weights_in_float32():
     np.testing.assert_allclose(found["b"], after.sum(0), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(found["w"], r(x).T @ r(after), rtol=2e-2, atol=2e-2)
     assert not np.array_equal(found["v"], r(found["v"]))
+
+
+@pytest.mark.parametrize(
+    "used",
+    [
+        lambda w: jnp.concatenate([w[:, 3:], w[:, :3]], 1),
+        lambda w: jnp.concatenate(jnp.split(w, 2, 1)[::-1], 1),
+        lambda w: jax.lax.dynamic_slice_in_dim(w, 1, 6, 1),
+        lambda w: jax.lax.dynamic_update_slice_in_dim(w, w[:, :2], 4, 1),
+        lambda w: jnp.pad(w, ((0, 0), (1, 2))),
+        lambda w: w.reshape(7, 2, 3)[:, ::-1].reshape(7, 6),
+    ],
+    ids=["slice", "split", "dynamic_slice", "dynamic_update_slice", "pad", "reverse"],
+)
+def test_gradients_of_weights_that_are_cut_and_joined_are_not_rounded(used: Callable):
+    """As those of the gates of a recurrent cell, or of queries, keys and values."""
+    x, w = draw(5, 7), draw(7, 6)
+    c = draw(5, used(w).shape[1])
+    gradient = with_operand_format(jax.grad(lambda w: jnp.sum((x @ used(w)) * c)), "bfloat16")(w)
+    r = lambda a: rounded(a, "bfloat16").astype(np.float32)  # noqa: E731
+    (expected,) = jax.vjp(used, w)[1](jnp.asarray(r(x).T @ r(c)))
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_a_recurrent_cells_weights_are_summed_in_float32():
+    """One product for all gates at each step: its results are neither rounded nor added in bfloat16."""
+    cell, x = nn.RNN(nn.OptimizedLSTMCell(8)), jnp.asarray(draw(3, 5, 4))
+    weights = cell.init(jax.random.key(0), x)
+    gradient = with_operand_format(jax.grad(lambda w: jnp.sum(cell.apply(w, x) ** 2)), "bfloat16")  # type: ignore[operator]
+    rounds = [e for e in equations_in(jax.make_jaxpr(gradient)(weights)) if e.primitive.name == "reduce_precision"]
+    assert {(8, 32), (4, 32)} & {e.outvars[0].aval.shape for e in rounds} == {(8, 32), (4, 32)}  # operands: the weights
+    assert not {(32, 8), (32, 4)} & {e.outvars[0].aval.shape for e in rounds}  # results: their gradients
 
 
 @FORMATS

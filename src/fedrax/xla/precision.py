@@ -34,8 +34,8 @@ OperandFormat = Literal["highest", "tensorfloat32", "bfloat16"]
 
 _MANTISSA_BITS = {"tensorfloat32": 10, "bfloat16": 7}
 _PRODUCTS = (primitives.dot_general_p, primitives.conv_general_dilated_p)
-_NAMES = """add add_any broadcast_in_dim concatenate convert_element_type copy copy_p neg reshape rev slice squeeze sub
-    transpose"""
+_NAMES = """add add_any broadcast_in_dim concatenate convert_element_type copy copy_p dynamic_slice dynamic_update_slice
+    neg pad reshape rev slice split squeeze sub transpose"""
 _LAYOUT_OR_SUM = frozenset(_NAMES.split())
 """Primitives between a gradient of weights and an output. No ``reduce_sum``: gradients of biases are sums of gradients
 of activations, which are rounded."""
