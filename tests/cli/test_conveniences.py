@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 import fedrax as fedrax_package
+from fedrax.cli.arguments import choices_in, parse_experiment
+from fedrax.cli.run_command import RunOptions
 from fedrax.experiments import experiment
 from fedrax.experiments.comparison import Comparison
 from fedrax.experiments.experiment import Experiment
+from fedrax.experiments.serialization import ALGORITHM
 from fedrax.simulation import read_events
 from tests.cli.conftest import TINY, Outcome
 
@@ -251,3 +254,30 @@ def test_table_of_a_single_possible_class_needs_no_name() -> None:
     tables = [{"epochs": 2, "lr": 0.05}, {"name": "local_sgd", "epochs": 2, "lr": 0.05}]
     made = [experiment.from_table({"algorithm": inside | {"alternate": table}}, "x", Path()) for table in tables]
     assert made[0] == made[1] and made[0].algorithm.alternate == fedrax_package.LocalSGD(lr=0.05, epochs=2)
+
+
+@pytest.mark.parametrize("part", ["data", "partition", "model", "finetuning", "task", "run.participation"])
+def test_help_has_a_text_for_every_option(capsys: pytest.CaptureFixture[str], part: str) -> None:
+    chosen = next(chosen for chosen in choices_in(Experiment()) if chosen.path == part)
+    for name in chosen.choice.classes():
+        _check_help([f"--{part}", name], capsys)
+
+
+@pytest.mark.slow(keep=3)
+@pytest.mark.parametrize("name", sorted(ALGORITHM.classes()))
+def test_help_has_a_text_for_every_option_of_a_method(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    _check_help(["--algorithm", name], capsys)
+
+
+def _check_help(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Assert that every option in the help of ``fedrax run`` has a text besides its default."""
+    with pytest.raises(SystemExit):
+        parse_experiment(RunOptions, [*args, "--help"], "fedrax run", "")
+    lines = [line.strip(" │|") for line in capsys.readouterr().out.splitlines()]
+    text = "\n".join("" if re.match("[╭╰─]|-{3}", line) else line for line in lines)
+    options = re.split(r"^--(?=[a-z])", text, flags=re.M)[1:]
+    assert len(options) > 20
+    for option in options:
+        flag, _, words = option.partition("\n")
+        words = re.sub(r"\((default:[^)]*|required)\)", "", words.partition("\n\n")[0])
+        assert words.strip(), f"{' '.join(args)}: --{flag} has no text"

@@ -165,6 +165,10 @@ def load_digits(test_fraction: float = 0.2, seed: int = 0) -> Dataset:
     """The 1,797 handwritten digits bundled with scikit-learn: float32 [n, 8, 8, 1] in [0, 1], 10 classes.
 
     Pixels are the original 0 .. 16 divided by 16, which is exact. The test part is stratified by class.
+
+    Args:
+        test_fraction: Share of the rows of each class that is held out as test data.
+        seed: Seed of the choice of the test rows.
     """
     pixels, labels = _bundled_digits()
     x = (pixels / 16).astype(np.float32).reshape(-1, 8, 8, 1)
@@ -217,6 +221,10 @@ def load_emnist(
     """EMNIST (Cohen et al. 2017), MNIST's shapes, from emnist/: 47 balanced classes, or another of NIST's splits.
 
     The images are upright; NIST stores them transposed. The labels of "letters" start at 0.
+
+    Args:
+        data_dir: Directory of data files.
+        split: NIST's split of the data, which determines the classes.
     """
     if split not in EMNIST_CLASSES:
         raise unknown("split of emnist", split, EMNIST_CLASSES)
@@ -270,6 +278,10 @@ def load_upcycled_synthetic(data_dir: Path, variant: str = "0.5_0.5") -> Dataset
     """The synthetic data of Upcycled-FL (2024), section 7, as published: ``variant`` "iid", "0_0", "0.5_0.5" or "1_1".
 
     x is float32 [n, 20], with 2 classes and 30 natural clients.
+
+    Args:
+        data_dir: Directory of data files.
+        variant: Alpha and beta of the published data, "iid", "0_0", "0.5_0.5" or "1_1".
     """
     variants = ("iid", "0_0", "0.5_0.5", "1_1")
     if variant not in variants:
@@ -291,6 +303,12 @@ def load_esr(
     Natural clients are the 500 recordings. The 178 numbers are samples of one signal, so that all are scaled alike:
     "standard" subtracts the mean of the training rows and divides by their standard deviation, "range" maps their
     smallest and largest number to -1 and 1, "unit" to 0 and 1.
+
+    Args:
+        data_dir: Directory of data files.
+        classes: 2, seizure or not, or UCI's 5 classes.
+        scaling: How the numbers are scaled by those of the training rows.
+        seed: Seed of the choice of the test rows.
     """
     path = data_dir / "esr" / "esr.npz"
     arrays = read_npz(path, ("X", "y"), ("recording",))
@@ -373,6 +391,13 @@ def load_npz(
     needs; strings are classes in sorted order, and floats are regression targets. Clients are integers or strings;
     without ``client_test`` test rows belong to no client. With ``pixels``, x holds image bytes; of several inputs
     ``pixels`` names the one that does. ``padding`` is the label of y [n, ...] that loss and metrics ignore.
+
+    Args:
+        path: The NPZ file.
+        name: Name of the data set; by default that of the file.
+        pixels: Whether x holds image bytes, or the name of the input that does.
+        padding: Label that loss and metrics ignore.
+        num_classes: Number of classes; by default as many as the largest label needs.
     """
     path = Path(path)
     inputs = ["x_train"]
@@ -387,6 +412,12 @@ def load_openml(dataset: str, version: int = 1, test_fraction: float = 0.2, seed
     """A data set of openml.org by its name, with features float32 [n, features]; downloads are cached.
 
     A nominal target gives classes, a numeric one a regression. The test part is stratified by class.
+
+    Args:
+        dataset: Name of the data set at openml.org.
+        version: Version of the data set.
+        test_fraction: Share of the rows of each class that is held out as test data.
+        seed: Seed of the choice of the test rows.
     """
     from sklearn.datasets import fetch_openml
 

@@ -27,6 +27,16 @@ def load_synthetic(
     alpha and beta are standard deviations, as in the authors' generator and the data made with it (the
     paper's notation may be read as variances; at 0 and 1 there is no difference). x is float32 [n, features];
     the devices are the natural clients, and each keeps ``test_fraction`` of its own rows for the test.
+
+    Args:
+        alpha: Standard deviation of the means of the devices' models.
+        beta: Standard deviation of the means of the devices' features.
+        iid: Whether all devices have one model and one feature distribution.
+        devices: Number of devices, the natural clients.
+        features: Number of features.
+        classes: Number of classes.
+        test_fraction: Share of the rows of each device that is held out as test data.
+        seed: Seed of the generated data.
     """
     if alpha < 0 or beta < 0:
         raise FedraxError(f"alpha and beta must be 0 or more, not {alpha} and {beta}.")
@@ -87,6 +97,16 @@ def load_matrix_sensing(
     ``clients`` natural clients has ``samples`` samples of its own (the paper does not say how many), and
     ``test_samples`` more are test data of no client. ``truth`` is X, float32 [dim, dim]. Raises FedraxError for
     impossible sizes.
+
+    Args:
+        dim: Number of rows and columns of the matrices.
+        rank: Rank of X, the number of ones on its diagonal.
+        clients: Number of clients.
+        samples: Number of samples of each client.
+        test_samples: Number of test samples.
+        mean: Mean of the entries of D.
+        noise: Variance of the noise in y.
+        seed: Seed of the generated data.
     """
     if not 1 <= rank <= dim:
         raise FedraxError(f"a matrix of {dim} rows has a rank of 1 to {dim}, not {rank}.")
@@ -127,6 +147,10 @@ def load_quartic_pair(heterogeneity: float = 1.0, samples: int = 1000) -> Datase
     [-1, 1] (the middles of as many intervals of one length, whose mean is exactly 0): so does the gradient on a
     sample drawn with replacement. The two test samples are f_1 and f_2. ``truth`` is the minimum of
     (f_1 + f_2) / 2, one number. Raises FedraxError for impossible sizes.
+
+    Args:
+        heterogeneity: H, by which the two polynomials differ.
+        samples: Number of samples of each client.
     """
     if not (np.isfinite(heterogeneity) and heterogeneity >= 0):
         raise FedraxError(f"the heterogeneity is a number of 0 or more, not {heterogeneity}.")

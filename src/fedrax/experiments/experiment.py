@@ -71,7 +71,8 @@ def _data_classes() -> dict[str, type]:
     made = {}
     for name, entry in DATASETS.items():
         made[name] = serialization.options_class(entry.read, ("data_dir",), "read")
-        made[name].__doc__ = entry.description
+        args = inspect.cleandoc(entry.read.__doc__ or "").partition("\n\nArgs:")  # help of options shows them
+        made[name].__doc__ = entry.description + "".join(args[1:])
     return made
 
 
@@ -82,12 +83,19 @@ def _user_data(found: Any) -> type:
     return serialization.options_class(found, ("data_dir",), "read")
 
 
+class _Seeded:
+    """What the command line says of the field that all partitions get."""
+
+    seed: Seed
+    """Seed of the partition, and of validation rows that are held out."""
+
+
 @cache
 def _partition_class(cls: type) -> type:
     """A partition class with the field ``seed``."""
     seed = ("seed", Seed, dataclasses.field(default=0))
     frozen = cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
-    made = dataclasses.make_dataclass(cls.__name__, [seed], bases=(cls,), frozen=frozen)
+    made = dataclasses.make_dataclass(cls.__name__, [seed], bases=(cls, _Seeded), frozen=frozen)
     made.__doc__, made.__module__ = cls.__doc__, cls.__module__
     return made
 

@@ -87,6 +87,35 @@ def load_huggingface(
     without effect on what the columns hold raise an error. Natural clients are the values of ``client``; partitions use
     the column ``partition_by`` instead of the label if it is given. Without ``test_split`` the test part is
     ``test_fraction`` of the rows of each client (without clients, of each class).
+
+    Args:
+        path: Directory of ``save_to_disk``, Parquet file, or directory of Parquet files.
+        label: Column of the labels.
+        client: Column of the natural clients.
+        columns: Columns of the features; empty: all others.
+        drop: Columns that are not read.
+        partition_by: Column that partitions use instead of the label.
+        train_split: Name of the training split.
+        test_split: Name of the test split; none: test rows are held out of the training split.
+        test_fraction: Share of the rows of each client, or else class, that is held out without a test split.
+        seed: Seed of the choice of the test rows.
+        labels: Whether labels are "classes" or "numbers" of a regression; "auto" decides by their type.
+        size: Height and width in pixels to which images are resized; by default those of the first.
+        color: Whether images have three channels, "rgb", or one, "gray".
+        tokens: Whether a column of texts is cut into "words" or "characters".
+        length: Number of tokens of a text.
+        min_count: Number of occurrences from which a word is in the vocabulary.
+        largest: Largest number of words in the vocabulary.
+        texts: One column of texts, or two for pairs of texts, that are read as tokens.
+        tokenizer: Directory of a tokenizer of ``transformers``; by default texts are split into words.
+        standardize: Standardize numeric features over "all" clients, for each "client", or not ("none").
+        missing: What replaces missing values: "refuse" raises an error, "mean" the mean of the training rows, or a
+            number.
+        missing_as: Cell contents that mean a missing value, besides empty cells and NaN.
+        categorical: Columns that are one-hot encoded, also a single column of texts.
+        max_categories: Largest number of categories of a column.
+        different_columns: What happens if splits or Parquet files differ in their columns: "refuse" raises an error;
+            "union" and "intersection" read all or the shared ones.
     """
     given = dict(locals())
     chosen = ColumnRoles(label, client, partition_by, tuple(columns), tuple(drop), labels, standardize, missing)

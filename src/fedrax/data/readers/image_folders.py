@@ -57,6 +57,14 @@ def load_image_folder(
     names. Mean and deviation are those of the training pixels. Without a test folder each client, or else each
     class, keeps ``test_fraction`` of its images for the test. Decoded images are kept in the cache directory: a
     second start reads them there.
+
+    Args:
+        path: Folder of the classes or clients, or of the folders train and test.
+        size: Height and width in pixels to which images are resized.
+        color: Whether images have three channels, "rgb", or one, "gray".
+        clients: Whether the outer folders are the natural clients.
+        test_fraction: Share of the images of each client, or else class, that is held out without a test folder.
+        seed: Seed of the choice of the test images.
     """
     shape, mode = check_image_form(size, color)
     folders, ignored = _part_folders(Path(path))

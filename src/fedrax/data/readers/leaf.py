@@ -69,6 +69,19 @@ def load_leaf(
     ``largest``), of the training rows; ``length`` is 80 characters or 25 words by default. Labels are classes where
     they are texts or whole numbers, else targets of a regression. Without a test folder each client keeps
     ``test_fraction`` of its rows for the test.
+
+    Args:
+        path: File, folder of files, or folder with the folders train and test.
+        clients: Whether the natural clients are the users or the groups in ``hierarchies``.
+        shape: Shape of one sample into which vectors are brought; empty: unchanged.
+        labels: Whether labels are "classes" or "numbers" of a regression; "auto" decides by their type.
+        text: Place of the text in samples that are lists, from 0.
+        tokens: Whether texts are cut into "characters" or "words"; "auto" decides by the labels.
+        length: Number of tokens of a sample; by default 80 characters or 25 words.
+        min_count: Number of occurrences from which a word is in the vocabulary.
+        largest: Largest number of words in the vocabulary.
+        test_fraction: Share of the rows of each client that is held out without a test folder.
+        seed: Seed of the choice of the test rows.
     """
     _check_choices(clients, labels, tokens)
     folders = _folders(Path(path))

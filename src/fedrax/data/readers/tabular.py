@@ -440,6 +440,33 @@ def load_csv(
     of the vocabulary of the training rows, those that occur ``min_count`` times, at most ``largest``: int32
     [n, length], of pairs [n, 2, length]. With one, a directory of a tokenizer of ``transformers``, they are the inputs
     that `encode_texts` gives. Other features beside them are the input ``features``.
+
+    Args:
+        path: A file, or a folder of files ``*.csv``.
+        label: Column of the labels.
+        client: Column of the natural clients; by default each file of a folder is one client.
+        test_path: File or folder of the test rows.
+        test_fraction: Share of the rows of each client, or else class, that is held out without ``test_path``.
+        seed: Seed of the choice of the test rows.
+        columns: Columns of the features; empty: all others.
+        drop: Columns that are not read.
+        labels: Whether labels are "classes" or "numbers" of a regression; "auto" decides by their type.
+        standardize: Standardize numeric features over "all" clients, for each "client", or not ("none").
+        missing: What replaces missing values: "refuse" raises an error, "mean" the mean of the training rows, or a
+            number.
+        missing_as: Cell contents that mean a missing value, besides empty cells and NaN.
+        categorical: Columns of numbers that are one-hot encoded as texts are.
+        max_categories: Largest number of categories of a column.
+        partition_by: Column that partitions use instead of the label.
+        separator: Character between cells.
+        decimal: Decimal mark.
+        different_columns: What happens if files differ in their columns: "refuse" raises an error; "union" and
+            "intersection" read all or the shared ones.
+        texts: One column of texts, or two for pairs of texts, that are read as tokens.
+        tokenizer: Directory of a tokenizer of ``transformers``; by default texts are split into words.
+        length: Number of tokens of a text; by default 40 words.
+        min_count: Number of occurrences from which a word is in the vocabulary.
+        largest: Largest number of words in the vocabulary.
     """
     chosen = ColumnRoles(label, client, partition_by, tuple(columns), tuple(drop), labels, standardize, missing)
     chosen = replace(chosen, categorical=tuple(categorical), max_categories=max_categories, decimal=decimal)

@@ -254,6 +254,13 @@ def load_snli(
     Read from snli/: ``train`` names the training table, "train" or "dev" (a small stand-in where the full training set
     is not at hand), and the test table is "test". Sentences are cut after ``length`` words and padded with 0. The
     vocabulary is of the training sentences: words that occur ``min_count`` times, at most ``largest``; others are 1.
+
+    Args:
+        data_dir: Directory of data files.
+        train: Table of the training sentences, "train" or "dev".
+        length: Number of words after which a sentence is cut.
+        min_count: Number of occurrences from which a word is in the vocabulary.
+        largest: Largest number of words in the vocabulary.
     """
     if train not in ("train", "dev"):
         raise unknown("training table of snli", train, ("train", "dev"))
@@ -289,6 +296,15 @@ def load_sent140(
 
     Read from sent140/: ``table`` is "leaf_k30_by_user" or "sample". Each user keeps ``test_fraction`` of the tweets for
     the test. Words are as in snli, the vocabulary that of the training tweets.
+
+    Args:
+        data_dir: Directory of data files.
+        table: Table to read, "leaf_k30_by_user" or "sample".
+        length: Number of words after which a tweet is cut.
+        min_count: Number of occurrences from which a word is in the vocabulary.
+        largest: Largest number of words in the vocabulary.
+        test_fraction: Share of the tweets of each user that is held out as test data.
+        seed: Seed of the choice of the test tweets.
     """
     if table not in ("leaf_k30_by_user", "sample"):
         raise unknown("table of sent140", table, ("leaf_k30_by_user", "sample"))

@@ -36,6 +36,10 @@ def load_femnist(data_dir: Path, digits_only: bool = False) -> Dataset:
 
     x is uint8 [n, 28, 28, 1] with a white background, with 62 classes (digits, capital and small letters) or 10 with
     ``digits_only``. Natural clients are the 3,400 writers, whose rows are divided into training and test rows.
+
+    Args:
+        data_dir: Directory of data files.
+        digits_only: Whether only the ten digits are read, instead of all 62 classes.
     """
     path = data_dir / "femnist" / "emnist_all.sqlite"
     prefix, classes = ("digits_only", 10) if digits_only else ("all", len(CHARACTERS))
@@ -61,6 +65,11 @@ def load_shakespeare(data_dir: Path, length: int = 80, stride: int = 1) -> Datas
     Natural clients are the 715 roles. The label of a sample is a character of a role's lines, and x is int32 [length],
     the characters before it, padded with 0 at the end; 1 is a character that the training part does not have. The
     samples of a text begin at every ``stride``-th character.
+
+    Args:
+        data_dir: Directory of data files.
+        length: Number of characters before the label that a sample has.
+        stride: Distance of the starts of two samples in a text, in characters.
     """
     if length < 1 or stride < 1:
         raise FedraxError(f"length and stride must be 1 or more, not {length} and {stride}.")
