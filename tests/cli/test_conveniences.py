@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -77,6 +78,16 @@ def test_default_partition_warns_if_it_ignores_natural_clients(fedrax: Callable[
     assert printed in fedrax(*flags).err
     assert "12 clients" not in fedrax(*flags, "--partition", "natural").err
     assert "12 clients" not in fedrax(*flags, "--partition", "iid").err
+
+
+def test_suggested_command_has_the_number_of_natural_clients(fedrax: Callable[..., Outcome]) -> None:
+    flags = ("--data", "synthetic", "--data.devices", 7, "--model", "logistic", "--run.rounds", 1, "--seeds", 0)
+    flags += ("--run.cohort-size", 2, "--grid", "algorithm.local.lr=0.01,0.1", "--algorithms", "fedavg")
+    outcome = fedrax("compare", *flags, "--partition", "natural", "--out", "c")
+    suggested, _, _ = outcome.out.splitlines()[-1].removeprefix("try next: fedrax ").partition("    (")
+    assert suggested.endswith("--partition iid --partition.clients 7"), outcome
+    again = fedrax(*shlex.split(suggested), "--out", "iid")
+    assert again.status == 0 and "--partition shards --partition.clients 7" in again.out.splitlines()[-1], again
 
 
 def test_run_warns_of_ignored_comparison_settings(fedrax: Callable[..., Outcome], tiny: Path) -> None:

@@ -47,6 +47,9 @@ def test_repeated_runs_count_as_one_seed(fedrax: Callable[..., Outcome], tmp_pat
     assert [fedrax("run", "x.toml", "--quiet").status for _ in range(2)] == [0, 0]
     assert len(list((tmp_path / "runs").iterdir())) == 2
     assert '"seeds": 1' in fedrax("show", "runs", "--json").out
+    shown = fedrax("show", "runs").out
+    assert shown.count("left out, because a run shown has the same settings and seed: runs/") == 1
+    assert "more" not in shown.rpartition("left out")[2]
 
 
 def test_default_target_ignores_diverged_methods():
@@ -63,6 +66,39 @@ def test_targets_of_losses_are_labeled():
     row = lambda **last: summarize(MethodRuns("m", [run(40, **last)]), 0.5)  # noqa: E731
     assert "until the test loss first" in legend(0.5, True, [row(test_loss=0.4)])
     assert "until the test accuracy first" in legend(0.5, True, [row(test_loss=0.4, test_accuracy=0.9)])
+
+
+def test_differences_are_paired_by_seed():
+    """Seeds differ by 0.1 and methods by 0.02 to 0.04: paired differences have the small deviation."""
+    a = [run(40, seed, test_accuracy=0.5 + 0.1 * seed) for seed in range(3)]
+    b = [run(40, seed, test_accuracy=0.5 + 0.1 * seed - loss) for seed, loss in enumerate((0.02, 0.04, 0.03))]
+    lost = [run(9, seed, failure="x", test_accuracy=0.9) for seed in range(3)]
+    other = [run(40, 7, test_accuracy=0.1)]  # no seed in common
+    methods = [MethodRuns(name, runs) for name, runs in zip("abcd", (a, b, lost, other), strict=True)]
+    results = SavedResults(methods)
+    rows = {row.label: row for row in results.rows}
+    found = rows["b"].difference
+    assert found is not None and (round(found.mean, 12), round(found.std or 0, 12)) == (-0.03, 0.01)
+    assert [rows[name].difference for name in "acd"] == [None] * 3
+    assert "test accuracy minus that of a, paired by seed: b -0.0300 ± 0.0100." in results.legend()
+    table = results.table()
+    assert table["test_accuracy_difference"].round(12).to_list() == [None, -0.03, None, None]
+    losses = SavedResults(
+        [MethodRuns(n, [run(40, s, test_loss=v + s) for s in (0, 1)]) for n, v in (("e", 2), ("f", 1))]
+    )
+    assert "test loss minus that of f, paired by seed: e +1 ± 0." in losses.legend()
+
+
+def test_losses_that_rose_are_noted():
+    def saved(first: float, last: float) -> SavedRun:
+        made = run(40, test_loss=last)
+        made.events[0]["test_loss"] = first
+        return made
+
+    methods = [MethodRuns(name, [saved(2.3, last)]) for name, last in (("good", 0.5), ("bad", 460.0), ("slow", 4.5))]
+    legend = SavedResults(methods).legend()
+    assert "warning: the test loss of bad ended at 200 times its first value." in legend
+    assert "of good ended" not in legend and "of slow ended" not in legend
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from fedrax.experiments.run_comparison import ComparisonResult, compare
 from fedrax.experiments.search import grid
 from fedrax.experiments.serialization import ALGORITHM, replaced_by
 from fedrax.report import comparison_table
+from fedrax.simulation.persistence.client_summary import read_client_summary
 
 DESCRIPTION = """Compare algorithms with several seeds on one partition: `fedrax compare FILE.toml... [flags]`.
 
@@ -252,19 +253,26 @@ def report(outcome: ComparisonResult, options: CompareOptions, args: list[str]) 
             console.print(printable_line(line))
         shown = " and ".join(str(picture) for picture in outcome.pictures)
         console.print(f"curves: {shown}, and .svg; table: {out / 'table.md'}; numbers: {out / 'comparison.json'}")
-        console.print(next_step(spec, args))
+        console.print(next_step(spec, args, number_of_clients(outcome)))
 
 
-def next_step(spec: Comparison, args: list[str]) -> str:
+def number_of_clients(outcome: ComparisonResult) -> int | None:
+    """The number of clients of the runs, None if none of them has it on disk."""
+    runs = (run for method in outcome.methods for run in method.runs)
+    found = (read_client_summary(run.directory) for run in runs)
+    return next((summary.clients for summary in found if summary is not None), None)
+
+
+def next_step(spec: Comparison, args: list[str], clients: int | None) -> str:
     """A suggested next command, a change of the one that was typed."""
     if not spec.searched:
         again = shlex.join(without_flags(args, "--out"))
         return f"try next: fedrax compare {again} --grid algorithm.local.lr=0.01,0.03,0.1,0.3    (tune each method)"
     again = shlex.join(without_flags(args, "--out", "--partition"))
-    clients = f"--partition.clients {getattr(spec.methods[0].partition, 'clients', None) or 10}"
+    as_many = "" if clients is None else f" --partition.clients {clients}"
     if type(spec.methods[0].partition).__name__ != "Iid":
-        return f"try next: fedrax compare {again} --partition iid {clients}    (the same on IID clients)"
-    shards = f"--partition shards {clients} --partition.per-client 1"
+        return f"try next: fedrax compare {again} --partition iid{as_many}    (the same on as many IID clients)"
+    shards = f"--partition shards{as_many} --partition.per-client 1"
     return f"try next: fedrax compare {again} {shards}    (the same on non-IID clients)"
 
 

@@ -216,7 +216,9 @@ class DirichletClasses:
 
     GradMA, section 6.1 (omega = 1, 0.1, 0.01); Hsu et al. 2019, whose alpha is omega times the number of classes.
     Every row is assigned once, and client sizes differ by at most one row. Clients draw their rows in random order.
-    When a class has no rows left, the client's proportions are renormalized over the remaining classes.
+    When a class has no rows left, the client's proportions are renormalized over the remaining classes. In
+    `DirichletClients`, whose concentration is alpha, each class draws proportions over clients instead: the two
+    concentrations are not comparable.
 
     Example:
         >>> partition = fedrax.data.DirichletClasses(clients=4, omega=0.1)

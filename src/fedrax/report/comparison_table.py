@@ -26,6 +26,8 @@ _EXPONENT = re.compile(r"(-?\d+(?:\.\d+)?)e([-+]\d+)")
 """A number with an exponent, as Python formats it."""
 _NO_RESULTS = ("epsilon", "epsilon_paper", "all_gradients")
 """Columns without a best value: guarantees, and the work of all rounds, which settings determine."""
+_ROSE = 2.0
+"""How many times its first value a test loss ends at for a warning: diverging, or overfitted."""
 _OVER_CLIENTS = {
     "_worst_client": ", worst client",
     "_client_p10": ", 10th percentile of clients",
@@ -93,7 +95,21 @@ def legend(target: float | None, given: bool, rows: Sequence[MethodSummary]) -> 
     if worst:
         few, many = min(worst), max(worst)
         parts.append(f"worst client: of {few:,}{f' to {many:,}' if many > few else ''} samples.")
+    paired = [row for row in rows if row.difference is not None]
+    if paired:
+        name = "accuracy" if any(row.accuracy is not None for row in rows) else "loss"
+        found = ", ".join(f"{row.label} {_signed(row.difference, name)}" for row in paired if row.difference)
+        parts.append(f"test {name} minus that of {paired[0].paired_with}, paired by seed: {found}.")
+    for row in rows:
+        if row.loss is not None and row.first_loss is not None and row.loss.mean > _ROSE * row.first_loss.mean > 0:
+            times = row.loss.mean / row.first_loss.mean
+            parts.append(f"warning: the test loss of {row.label} ended at {times:.3g} times its first value.")
     return " ".join(parts)
+
+
+def _signed(difference: Statistic, column: str) -> str:
+    """A difference with its sign and deviation."""
+    return "+" * (difference.mean > 0) + amount(difference, column)
 
 
 def best(rows: Sequence[MethodSummary], column: str, metric: str = "test_accuracy") -> set[int]:
@@ -295,6 +311,8 @@ def data_frame(rows: Sequence[MethodSummary], metric: str = "test_accuracy") -> 
             record |= {name: None if value is None else value.mean, f"{name}_std": value and value.std}
             if column == "best":
                 record["best_round"] = row.best_round and row.best_round.mean
+        record |= {f"{metric}_difference": row.difference and row.difference.mean}
+        record |= {f"{metric}_difference_std": row.difference and row.difference.std}
         records.append(record)
     table = pl.DataFrame(records, infer_schema_length=None)
     return table.select(column for column in table if column.name in others or column.null_count() < len(table))

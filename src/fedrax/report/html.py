@@ -18,8 +18,8 @@ from fedrax.config.arguments import checked_arguments
 from fedrax.escaping import format_setting, short_path
 from fedrax.files import flatten, write_text
 from fedrax.report import comparison_table, html_curves, search_plots
-from fedrax.report.report_data import ReportData, SearchOutcome, differences, gather
-from fedrax.report.runs import how_to_resume, last_values, megabytes, summarize, wire_megabytes
+from fedrax.report.report_data import ReportData, SearchOutcome, about_repeated, differences, gather
+from fedrax.report.runs import how_to_resume, last_values, megabytes, summarize_all, wire_megabytes
 from fedrax.report.svg import ChartCurve, bars, breakable, chart, dots, number, shown
 from fedrax.simulation.persistence.client_summary import ClientSummary
 from fedrax.simulation.persistence.run_description import EXPERIMENT
@@ -140,7 +140,7 @@ def _lead(data: ReportData) -> str:
 
 def _best_tiles(data: ReportData) -> list[tuple[str, str]]:
     """The best method and its value in the main columns."""
-    rows = [summarize(method, data.target, data.metric) for method in data.methods]
+    rows = summarize_all(data.methods, data.target, data.metric)
     word = "accuracy" if data.metric == "test_accuracy" else "loss"
     found: list[tuple[str, str]] = []
     columns = [(word, "test " + word)]
@@ -165,7 +165,7 @@ def _best_tiles(data: ReportData) -> list[tuple[str, str]]:
 
 def _table(data: ReportData) -> str:
     """The table of the comparison."""
-    rows = [summarize(method, data.target, data.metric) for method in data.methods]
+    rows = summarize_all(data.methods, data.target, data.metric)
     made = comparison_table.cells(rows, data.target, data.metric)
     heads = "".join(f"<th{_name(i < made.names)}>{shown(text)}</th>" for i, text in enumerate(made.headings))
     lines = []
@@ -175,7 +175,7 @@ def _table(data: ReportData) -> str:
             kind = ' class="best"' if top else _name(i < made.names)
             cells.append(f"<td{kind}>{shown(text)}</td>")
         lines.append(f"<tr>{''.join(cells)}<td>{_state(row[-1][0])}</td></tr>")
-    legend = comparison_table.legend(data.target, data.given, rows)
+    legend = f"{comparison_table.legend(data.target, data.given, rows)} {about_repeated(data.repeated)}".strip()
     note = "Mean ± standard deviation over seeds; ★ marks the best mean of a column. " if len(rows) > 1 else ""
     return (
         f'<div class="card scroll"><table><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
@@ -316,6 +316,9 @@ def _settings(data: ReportData) -> str:
         for path, v in flatten(data.runs[0].table, keep_empty=True).items()
         if path not in differ and path != "run.seed"
     }
+    shares = {source.search.validation for source in data.sources if source.search is not None}
+    if shares and common.get("validation") == 0:
+        common["validation"] = f"{', '.join(f'{share:g}' for share in sorted(shares))} in the search, then 0"
     parts: dict[str, dict[str, Any]] = {}
     for path, value in common.items():
         part, _, rest = path.partition(".")

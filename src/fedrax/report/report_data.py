@@ -71,6 +71,8 @@ class ReportData:
     target: float | None
     given: bool
     """Whether the user set the target."""
+    repeated: Sequence[Path] = ()
+    """Directories of runs that equal one of ``methods`` in all settings and the seed, and are left out."""
 
     @property
     def metric(self) -> str:
@@ -98,6 +100,14 @@ class ReportData:
         return [(dict(facts), count) for facts, count in counts.items()]
 
 
+def about_repeated(directories: Sequence[Path]) -> str:
+    """A sentence about runs that are left out; empty without any."""
+    if not directories:
+        return ""
+    first, more = directories[0], len(directories) - 1
+    return f"left out, because a run shown has the same settings and seed: {first}{f' and {more} more' * (more > 0)}."
+
+
 def gather(directories: Sequence[Path], target: float | None = None) -> ReportData:
     """Read directories, each run once.
 
@@ -115,18 +125,22 @@ def gather(directories: Sequence[Path], target: float | None = None) -> ReportDa
         places.setdefault(path.resolve(), path)
     saved = {path: read_comparison(path) for path in places.values()}
     requested: dict[Path, Path] = {}
+    read: list[SavedRun] = []
     sources: list[ReportSource] = []
     for path in sorted(
         saved, key=lambda path: not saved[path]
     ):  # comparisons first, since they have labels and settings
         runs = [run for run in find_runs(path) if requested.setdefault(run.directory.resolve(), path) == path]
+        read += runs
         if runs:
             sources.append(_source(path, saved[path], group(runs)))
     methods = [method for source in sources if saved[source.directory] for method in source.methods]
     plain = [method for source in sources if not saved[source.directory] for method in source.methods]
     methods = _unique_labels(methods + group([run for method in plain for run in method.runs]), requested)
+    used = {run.directory.resolve() for method in methods for run in method.runs}
+    repeated = [found.directory for found in read if found.directory.resolve() not in used]
     theirs = next((source.target for source in sources if source.target is not None), None)
-    return ReportData(sources, methods, *target_of(methods, target if target is not None else theirs))
+    return ReportData(sources, methods, *target_of(methods, target if target is not None else theirs), repeated)
 
 
 def _unique_labels(methods: Sequence[MethodRuns], requested: Mapping[Path, Path]) -> list[MethodRuns]:

@@ -11,8 +11,8 @@ import polars as pl
 from fedrax.config.arguments import checked_arguments
 from fedrax.errors import FedraxError
 from fedrax.report import comparison_table
-from fedrax.report.report_data import gather
-from fedrax.report.runs import MethodRuns, MethodSummary, main_metric, summarize, target_of
+from fedrax.report.report_data import about_repeated, gather
+from fedrax.report.runs import MethodRuns, MethodSummary, main_metric, summarize_all, target_of
 
 
 class MethodResults:
@@ -50,8 +50,7 @@ class MethodResults:
     @property
     def rows(self) -> list[MethodSummary]:
         """The table, a row for each method."""
-        target, metric = self.target, self.metric
-        return [summarize(method, target, metric) for method in self.methods]
+        return summarize_all(self.methods, self.target, self.metric)
 
     def legend(self) -> str:
         """Explain the target and the columns of the table.
@@ -118,10 +117,20 @@ class SavedResults(MethodResults):
     methods: Sequence[MethodRuns]
     requested_target: float | None = None
     """The requested target accuracy."""
+    repeated: Sequence[Path] = ()
+    """Directories that are left out, because a run of ``methods`` has the same settings and seed."""
 
     @property
     def _target(self) -> tuple[float | None, bool]:
         return target_of(self.methods, self.requested_target)
+
+    def legend(self) -> str:
+        """Explain the target and the columns of the table, and name the runs that are left out.
+
+        Returns:
+            A line to print below the table.
+        """
+        return " ".join(part for part in (super().legend(), about_repeated(self.repeated)) if part)
 
     def __repr__(self) -> str:
         """The table in Markdown, and what its columns are."""
@@ -157,4 +166,4 @@ def read_results(*directories: Path | str, target: float | None = None) -> Saved
     if not directories:
         raise FedraxError("no directory given: read_results(DIR, ...)")
     data = gather([Path(directory) for directory in directories], target)
-    return SavedResults(data.methods, data.target if data.given else None)
+    return SavedResults(data.methods, data.target if data.given else None, data.repeated)

@@ -6,7 +6,7 @@ import json
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -413,6 +413,12 @@ class MethodSummary:
     """Sample counts of the worst clients, one for each seed."""
     federation: bool = False
     """Whether the clients were nodes of a federation."""
+    first_loss: Statistic | None = None
+    """Test loss of the first evaluation."""
+    difference: Statistic | None = None
+    """Metric to compare by minus that of the best method with the same seed; None for the best, see `paired_with`."""
+    paired_with: str = ""
+    """The label of that method."""
 
 
 OWN_MODELS = ("_personal_", "_finetuned_")
@@ -475,7 +481,46 @@ def summarize(method: MethodRuns, target: float | None, metric: str = "test_accu
         settings=method.settings,
         worst_samples=tuple(samples for last in lasts for samples in _worst_client_samples(last)),
         federation=method.runs[0].federation,
+        first_loss=Statistic.of([first for run in method.runs if (first := _first_loss(run)) is not None]),
     )
+
+
+def summarize_all(
+    methods: Sequence[MethodRuns], target: float | None, metric: str = "test_accuracy"
+) -> list[MethodSummary]:
+    """The rows of a table, with the paired differences to the method with the best mean.
+
+    Runs with the same seed have the same data, cohorts and initial parameters, so that differences between them vary
+    less than the runs. There are none with fewer than two common seeds.
+    """
+    rows = [summarize(method, target, metric) for method in methods]
+    finals = [_finals(method, metric) for method in methods]
+    sign = -1 if metric == "test_accuracy" else 1
+    averages = [Statistic.of(list(values.values())) for values in finals]
+    means = [math.inf if found is None else sign * found.mean for found in averages]
+    if len(rows) < 2 or min(means) == math.inf:
+        return rows
+    top = means.index(min(means))
+    for i, values in enumerate(finals):
+        common = sorted(values.keys() & finals[top].keys())
+        if i != top and len(common) >= 2:
+            found = Statistic.of([values[seed] - finals[top][seed] for seed in common])
+            rows[i] = replace(rows[i], difference=found, paired_with=rows[top].label)
+    return rows
+
+
+def _finals(method: MethodRuns, metric: str) -> dict[int, float]:
+    """The last value of a metric for each seed; empty if a run diverged or a seed is repeated or secret."""
+    seeds = [run.seed for run in method.runs]
+    if method.failure or None in seeds or len(set(seeds)) < len(seeds):
+        return {}
+    lasts = {run.seed: last_values(run.events).get(metric) for run in method.runs}
+    return {seed: value for seed, value in lasts.items() if seed is not None and value is not None}
+
+
+def _first_loss(run: SavedRun) -> float | None:
+    """The test loss of the first evaluation."""
+    return next((event["test_loss"] for event in run.events if event.get("test_loss") is not None), None)
 
 
 def _state(runs: Sequence[SavedRun]) -> str:
