@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax import Array, lax
 
+from fedrax.xla import Options, use_options
 from fedrax.xla.pipeline import optimize
 from fedrax.xla.tracing import scan_counts
 
@@ -154,6 +155,33 @@ def test_residuals_are_stored_once() -> None:
     assert read(gradient) == 13
     assert read(optimize(gradient)) == read(optimize(jax.jit(gradient))) == 8  # and the gradient of the outputs
     assert_same(gradient, weights)
+
+
+ON_A_GPU = Options(enabled=frozenset({"recurrent", "remat"}))
+
+
+def test_a_gpu_launches_fewer_operations_a_step_where_the_passes_are_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients side by side: no gradient of weights is carried, for products of any precision; the values are JAX's.
+
+    The products of the state stay, two a step, and that with the few inputs. Weights are not transposed, and by default
+    nothing changes.
+    """
+    network, x = nn.RNN(nn.OptimizedLSTMCell(24)), jnp.asarray(random_array(2, 3, 20, 5), jnp.float32)
+    weights = network.init(jax.random.key(0), x[0])
+    gradient = jax.grad(lambda w, x: (network.apply(w, x) ** 2).sum())  # type: ignore[operator]
+    expected = jax.jit(jax.vmap(gradient, (None, 0)))(weights, x)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert optimize(gradient) is gradient
+    with use_options(ON_A_GPU):
+        for precision in ("highest", "bfloat16"):
+            clients = jax.vmap(optimize(gradient, precision), (None, 0))
+            assert not {(2, 24, 24), (2, 24, 96), (24, 24), (24, 96)} & carried_shapes(clients, weights, x)
+            assert len(products_within(clients, weights, x)) == 3
+        given = jax.jit(jax.vmap(optimize(gradient), (None, 0)))(weights, x)
+        body = lambda c, w: (jnp.tanh(lax.dot_general(c, w, (((1,), (1,)), ((), ())))), None)  # noqa: E731
+        recurrence = lambda w, c: lax.scan(lambda c, _: body(c, w), c, None, 20)[0]  # noqa: E731
+        assert summed_axes_of((12, 12), optimize(recurrence), random_array(12, 12), random_array(3, 12)) == [1]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-5), expected, given)
 
 
 def scan_over_rows(body: Callable, **how: Any) -> Callable:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, get_args
+
+import jax
 
 from fedrax.errors import FedraxError
 
@@ -38,8 +40,14 @@ PassName = Literal[
 """The passes of :data:`fedrax.xla.PASSES`, which says what each of them matches."""
 VARIABLE = "FEDRAX_DISABLED_PASSES"
 """Environment variable with the names of disabled passes, separated by commas."""
-UNMEASURED: frozenset[PassName] = frozenset({"first_step", "implicit_gemm"})
-"""Passes for GPUs whose gain has not been measured: they are disabled unless they are named in ``Options.enabled``."""
+UNMEASURED: Mapping[PassName, tuple[str, ...]] = {
+    "first_step": ("cpu", "gpu", "tpu"),
+    "implicit_gemm": ("cpu", "gpu", "tpu"),
+    "recurrent": ("gpu", "tpu"),
+    "remat": ("gpu", "tpu"),
+}
+"""Backends on which the gain of a pass has not been measured: it is disabled there unless it is named in
+``Options.enabled``."""
 ENABLING_VARIABLE = "FEDRAX_ENABLED_PASSES"
 """Environment variable with the names of enabled passes, separated by commas."""
 
@@ -128,9 +136,11 @@ class Options:
             name: a name of `fedrax.xla.PASSES`.
 
         Returns:
-            False if it is disabled, or disabled by default and not enabled.
+            False if it is disabled, or disabled by default on the current backend and not enabled.
         """
-        return name not in self.disabled and (name not in UNMEASURED or name in self.enabled)
+        if name in self.disabled:
+            return False
+        return name in self.enabled or name not in UNMEASURED or jax.default_backend() not in UNMEASURED[name]
 
     def __post_init__(self) -> None:
         unknown = sorted((self.disabled | self.enabled) - set(get_args(PassName)))

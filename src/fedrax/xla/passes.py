@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal, NamedTuple
 
+import jax
 from jax.extend import core
 
 from fedrax.xla import linear_algebra
@@ -73,6 +74,7 @@ def _is_long(closed: core.ClosedJaxpr) -> bool:
 
 
 CPU, GPU, NVIDIA, ANY = ("cpu",), ("gpu", "tpu"), ("gpu",), ("cpu", "gpu", "tpu")
+CPU_OR_NVIDIA = (*CPU, *NVIDIA)
 PASSES: tuple[Pass, ...] = (
     # The order of the forward stage matters: blocks are not found where another equation reads their parts.
     Pass(
@@ -127,7 +129,7 @@ PASSES: tuple[Pass, ...] = (
         "remat",
         "remat",
         "lowering",
-        CPU,
+        CPU_OR_NVIDIA,
         "scan whose stacked inputs are cheap functions of others from the forward scan",
         "the same operations inside the body",
         transform=rematerialize_residuals,
@@ -213,7 +215,7 @@ PASSES: tuple[Pass, ...] = (
         "recurrent",
         "recurrent",
         "lowering",
-        CPU,
+        CPU_OR_NVIDIA,
         "scan whose body multiplies few rows by large weights",
         "products before and after the scan over all steps; transposed weights",
     ),
@@ -285,6 +287,6 @@ PASSES: tuple[Pass, ...] = (
 
 
 def enabled_passes(stage: Stage, options: Options | None = None) -> list[Pass]:
-    """Those of a stage that are enabled, in the order in which they run."""
-    chosen = options or current_options()
-    return [one for one in PASSES if one.stage == stage and chosen.enables(one.name)]
+    """Those of a stage that are enabled on the current backend, in the order in which they run."""
+    chosen, backend = options or current_options(), jax.default_backend()
+    return [one for one in PASSES if one.stage == stage and backend in one.backends and chosen.enables(one.name)]

@@ -7,10 +7,11 @@ Two stages of :data:`fedrax.xla.passes.PASSES` are run from here:
 - :func:`optimize` runs the stage "lowering" around a gradient or an evaluation. What differentiation makes of a
   convolution is again convolutions, so it goes around the gradient: ``optimize(jax.grad(f))``.
 
-Both leave a function as it is on accelerators: XLA's GPU and TPU backends compile what users write well. On a CPU what
-users write is fast as a program of its own, but in a compiled loop, where all of a simulation runs, XLA:CPU computes
-convolutions and the gradient of max pooling element by element. With ``jax.disable_jit`` (plan "debug") nothing is
-rewritten either, so that the other plans can be checked against what stands in a model.
+Both leave a function as it is on accelerators, except for the passes of recurrent networks where they are enabled:
+XLA's GPU and TPU backends compile what users write well. On a CPU what users write is fast as a program of its own, but
+in a compiled loop, where all of a simulation runs, XLA:CPU computes convolutions and the gradient of max pooling
+element by element. With ``jax.disable_jit`` (plan "debug") nothing is rewritten either, so that the other plans can be
+checked against what stands in a model.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from jax.extend import core
 
 from fedrax.xla.layer_scan import evaluate_with_layer_scans
 from fedrax.xla.options import Options, PassName, current_options, note_applied, use_options
-from fedrax.xla.passes import Pass, Stage, enabled_passes
+from fedrax.xla.passes import Pass, enabled_passes
 from fedrax.xla.precision import OperandFormat, with_operand_format
 from fedrax.xla.recurrent import hoist_dots_from_scan
 from fedrax.xla.rewriting import Rule, Rules, inline_calls, jaxpr_as_function, rewrite
@@ -57,10 +58,10 @@ def optimize(
         Array([1., 1.], dtype=float32)
     """
     function = with_operand_format(function, precision)
-    if not cpu_passes_apply():
-        return function
     chosen = options or current_options()
-    rewritten = rewrite(function, _lowering_rules(per_example, chosen), _transform_program)
+    if jax.config.values["jax_disable_jit"] or not enabled_passes("lowering", chosen):
+        return function
+    rewritten = rewrite(function, _lowering_rules(per_example, chosen, jax.default_backend()), _transform_program)
 
     def optimized(*args: Any) -> Any:
         with use_options(chosen):
@@ -155,17 +156,20 @@ def _recording(name: PassName, rule: Rule) -> Rule:
 
 
 @lru_cache
-def _lowering_rules(per_example: bool, options: Options) -> Rules:
-    """The rules of all passes by primitive; of several for one primitive the first that gives an output."""
-    stage: Stage = "lowering"
+def _lowering_rules(per_example: bool, options: Options, backend: str) -> Rules:
+    """The rules of all passes by primitive; of several for one primitive the first that gives an output.
+
+    ``backend`` is the current one, a key of the cache.
+    """
     found: dict[str, list[Rule]] = {}
-    for one in enabled_passes(stage, options):
+    passes = enabled_passes("lowering", options)
+    for one in passes:
         for primitive, rule in (one.rules(per_example) if one.rules else {}).items():
             found.setdefault(primitive, []).append(_recording(one.name, rule))
     rules: dict[str, Rule] = {
         name: each[0] if len(each) == 1 else partial(_first, each) for name, each in found.items()
     }
-    if "recurrent" not in options.disabled:  # bodies of scans are rewritten by the same rules
+    if any(one.name == "recurrent" for one in passes):  # bodies of scans are rewritten by the same rules
         rules["scan"] = partial(hoist_dots_from_scan, rules)
     return rules
 

@@ -1,4 +1,4 @@
-"""Recurrent networks: dot products with weights are moved out of the scan over time steps, on CPUs.
+"""Recurrent networks: dot products with weights are moved out of the scan over time steps, on CPUs and NVIDIA GPUs.
 
 - Before: a ``scan`` whose body multiplies few rows by large weights that are constant over the steps.
 - After, for each product in the body:
@@ -6,9 +6,11 @@
   - of weights and scanned inputs only: one product for all steps before the scan;
   - read by stacked outputs only (the gradients of inputs): one product for all steps after the scan;
   - accumulated in the carry (the gradient of a weight): one product over steps and rows after the scan;
-  - others: the weights are transposed once before the scan, where that layout is faster.
+  - others: on CPUs the weights are transposed once before the scan, where that layout is faster.
 
-- Why: at every step such a product reads all of the weights. XLA hoists loop-invariant operations only.
+- Why: at every step such a product reads all of the weights, and the gradient of a weight is read, increased and
+  written. XLA hoists loop-invariant operations only. On a GPU each of these operations is a kernel launch as well; its
+  gain there has been computed from compiled programs and not been timed, so that it is disabled by default.
 - Not for: small weights (`Limits.recurrent_weight_ratio`), which are read at no extra cost; factors above 256 MiB that
   would have to be stored; bodies with effects.
 """
@@ -223,7 +225,8 @@ def _is_expensive(equation: core.JaxprEqn) -> bool:
 def _weights_to_transpose(body: ScanBody) -> list:
     """Weights that are transposed before the scan, so that the contracted axis comes first."""
     weights, found = _computed_from(body, body.constants), []
-    for equation in body.closed.jaxpr.eqns if body.length >= limits().recurrent_steps else ():
+    applies = jax.default_backend() == "cpu" and body.length >= limits().recurrent_steps
+    for equation in body.closed.jaxpr.eqns if applies else ():
         place = _weight_operand(equation, weights)
         if place is not None:
             v = equation.invars[place]
