@@ -1,8 +1,9 @@
 # Every target makes what it needs: a virtual environment in .venv and the packages in it.
 #   make demo   the first comparison, offline, on the bundled digits
 #   make test   the test suite, but for tests that cross what others check one by one
-#   make test-all  the whole test suite, but for what the next four are for
+#   make test-all  the whole test suite, but for what the next five are for
 #   make test-gpu  the tests that make sense on one GPU, in an environment of their own in .venv-gpu
+#   make test-gpu-programs  runs compiled for two GPUs, which needs none; in .venv-gpu
 #   make test-torch  the tests that need PyTorch, in an environment of their own in .venv-torch
 #   make test-huggingface  the tests that need Hugging Face's datasets, in .venv-huggingface
 #   make test-ray  the tests that need Ray, in .venv-ray
@@ -30,7 +31,7 @@ INSTALL := -m pip install --quiet $(if $(LOCK),--constraint $(LOCK))
 GPU_TESTS := tests/algorithms tests/analysis tests/attacks tests/compression tests/contract tests/models tests/optim \
 	tests/personalization tests/privacy tests/robust tests/simulation tests/wrappers tests/xla/test_grouped_conv.py
 
-.PHONY: demo test test-all test-gpu test-torch test-huggingface test-libraries test-ray oldest reliability coverage lint lock docs links dist check-dist figures clean
+.PHONY: demo test test-all test-gpu test-gpu-programs test-torch test-huggingface test-libraries test-ray oldest reliability coverage lint lock docs links dist check-dist figures clean
 
 demo: .venv/.user
 	$(BIN)/fedrax compare examples/digits.toml
@@ -45,6 +46,9 @@ test-all: .venv/.dev
 test-gpu: .venv-gpu/.made
 	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false .venv-gpu/bin/python -m pytest -n 4 --dist loadfile \
 		-m 'not slow' $(GPU_TESTS)
+
+test-gpu-programs: .venv-gpu/.made
+	JAX_PLATFORMS=cpu .venv-gpu/bin/python -m pytest tests/simulation/test_gpu_programs.py
 
 test-torch: .venv-torch/.made
 	.venv-torch/bin/python -m pytest tests/models/test_pytorch.py tests/models/test_pytorch_operators.py \

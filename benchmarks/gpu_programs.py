@@ -2,17 +2,18 @@
 
 Each workload's round, all clients side by side, is compiled for the GPU described by `H100`, in each precision and with
 the compiler passes that are disabled by default. The command needs JAX's CUDA packages (``pip install '.[cuda,flax]'``)
-and no GPU. It times nothing: it records the memory that the program allocates beside fedrax's estimate, and the bytes
-that its operations read and write, appends them to ``results/gpu_programs.jsonl`` and writes ``gpu_programs.md``.
+and no GPU. It times nothing: it records the memory that the program allocates beside fedrax's estimate, the bytes that
+its operations read and write, the share of those that touch the scores of attention, and the operations of a local step
+and of a time step, appends them to ``results/gpu_programs.jsonl`` and writes ``gpu_programs.md``.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
@@ -38,14 +39,12 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } runtime_version { 
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
 """The device, in the form of XLA's target configurations."""
-FORMS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("tensorfloat32", ()),
-    ("tensorfloat32", ("implicit_gemm",)),
-    ("bfloat16", ()),
-    ("bfloat16", ("implicit_gemm",)),
-    ("bfloat16", ("first_step", "implicit_gemm")),
-)
-"""Precision, and the passes that are enabled beside those of the default."""
+OF_NETWORKS = {"CausalTransformer": (), "CharacterLSTM": ("recurrent", "remat")}
+"""The passes, among those that are disabled by default, that apply to a network; the others have convolutions."""
+
+
+FIELDS = ("moved", "executed", "own_kernels", "scores", "local_step", "time_step")
+"""What is counted in a program."""
 
 
 def main() -> None:
@@ -58,12 +57,12 @@ def main() -> None:
     arguments = parser.parse_args()
     raw = arguments.out / "gpu_programs.jsonl"
     if not arguments.report:
-        device = topology_device()
+        (device,) = topology_devices()
         workloads = arguments.workloads or list(SMALL_WORKLOADS if arguments.small else GPU_WORKLOADS)
         session = Session.latest(raw) if arguments.resume else Session.start(raw, {"cpu": processor()}, **versions())
         done = {(run["workload"], run["precision"], tuple(run["passes"])) for run in session.runs}
         for workload in workloads:
-            for precision, passes in FORMS:
+            for precision, passes in forms(WORKLOADS[workload]):
                 if (workload, precision, passes) not in done:
                     found = compiled_round(WORKLOADS[workload], precision, passes, device)
                     session.add({"workload": workload, "precision": precision, "passes": passes} | found)
@@ -71,25 +70,33 @@ def main() -> None:
     print(write_page(arguments.out / "gpu_programs.md", sections(Session.latest(raw))).read_text())
 
 
+def forms(workload: Workload) -> list[tuple[str, tuple[str, ...]]]:
+    """Precisions, and the passes that are enabled beside those of the default."""
+    own = OF_NETWORKS.get(workload.network, ("implicit_gemm",))
+    shorter = (("bfloat16", passes) for passes in ((), own, ("first_step", *own)))
+    return list(dict.fromkeys((("tensorfloat32", ()), ("tensorfloat32", own), *shorter)))
+
+
 def versions() -> dict[str, str]:
     return {"jax": version("jax"), "flax": version("flax")}
 
 
-def topology_device() -> Any:
-    """A device that programs can be compiled for and not run on; exits without JAX's CUDA packages."""
+def topology_devices(number: int = 1) -> list[Any]:
+    """Devices that programs can be compiled for and not run on; exits without JAX's CUDA packages."""
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # which would ask the driver
     import jax
     from jax.experimental import topologies
 
     jax.devices("cpu")
+    jax.config.update("jax_enable_compilation_cache", False)  # a stored program cannot be loaded without its device
     try:
-        return topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=H100).devices[0]
+        return topologies.get_topology_desc(platform="cuda", topology=f"1x1x{number}", target_config=H100).devices
     except (NotImplementedError, RuntimeError) as error:
         sys.exit(f"error: programs for a GPU need JAX's CUDA packages, pip install '.[cuda]': {error}")
 
 
 def compiled_round(workload: Workload, precision: str, passes: Iterable[Any], device: Any) -> dict[str, float]:
-    """Megabytes and operations of the program of one round in which all clients of the workload take part."""
+    """Bytes and operations of the program of one round in which all clients of the workload take part."""
     import jax
     from jax.sharding import SingleDeviceSharding
 
@@ -121,37 +128,50 @@ def compiled_round(workload: Workload, precision: str, passes: Iterable[Any], de
             jax.default_backend = own
     memory = program.memory_analysis()
     assert memory is not None
-    counted = Counter(executions(program.as_text() or ""))
-    return {
-        "estimated": setup.traced.peak_bytes * workload.cohort,
-        "allocated": memory.temp_size_in_bytes,
-        "moved": sum(size * times for (_, size), times in counted.items()),
-        "executed": sum(counted.values()),
-        "own_kernels": sum(times for (kind, _), times in counted.items() if kind == "implicit_gemm"),
-    }
+    estimated, tokens = setup.traced.peak_bytes * workload.cohort, workload.sizes.get("tokens", 0)
+    return {"estimated": estimated, "allocated": memory.temp_size_in_bytes} | counts(program.as_text() or "", tokens)
 
 
-def executions(text: str) -> dict[tuple[str, float], int]:
-    """Executions of the operations of a program, by kind and by the bytes that one execution reads and writes.
+def counts(text: str, tokens: int = 0) -> dict[str, float]:
+    """Bytes and numbers of the operations of a program, each of which is a kernel, a library call or a copy.
 
-    Operations in loops are counted as often as the loop is known to run, which the loop over local steps is.
+    Operations in loops are counted as often as the loop is known to run. The outermost of these is the loop over local
+    steps, a loop of ``tokens`` iterations inside it is one over time steps. Arrays that end in [tokens, tokens] are
+    scores of attention.
+
+    Returns:
+        ``moved`` and ``executed`` bytes and operations of a round; ``own_kernels``: those of ``implicit_gemm``;
+        ``scores``: bytes of operations that read or write scores; ``local_step``: operations of one local step;
+        ``time_step``: those of one time step, in all loops over time steps together.
     """
     from fedrax.profiling.hlo import ProgramText
 
-    program, found = ProgramText(text), Counter[tuple[str, float]]()
+    program = ProgramText(text)
+    found: dict[str, float] = dict.fromkeys(FIELDS, 0)
 
-    def times(computation: str) -> int:
+    def loops(computation: str) -> tuple[int, ...] | None:
+        """Known iterations of the loops that a computation runs in, from the outermost; None inside of operations."""
         caller = program.caller.get(computation)
         if caller is None or caller.opcode not in ("while", "conditional", "call"):
-            return int(caller is None)
-        known = re.search(r'known_trip_count":\{"n":"(\d+)"', caller.text)
-        return times(caller.computation) * (int(known[1]) if known else 1)
+            return () if caller is None else None
+        known, outside = re.search(r'known_trip_count":\{"n":"(\d+)"', caller.text), loops(caller.computation)
+        return outside if outside is None or known is None else (*outside, int(known[1]))
 
     for name, operation in program.operations.items():
-        size, repeats = program.cost(name).bytes, times(operation.computation)
-        if size and repeats:
-            own = operation.opcode == "custom-call" and "implicit_gemm" in operation.op_name
-            found[("implicit_gemm" if own else operation.opcode, size)] += repeats
+        size, around = program.cost(name).bytes, loops(operation.computation)
+        if not size or around is None:
+            continue
+        times = math.prod(around)
+        arrays = [operation, *map(program.operations.__getitem__, operation.operands)]
+        arrays += [inside for called in operation.calls for inside in program.computations[called]]
+        is_own = operation.opcode == "custom-call" and "implicit_gemm" in operation.op_name
+        on_scores = any(shape[-2:] == (tokens, tokens) for array in arrays for _, shape in array.shapes)
+        found["moved"] += size * times
+        found["executed"] += times
+        found["own_kernels"] += times * is_own
+        found["scores"] += size * times * on_scores
+        found["local_step"] += math.prod(around[1:]) * (around != ())
+        found["time_step"] += tokens in around[1:]
     return found
 
 
@@ -181,19 +201,23 @@ def sections(session: Session) -> Iterable[str]:
         "Nothing was run or timed. *Estimated* is fedrax's estimate for the work of the clients, which decides how "
         "many of them are computed at a time; *allocated* is what the compiled program allocates for intermediate "
         "results, client weights and running sums included. *Read and written* are the operands and results of all "
-        "operations, those of local steps as often as they are taken; the loops of recurrent layers are counted once, "
-        "where XLA does not say how often they run. Caches are not modeled."
+        "operations, those in loops as often as they are executed. Caches are not modeled. *On scores* is the share of "
+        "this traffic that belongs to operations that read or write the scores of attention or their gradients, their "
+        "other operands included: fused attention cannot save more. An *operation* is a fused kernel, a library call "
+        "or a copy: what a local step, and each time step of all loops over time together, launch."
     )
     lines = []
     for run in session.runs:
         names = (run["workload"], run["precision"], ", ".join(f"`{name}`" for name in run["passes"]) or "default")
         sizes = (number(run["estimated"] / 1e6), number(run["allocated"] / 1e6))
         ratio = f"{run['allocated'] / run['estimated']:.2f}"
-        lines.append(
-            (*names, *sizes, ratio, number(run["moved"] / 1e9), f"{run['executed']:,}", f"{run['own_kernels']}")
-        )
-    sizes = ("estimated, MB", "allocated, MB", "of the estimate", "read and written, GB")
-    yield markdown_table(("", "precision", "passes", *sizes, "operations executed", "of them `implicit_gemm`"), lines)
+        share = f"{run['scores'] / run['moved']:.1%}" if run["scores"] else ""
+        operations = (run[name] for name in ("executed", "own_kernels", "local_step", "time_step"))
+        shown = (f"{count:,}" if count else "" for count in operations)
+        lines.append((*names, *sizes, ratio, number(run["moved"] / 1e9), share, *shown))
+    sizes = ("estimated, MB", "allocated, MB", "of the estimate", "read and written, GB", "on scores")
+    operations = ("operations", "of them `implicit_gemm`", "of a local step", "of a time step")
+    yield markdown_table(("", "precision", "passes", *sizes, *operations), lines)
 
 
 if __name__ == "__main__":
