@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fedrax.cli import COMMANDS, GROUPS, usage
+from fedrax.cli.compare_command import next_step, read_arguments
 from fedrax.experiments import experiment
 from tests.blocks import ROOT
 from tests.cli.conftest import TINY, Outcome
@@ -354,3 +356,38 @@ def test_profile_writes_json_and_a_directory(fedrax: Callable[..., Outcome], tin
     assert made == json.loads((tmp_path / "kept/profile.json").read_text())
     assert {"profile.json", "experiment.toml"} <= {path.name for path in (tmp_path / "kept").iterdir()}
     assert list((tmp_path / "raw").glob("**/*.xplane.pb"))
+
+
+@pytest.mark.parametrize("kind", ["column", "folder", "selected", "own", "shards", "iid"])
+def test_suggested_comparison_has_as_many_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """The arguments that a comparison suggests are valid for every kind of clients, and keep their number."""
+    monkeypatch.chdir(tmp_path)
+    rows = [f"{client},{i},{i % 2}" for client in range(12) for i in range(10)]
+    Path("t.csv").write_text("client,x,label\n" + "\n".join(rows))
+    Path("t").mkdir()
+    for client in range(12):
+        lines = "\n".join(row.split(",", 1)[1] for row in rows if row.startswith(f"{client},"))
+        Path("t", f"{client}.csv").write_text("x,label\n" + lines)
+    Path("own.py").write_text(
+        "from dataclasses import dataclass\nfrom fedrax.data import Iid\n@dataclass(frozen=True)\nclass Twelve:\n"
+        "    def assign(self, dataset, seed):\n        return Iid(12).assign(dataset, seed)\n"
+    )
+    data = {"folder": 'path = "t"'}.get(kind, 'path = "t.csv"\nclient = "client"')
+    partition = {
+        "selected": 'name = "natural"\nclients = 11',
+        "own": 'name = "own.py:Twelve"',
+        "shards": 'name = "shards"\nclients = 12',
+        "iid": 'name = "iid"\nclients = 12',
+    }.get(kind, 'name = "natural"')
+    Path("c.toml").write_text(
+        f'[data]\nname = "csv"\n{data}\n[partition]\n{partition}\n[run]\ncohort_size = 11\n'
+        '[[compare]]\nname = "fedavg"\n'
+    )
+    args = ["c.toml", "--grid", "algorithm.local.lr=0.1,0.2", "--partition.seed", "1"]
+    spec, _ = read_arguments(args)
+    federation = experiment.build(spec.methods[0], None)[2]
+    suggested = next_step(spec, args, federation.num_clients)
+    words = shlex.split(suggested.removeprefix("try next: fedrax compare ").partition("    (")[0])
+    again, _ = read_arguments(words)
+    assert type(again.methods[0].partition).__name__ == ("Shards" if kind == "iid" else "Iid")
+    assert experiment.build(again.methods[0], None)[2].num_clients == federation.num_clients >= 11
