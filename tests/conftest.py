@@ -37,6 +37,15 @@ process that exceeds Linux's default limit (vm.max_map_count, 65,530) crashes.
 _TASKS: dict[Any, Any] = {}
 
 
+def pytest_sessionstart() -> None:
+    """End if JAX finds no GPU where the tests are for one: with ``cuda,cpu`` they would run, and pass, on the CPU."""
+    if ON_GPU and jax.default_backend() != "gpu":
+        raise pytest.UsageError(
+            f"JAX_PLATFORMS={os.environ['JAX_PLATFORMS']} asks for a GPU and JAX finds none: check that nvidia-smi"
+            " shows one, with a driver for the version of CUDA that JAX is built for (580 or newer for CUDA 13)"
+        )
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Apply ``slow(keep=...)`` before pytest deselects by marks."""
