@@ -30,14 +30,19 @@ class Interrupted(KeyboardInterrupt):
 
     Args:
         number: the signal.
+        outcome: what was kept and how to resume, the message.
 
     Example:
         >>> fedrax.simulation.Interrupted().signal
         <Signals.SIGINT: 2>
     """
 
-    def __init__(self, number: int = signal.SIGINT):
-        super().__init__("the run was stopped; if it has a directory, resume=True continues from its checkpoint")
+    def __init__(
+        self,
+        number: int = signal.SIGINT,
+        outcome: str = "the run was stopped; if it has a directory, resume=True continues from its checkpoint",
+    ):
+        super().__init__(outcome)
         self.signal = number
         """The signal."""
 

@@ -23,8 +23,9 @@ from fedrax.files import write_text
 from fedrax.models import Logistic, Model
 from fedrax.participation import FixedList
 from fedrax.report.runs import read_run
-from fedrax.simulation import Interrupted, Script
+from fedrax.simulation import Interrupted, Script, read_events
 from fedrax.simulation.persistence.run_directory import lock_directory
+from fedrax.simulation.results.events import rounds_done
 from tests.simulation.problems import (
     CLASSES,
     FEATURES,
@@ -262,10 +263,18 @@ def test_signal_writes_a_checkpoint(number: signal.Signals, tmp_path: Path, requ
     with pytest.raises(Interrupted) as stopped:
         run(SCAFFOLD, rounds=9, eval_every=1, directory=tmp_path, sinks=[tell])
     assert stopped.value.signal == number and signal.getsignal(number) is before
-    assert "resume=True" in str(stopped.value)  # a notebook shows no more
+    done = rounds_done(read_events(tmp_path))  # the last line of a traceback; a notebook shows no more
+    where = f"its checkpoint is in {tmp_path}: to resume, repeat the call with resume=True"
+    assert str(stopped.value) == f"stopped after round {done} of 9; {where}"
     assert_identical(
         run(SCAFFOLD, rounds=9, eval_every=1, directory=tmp_path, resume=True), run(SCAFFOLD, rounds=9, eval_every=1)
     )
+
+
+def test_signal_without_a_directory_says_that_nothing_was_saved():
+    tell = ActInRound(2, lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(Interrupted, match=r"stopped after round \d of 9; nothing was saved: .* directory=\.\.\."):
+        run(SCAFFOLD, rounds=9, eval_every=1, sinks=[tell])
 
 
 def test_signal_in_the_last_round_stops_the_caller(tmp_path: Path):

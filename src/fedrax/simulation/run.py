@@ -299,11 +299,18 @@ class Run:
             if over or interrupted.is_set() or self._checkpoint_due(due):
                 due = self._checkpoint(carry, over)
             if interrupted.signal is not None and not over:
-                raise Interrupted(interrupted.signal)
+                raise Interrupted(interrupted.signal, self._outcome_of_stop(rounds_done(events)))
         if stopped == "rounds" and rounds_done(events) < self.setup.settings.rounds:
             stopped = "budget"
             warn_of_budget(self.setup.settings, rounds_done(events))
         return carry, stopped
+
+    def _outcome_of_stop(self, done: int) -> str:
+        """What an interrupted run has kept, and how to resume it."""
+        stopped, directory = f"stopped after round {done} of {self.setup.settings.rounds}", self.setup.run_directory
+        if directory is None:
+            return f"{stopped}; nothing was saved: a run with directory=... has a checkpoint, from which it can resume"
+        return f"{stopped}; its checkpoint is in {directory}: to resume, repeat the call with resume=True"
 
     def _start(self, carry: RoundState) -> str:
         """Evaluate and report the initial state, as an event of round 0; the reason to stop."""
