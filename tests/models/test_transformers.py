@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from fedrax import FedAvg, Federation, FedraxError, LocalSGD, classification, simulate, tree  # noqa: E402
+from fedrax import FedAvg, Federation, FedraxError, FedraxWarning, LocalSGD, classification, simulate, tree  # noqa: E402
 from fedrax.data import encode_texts, load, next_tokens  # noqa: E402
 from fedrax.models import from_torch  # noqa: E402
 
@@ -74,6 +74,21 @@ def logits_of(net: Any, x: Any) -> Any:
     if isinstance(x, dict):
         return net(**{name: torch.as_tensor(a).long() for name, a in x.items()}).logits
     return net(torch.as_tensor(x) if x.dtype == np.float32 else torch.as_tensor(x).long())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("saved", [(), ("classifier",), ("classifier", "pooler")])
+def test_large_saved_modules_are_warned_of(saved: tuple[str, ...], recwarn: pytest.WarningsRecorder):
+    config = transformers.BertConfig(vocab_size=30, num_labels=3, **SIZE, **NO_DROPOUT)
+    lora = peft.LoraConfig(r=2, target_modules=["query", "value"], modules_to_save=list(saved) or None)
+    module = peft.get_peft_model(transformers.BertForSequenceClassification(config), lora)
+    from_torch(module, {"input_ids": np.ones((2, 6), np.int32)})
+    found = [str(w.message) for w in recwarn if issubclass(w.category, FedraxWarning)]
+    if "pooler" not in saved:  # 51 values of a classifier, and 2 * 2 * (2 * 16 * 2) of the adapters
+        assert not found
+    else:
+        (message,) = found
+        assert "323 values of whole modules beside 256 of the adapters: bert.pooler (272), classifier (51);" in message
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")

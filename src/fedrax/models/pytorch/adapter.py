@@ -18,7 +18,7 @@ from jax import Array
 from fedrax.config.arguments import checked_arguments
 from fedrax.contract.model import Model, Params, Variables
 from fedrax.devices import use_all_cores
-from fedrax.errors import FedraxError, unknown
+from fedrax.errors import FedraxError, unknown, warn
 from fedrax.inputs import arrays_of, as_arguments, has_several, map_inputs
 from fedrax.models.adapters.modules import ModuleFunction
 from fedrax.models.pytorch.export import tracing_settings
@@ -103,6 +103,8 @@ def from_torch(
     Several inputs of a sample are keyword arguments of ``forward`` (a dictionary, as ``transformers`` takes them) or
     positional ones (a tuple). Where it returns an output of ``transformers``, the model's outputs are its ``logits``.
 
+    Warns if most of the trained values belong to peft's ``modules_to_save``, whole modules besides the adapters.
+
     Args:
         module: A module, which is the initial value for every key; or a class or function without arguments that
             makes one, for which PyTorch draws an initial value per key.
@@ -135,6 +137,7 @@ def from_torch(
     if updated := ", ".join(whole.evaluation.updated_buffers):
         raise FedraxError(f"{name} updates {updated} in evaluation too: do it only if self.training")
     whole.compare(state, batch)
+    _warn_of_saved_modules({name: state.initial[name].size for name in state.trained})
 
     def apply_of(traced: _TracedFunction, first: bool = True) -> Callable:
         transposed = channels_last and first
@@ -165,6 +168,22 @@ def from_torch(
         running_buffers=frozenset(state.running),
         _check_frozen=state.check_frozen,
     )
+
+
+def _warn_of_saved_modules(trained: dict[str, int]) -> None:
+    """Warn if most trained values are of whole modules that peft's ``modules_to_save`` trains besides the adapters."""
+    whole: dict[str, int] = {}
+    for name, size in trained.items():
+        module, found, _ = name.partition(".modules_to_save.")
+        if found:
+            whole[module] = whole.get(module, 0) + size
+    saved, total = sum(whole.values()), sum(trained.values())
+    if 2 * saved > total:
+        named = ", ".join(f"{module.removeprefix('base_model.model.')} ({n:,})" for module, n in whole.items())
+        warn(
+            f"from_torch: clients train and send {saved:,} values of whole modules beside {total - saved:,} of the"
+            f" adapters: {named}; peft copies the modules of modules_to_save and trains them entirely"
+        )
 
 
 def _forward(net: Any, x: Any) -> Any:
