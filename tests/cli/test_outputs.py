@@ -259,6 +259,24 @@ def test_narrow_terminal_shows_one_table_per_method(columns: int):
     assert (printed.count("rounds to 0.4") == 1) == (columns == 200)
 
 
+def test_columns_that_do_not_fit_are_named():
+    run = SavedRun(Path("r"), {"run": {"seed": 0, "rounds": 1}}, [json.loads(EVENT)], None)
+    rows = [summarize(MethodRuns(f"m{i}", [run]), 0.4) for i in range(10)]
+    headings = comparison_table.cells(rows, 0.4).headings
+    seen = []
+    for columns in (60, 80, 110, 400):
+        screen = Console(file=io.StringIO(), width=columns, force_terminal=True, color_system=None, markup=False)
+        comparison_table.show(screen, rows, 0.4)
+        printed = screen.file.getvalue()  # type: ignore[attr-defined]
+        table, _, hidden = printed.partition("hidden column")
+        assert all(len(line) <= columns for line in printed.splitlines()) and table.count("finished") == 10
+        names = " ".join(hidden.partition(": ")[2].split()).split(", ") if hidden else []
+        assert names == headings[len(headings) - 2 - len(names) : -2]
+        assert all(heading.split()[0] in table for heading in headings if heading not in names)
+        seen.append(len(names))
+    assert seen == sorted(seen, reverse=True) and seen[0] > seen[1] > seen[-1] == 0
+
+
 def test_closed_pipe_is_no_failure(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -242,11 +242,14 @@ def show(
     metric: str = "test_accuracy",
     title: str = "",
 ) -> None:
-    """Print the table, or one block for each method if the terminal is too narrow."""
+    """Print the table: as many columns as fit, or one block for each method in a very narrow terminal."""
     made = cells(rows, target, metric)
-    table = terminal(made, title)
-    if console.measure(table, options=console.options.update(width=10_000)).maximum <= console.width:
-        console.print(table)
+    folded, hidden = _folded(made, lambda one: _fits(console, terminal(one, title)))
+    if folded is not None:
+        console.print(terminal(folded, title))
+        if hidden:
+            columns = ", ".join(map(printable_line, hidden))
+            console.print(f"hidden columns, which --csv and a wider terminal show: {columns}")
         return
     if title:
         console.print(Text(printable_line(title), "bold"))
@@ -261,6 +264,25 @@ def show(
             )
         console.print(Text(printable_line(row[0][0]), "bold"))
         console.print(block)
+
+
+def _fits(console: Console, table: Table) -> bool:
+    """Whether a table is no wider than the console."""
+    return console.measure(table, options=console.options.update(width=10_000)).maximum <= console.width
+
+
+def _folded(made: TableCells, fits: Callable[[TableCells], bool]) -> tuple[TableCells | None, list[str]]:
+    """The table with its leftmost columns of numbers that fit, and the headings of the others.
+
+    Names, the first number, seeds and states are always shown; the table is None if these do not fit.
+    """
+    numbers = range(made.names, len(made.headings) - 2)
+    for count in range(len(numbers), min(1, len(numbers)) - 1, -1):
+        places = [i for i in range(len(made.headings)) if i not in numbers[count:]]
+        headings, rows = [made.headings[i] for i in places], [[row[i] for i in places] for row in made.rows]
+        if fits(one := TableCells(headings, made.names, rows)):
+            return one, [made.headings[i] for i in numbers[count:]]
+    return None, []
 
 
 def markdown(rows: Sequence[MethodSummary], target: float | None, metric: str = "test_accuracy") -> str:
