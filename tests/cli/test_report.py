@@ -89,6 +89,16 @@ def test_comparison_page_is_self_contained(comparison_page: Path):
         assert f"{row['accuracy']['mean']:.4f} ± {row['accuracy']['std']:.4f}" in shown
     for words in ("Hyper-parameter search", "local.lr 0.01", "worst client", "8 clients of", "jax", "c/scaffold"):
         assert words in shown, words
+    lasts = [
+        json.loads((run.parent / "events.jsonl").read_text().splitlines()[-1])
+        for run in comparison_page.glob("[!s]*/**/experiment.toml")
+    ]
+    worst = [last for last in lasts if "train_accuracy_worst_client_number" in last]
+    assert len(worst) == len(lasts) >= 2
+    for last in worst:
+        keys = ("worst_client_number", "worst_client", "worst_client_samples")
+        number, value, samples = (last[f"train_accuracy_{key}"] for key in keys)
+        assert re.search(rf">{number}(?: \([^)]*\))?</td><td>{value:.4g}</td><td>{samples}</td>", text), last
     assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", text)
     for tag, attributes in page.elements:
         assert tag not in ("link", "img", "iframe", "object", "base", "form") and "src" not in attributes

@@ -72,9 +72,9 @@ def test_clients_evaluate_global_and_personal_models(method: Any):
         method, make_grid(method, WITH_CLIENT_TESTS), test=None, params=INITIAL_PARAMS, per_client=True
     )
     actual, desired = client_metrics(federated.events), client_metrics(simulated.events)
-    assert actual.keys() == desired.keys()
-    for name, value in desired.items():
-        np.testing.assert_allclose(actual[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+    assert actual.keys() == {name for name in desired if "number" not in name}  # nodes have no numbers in a federation
+    for name, value in actual.items():
+        np.testing.assert_allclose(value, desired[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 def test_named_metrics_equal_those_of_the_simulation(caplog: pytest.LogCaptureFixture):
@@ -87,7 +87,8 @@ def test_named_metrics_equal_those_of_the_simulation(caplog: pytest.LogCaptureFi
         )
     assert "auc need all test samples together" in caplog.text
     actual, desired = client_metrics(federated.events), client_metrics(simulated.events)
-    assert actual == pytest.approx({name: value for name, value in desired.items() if "auc" not in name}, rel=1e-4)
+    shared = {name: value for name, value in desired.items() if "auc" not in name and "number" not in name}
+    assert actual == pytest.approx(shared, rel=1e-4)
     assert "test_perplexity_worst_client" in actual and "test_auc" in desired
 
 

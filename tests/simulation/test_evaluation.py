@@ -72,6 +72,8 @@ def test_metrics_per_client(offsets: list[int]):
         np.testing.assert_allclose(result[f"test_{name}_client_p10"], np.percentile(means, 10), rtol=1e-5)
         behind = [b - a for a, b in pairwise(offsets) if b > a]
         assert result[f"test_{name}_worst_client_samples"] == behind[means.index(worst)]
+        number = [i for i, (a, b) in enumerate(pairwise(offsets)) if b > a][means.index(worst)]
+        assert result[f"test_{name}_worst_client_number"] == number
 
 
 def test_metrics_have_a_direction():

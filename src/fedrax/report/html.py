@@ -21,7 +21,7 @@ from fedrax.report import comparison_table, html_curves, search_plots
 from fedrax.report.report_data import ReportData, SearchOutcome, about_repeated, differences, gather
 from fedrax.report.runs import how_to_resume, last_values, megabytes, summarize_all, wire_megabytes
 from fedrax.report.svg import ChartCurve, bars, breakable, chart, dots, number, shown
-from fedrax.simulation.persistence.client_summary import ClientSummary
+from fedrax.simulation.persistence.client_summary import ClientSummary, read_client_summary
 from fedrax.simulation.persistence.run_description import EXPERIMENT
 from fedrax.version import VERSION
 
@@ -249,9 +249,36 @@ def _spreads(data: ReportData) -> str:
         )
     cards = "".join(f'<div class="card">{svg}</div>' for svg in made)
     return (
-        f'<div class="pair">{cards}</div><p class="note">Bar: 10th to 90th percentile of the clients; line: median;'
+        f'<div class="pair">{cards}</div>{_worst_clients(data)}'
+        '<p class="note">Bar: 10th to 90th percentile of the clients; line: median;'
         " ring: worst client. At the last evaluation, means over seeds. The metric of a worst client with few samples"
         " has a large statistical error.</p>"
+    )
+
+
+def _worst_clients(data: ReportData) -> str:
+    """A table of the worst client of each run; empty if the runs do not report its number."""
+    lines, metric = [], ""
+    for method in data.methods:
+        for run in method.runs:
+            last, end = last_values(run.events), "_worst_client_number"
+            known = [key.removesuffix(end) for key in last if key.endswith(end) and last[key] is not None]
+            metric = metric or min(known, key=lambda name: ("accuracy" not in name, "loss" not in name), default="")
+            if metric in known and len(lines) < _MOST_RUNS:
+                client, samples = int(last[f"{metric}{end}"]), int(last[f"{metric}_worst_client_samples"])
+                clients = read_client_summary(run.directory)
+                name = clients.names[client] if clients is not None and client < len(clients.names) else ""
+                words = f"{client} ({name})" if name and name != str(client) else str(client)
+                cells = (str(run.seed), words, f"{last[f'{metric}_worst_client']:.4g}", f"{samples:,}")
+                row = "".join(f"<td>{shown(cell)}</td>" for cell in cells)
+                lines.append(f"<tr><th>{shown(method.label)}</th>{row}</tr>")
+    heads = ("seed", "worst client", metric.replace("_", " "), "samples")
+    head = "".join(f"<th>{shown(word)}</th>" for word in heads)
+    return (
+        f'<div class="card scroll"><table><thead><tr><th class="name">method</th>{head}</tr></thead>'
+        f"<tbody>{''.join(lines)}</tbody></table></div>"
+        if lines
+        else ""
     )
 
 

@@ -153,7 +153,7 @@ class PersonalEvaluator:
             self.undefined.warn_of_clients(per_client, sizes)
             for name, each in per_client.items():
                 lower = is_lower_better(self.task, name.partition("_")[2])
-                overall |= over_clients(each, sizes, f"{self._prefix}_{name}", lower)
+                overall |= over_clients(each, sizes, f"{self._prefix}_{name}", lower, range(len(sizes)))
         means = {name: np.array([np.nan if v is None else v for v in each]) for name, each in per_client.items()}
         return EvaluationMetrics(overall, PersonalMetrics(means, self._digest))
 

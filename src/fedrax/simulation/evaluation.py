@@ -173,7 +173,8 @@ class Evaluator:
             if outputs is not None:
                 each |= whole_set_of_clients(self.task, outputs, np.asarray(self.samples[1]), self.offsets)
             for name, values in each.items():
-                result |= over_clients(values, sizes, f"{prefix}_{name}", is_lower_better(self.task, name))
+                lower = is_lower_better(self.task, name)
+                result |= over_clients(values, sizes, f"{prefix}_{name}", lower, range(len(sizes)))
             self._undefined.warn_of_clients(each, sizes)
         return result
 
@@ -293,7 +294,13 @@ def warn_of_direction(task: Any, name: str) -> None:
         )
 
 
-def over_clients(values: Sequence[float | None], sizes: np.ndarray, key: str, lower_is_better: bool) -> Metrics:
+def over_clients(
+    values: Sequence[float | None],
+    sizes: np.ndarray,
+    key: str,
+    lower_is_better: bool,
+    numbers: Sequence[int] | None = None,
+) -> Metrics:
     """Statistics of a metric over the clients for which it is defined.
 
     Args:
@@ -301,21 +308,24 @@ def over_clients(values: Sequence[float | None], sizes: np.ndarray, key: str, lo
         sizes: samples of each client, [N].
         key: the metric's key in events, the prefix of the results.
         lower_is_better: whether the worst client is that with the largest value.
+        numbers: the clients' numbers in the federation, [N]; None where they are not reported.
 
     Returns:
-        The worst client's value and number of samples, 10th, 50th and 90th percentile, mean and standard deviation;
-        None where no client has a value.
+        The worst client's value, number of samples and number (of several such clients the first), 10th, 50th and
+        90th percentile, mean and standard deviation; None where no client has a value.
     """
     having = [i for i, value in enumerate(values) if value is not None]
     if not having:
         parts = ("worst_client", "worst_client_samples", "client_p10", "client_p50", "client_p90", "client_mean")
-        return dict.fromkeys(f"{key}_{part}" for part in (*parts, "client_std"))
+        parts = (*parts, "client_std", *["worst_client_number"] * (numbers is not None))
+        return dict.fromkeys(f"{key}_{part}" for part in parts)
     defined = np.array([values[i] for i in having], float)
     worst = int(defined.argmax() if lower_is_better else defined.argmin())
     percentiles = {f"{key}_client_p{p}": float(np.percentile(defined, p)) for p in (10, 50, 90)}
     return {
         f"{key}_worst_client": float(defined[worst]),
         f"{key}_worst_client_samples": int(sizes[having[worst]]),
+        **({} if numbers is None else {f"{key}_worst_client_number": int(numbers[having[worst]])}),
         **percentiles,
         f"{key}_client_mean": float(defined.mean()),
         f"{key}_client_std": float(defined.std()),
