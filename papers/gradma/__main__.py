@@ -2,7 +2,7 @@
 
 table1: highest accuracies in a data set's columns; table2: rounds to an accuracy and all curves, from the runs of
 table1; betas: Figures 5 and 21; memory: Figures 6, 7 and 22; partitions: Figure 8; speedup: Corollary 1 on a quadratic
-problem.
+problem; moon: MOON's features on a small problem.
 
 Each run is stored as a line of ``table1-mnist.jsonl`` beside the table and not repeated: an interrupted command
 continues, also on another machine. The table is written after each run of a method, from the available runs.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import datetime
 import itertools
 import math
 import sys
@@ -23,9 +22,9 @@ from typing import Any
 from fedrax import FedraxError, files
 from papers.arguments import Different, command, count, folders, seed
 from papers.ending import in_a_sentence
-from papers.gradma import figures, speedup
+from papers.gradma import figures, moon, speedup
 from papers.gradma.search import AXES, METHODS, Cell, Point, Runs, best_point, work
-from papers.losac.running import spread
+from papers.losac.running import markdown, spread, written_by
 
 HERE = Path(__file__).parent
 SEARCHES = {
@@ -152,6 +151,7 @@ COMMANDS = {
     "memory": memory,
     "partitions": figures.partitions,
     "speedup": speedup.speedup,
+    "moon": moon.moon,
 }
 """What the command line can be asked for."""
 
@@ -173,10 +173,6 @@ def write(arguments: argparse.Namespace, runs: Runs, cells: list[Cell], printed:
     """Write the table of the available runs to results/, for any --seeds."""
     seeds = runs.seeds() or arguments.seeds
     title = f"# GradMA, Table 1 ({figures.NAMES[arguments.data]}{', small' if arguments.small else ''})"
-    command = f"python -m papers.gradma table1 --data {arguments.data} --search {arguments.search}"
-    command += (" --small" if arguments.small else "") + (f" --rounds {arguments.rounds}" if arguments.rounds else "")
-    command += f" --local-step {arguments.local_step:g}" if arguments.local_step else ""
-    command += f" --server-step {arguments.server_step:g}" if arguments.server_step else ""
     budget = smaller(arguments) if arguments.small else ""
     note = (
         "Top test accuracy in % over all evaluations of a run, mean ± standard deviation over the seeds run; paper: "
@@ -185,8 +181,8 @@ def write(arguments: argparse.Namespace, runs: Runs, cells: list[Cell], printed:
         "there is none, the first seed's); nearest: the point tried that comes nearest to the paper's number, which is "
         f"no measure of the method but of what the authors may have run. {budget}{runs.rounds} rounds"
         f" of {runs.table['algorithm']['local']['steps']} steps on batches of"
-        f" {runs.table['algorithm']['local']['batch_size']}. Written by "
-        f"`{command}` (runs on {' and '.join(runs.machines())}; {datetime.date.today().isoformat()})."
+        f" {runs.table['algorithm']['local']['batch_size']}. Runs on {' and '.join(runs.machines())}. "
+        f"{written_by(arguments)}"
     )
     columns = "|(S, omega)|paper|ours|gap|second half|seeds|points tried|best point|run on|nearest|nearest point tried"
     every = list(itertools.product(METHODS, cells))
@@ -271,12 +267,6 @@ def in_words(method: str, point: Point) -> str:
     """Text of a point of a method's grid."""
     parts = zip(METHODS[method], point, strict=True)
     return ", ".join(f"{axis.removesuffix(' (GradMA)')} {value:g}" for axis, value in parts)
-
-
-def markdown(columns: str, rows: list[list[str]]) -> list[str]:
-    """Lines of a Markdown table; columns are separated by |."""
-    names = columns.split("|")
-    return [f"| {' | '.join(row)} |" for row in (names, ["---"] * len(names), *rows)]
 
 
 if __name__ == "__main__":

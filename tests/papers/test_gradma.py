@@ -117,6 +117,8 @@ def test_table1_prints_paper_fedrax_and_settings(
     monkeypatch.setattr(sys, "argv", command)
     assert gradma.main() == 0
     text = (tmp_path / "table1-mnist.md").read_text()
+    wrote = "python -m papers.gradma table1 --search none --seeds 0 --methods FedAvg --rounds 1"
+    assert f" Written by `{wrote}` (" in text
     row = next(line for line in text.splitlines() if line.startswith("| FedAvg |"))
     assert row.startswith("| FedAvg | (5, 0.01) | 49.65 ± 3.88 | ")
     today = datetime.date.today().isoformat()
