@@ -15,7 +15,7 @@ from fedrax import FedraxError, sweep
 from fedrax.data import Dataset, as_samples
 from fedrax.experiments import comparison
 from papers.gradma import __main__ as gradma
-from papers.gradma import figures, search
+from papers.gradma import figures, moon, search
 from papers.gradma.partition import DirichletWorkers
 from papers.gradma.search import METHODS, Cell, Runs, best_point, candidates
 
@@ -303,3 +303,18 @@ def test_table2_counts_rounds_twice_if_a_round_sends_twice(tmp_path: Path, monke
     assert "| Scaffold | (10, 0.01) | 45 | 60 | 15 ± 7 | -45 | 2 of 3 |" in text
     assert "| MOON | (10, 0.01) | 45 | 493 | not run | - | 0 of 0 |" in text
     assert (tmp_path / "curves-mnist.png").stat().st_size > 10_000
+
+
+def test_moon_without_its_term_is_fedavg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At mu = 0 the mode of the features has no influence; at mu = 5 it has."""
+    monkeypatch.setattr(moon, "MUS", (0.0, 5.0))
+    monkeypatch.setattr(moon, "NETWORKS", {"no dropout": (0.0, False)})
+    command = ["gradma", "moon", "--rounds", "4", "--seeds", "0", "--results", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
+    assert gradma.main() == 0
+    found = [line.strip("| ").split(" | ") for line in (tmp_path / "moon.md").read_text().splitlines()]
+    rows = {tuple(row[1:4]): row[4:] for row in found if row[0] == "no dropout"}
+    assert rows["FedAvg", "-", "-"][1] == "+0.00"
+    without = [rows["MOON", mode, "0"] for mode in ("training", "evaluation")]
+    assert without == [rows["FedAvg", "-", "-"]] * 2
+    assert rows["MOON", "training", "5"] != rows["MOON", "evaluation", "5"]

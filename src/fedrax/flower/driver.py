@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -48,12 +49,13 @@ from fedrax.simulation.results.result import Result, Snapshot
 from fedrax.simulation.round import RoundInputs, run_round
 from fedrax.simulation.run import Callback
 from fedrax.simulation.settings import Settings
+from fedrax.simulation.validate import initial_client_state
 from fedrax.tree import Tree
 
 _DATA = "data of the clients"
 """Name of the data in reports: a server knows only the clients' numbers of samples."""
 _CHECKPOINT_SECONDS = 30.0
-"""Seconds between checkpoints. Rounds after the last one are repeated at resume."""
+"""Seconds between checkpoints of methods without client states. Rounds after the last one are repeated at resume."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,7 +193,7 @@ class RoundDriver:
                 event |= self._evaluate(r, server, statistics, available)
                 event["seconds"] = round_seconds(self.events, time.monotonic() - began)
             stopped = self._report(event, evaluated, server, statistics, file)
-            if last or stopped != "rounds" or time.monotonic() > due:
+            if last or stopped != "rounds" or self._checkpoint_due(due):
                 self._save(server, statistics, file)
                 due = time.monotonic() + _CHECKPOINT_SECONDS
             if stopped != "rounds":
@@ -201,6 +203,20 @@ class RoundDriver:
                 "no round received enough replies, and the model is unchanged: the warnings of each round say why"
             )
         return self._result(server, statistics, stopped)
+
+    def _checkpoint_due(self, due: float) -> bool:
+        """Whether a checkpoint is written after a round: by default after every one if clients keep states.
+
+        Clients store the states of two rounds, and discard those that an older checkpoint asks for.
+        """
+        every = self.settings.checkpoint_every or (1 if self._has_client_states else None)
+        return time.monotonic() > due if every is None else rounds_done(self.events) % every == 0
+
+    @cached_property
+    def _has_client_states(self) -> bool:
+        """Whether clients keep a state from round to round."""
+        initial, _ = initial_client_state(self.algorithm, self.algorithm.params(self.server), self.statistics)
+        return bool(jax.tree.leaves(initial))
 
     def _report(self, event: Event, evaluated: bool, server: Any, statistics: Tree, file: EventFile | None) -> str:
         """Report an event, and return the reason to stop: "rounds" if there is none before the last round."""

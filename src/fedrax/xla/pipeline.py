@@ -11,7 +11,7 @@ Both leave a function as it is on accelerators, except for the passes of recurre
 XLA's GPU and TPU backends compile what users write well. On a CPU what users write is fast as a program of its own, but
 in a compiled loop, where all of a simulation runs, XLA:CPU computes convolutions and the gradient of max pooling
 element by element. With ``jax.disable_jit`` (plan "debug") nothing is rewritten either, so that the other plans can be
-checked against what stands in a model.
+checked against the operations as a model has them.
 """
 
 from __future__ import annotations

@@ -77,16 +77,9 @@ def load_huggingface(
 ) -> Dataset:
     """Read what ``save_to_disk`` wrote, or Parquet files (train-*.parquet, test-*.parquet, or one file).
 
-    Samples are the ``columns``, or all others except ``label``, ``client`` and ``drop``. A single column may hold
-    images, which are resized to ``size`` (height, width; by default that of the first) in ``color``; texts, of which
-    ``length`` ``tokens`` are read (the vocabulary: training words that occur ``min_count`` times, at most ``largest``);
-    or lists of numbers, all of one shape. Otherwise columns are features, with ``standardize``, ``missing``,
-    ``missing_as``, ``categorical`` (also for a single text column), ``max_categories`` and ``different_columns`` as in
-    csv, the latter for splits and for Parquet files of a split. Of several columns each one of images or lists is an
-    input by its name, and all others are the input ``features``; ``texts`` and ``tokenizer`` are those of csv. Options
-    without effect on what the columns hold raise an error. Natural clients are the values of ``client``; partitions use
-    the column ``partition_by`` instead of the label if it is given. Without ``test_split`` the test part is
-    ``test_fraction`` of the rows of each client (without clients, of each class).
+    A single column may hold images, texts or lists of numbers, all of one shape; otherwise columns are features, as in
+    csv. Of several columns each one of images or lists is an input by its name, and all others are the input
+    ``features``. Options without effect on what the columns hold raise an error.
 
     Args:
         path: Directory of ``save_to_disk``, Parquet file, or directory of Parquet files.
