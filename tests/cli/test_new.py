@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -12,6 +14,7 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
+import tomlkit
 
 from fedrax.cli.new_command import names
 from fedrax.errors import FedraxError
@@ -54,6 +57,54 @@ def test_the_experiment_of_the_project_runs(project: Path, fedrax: Callable[...,
 def test_the_method_of_the_project_is_compared_with_another(project: Path, fedrax: Callable[..., Outcome]):
     outcome = fedrax("compare", project / "experiment.toml", "--algorithms", "fedavg", "--seeds", 0, "--run.rounds", 2)
     assert outcome.status == 0, outcome.err
+
+
+OWN_TABLE = "\n".join(
+    ["site,dose,weight,remark,outcome"]
+    + [
+        f"{('north', 'south', 'west')[i % 3]},{i},{i % 7},none,{('good', 'fair', 'bad')[i % 3 - i % 2]}"
+        for i in range(60)
+    ]
+)
+OWN_COLUMNS = {"client": "site", "label": "outcome", "classes": ["bad", "fair", "good"], "features": ["dose", "weight"]}
+
+
+def with_own_table(project: Path, directory: Path, columns: dict) -> Path:
+    """A copy of the project whose table and keys of [data] are a user's; returns the experiment file."""
+    shutil.copytree(project, directory, ignore=shutil.ignore_patterns("__pycache__"))
+    (directory / "data.csv").write_text(OWN_TABLE)
+    table = tomlkit.parse((directory / "experiment.toml").read_text("utf-8"))
+    table["data"].update(columns)
+    (directory / "experiment.toml").write_text(tomlkit.dumps(table))
+    return directory / "experiment.toml"
+
+
+def test_a_table_with_other_columns_needs_only_their_names(
+    project: Path, fedrax: Callable[..., Outcome], tmp_path: Path
+):
+    file = with_own_table(project, tmp_path / "own", OWN_COLUMNS)
+    outcome = fedrax("run", file, "--out", "r", "--run.rounds", 2, "--run.cohort-size", 3, "--json")
+    assert outcome.status == 0, outcome.err
+    assert json.loads((tmp_path / "r" / "clients.json").read_text())["names"] == ["north", "south", "west"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({}, "data.client: {path} has no column 'clinic'; it has site, dose, weight, remark, outcome"),
+        (OWN_COLUMNS | {"label": "ill"}, "data.label: {path} has no column 'ill'; it has site, dose"),
+        (OWN_COLUMNS | {"features": ["age"]}, "data.features: {path} has no column 'age'; it has site, dose"),
+        (OWN_COLUMNS | {"features": ["remark"]}, "row 2 of {path} has remark = 'none', which is no number"),
+        (OWN_COLUMNS | {"classes": ["no"]}, "row 2 of {path} has outcome = 'good'; values: bad, fair, good"),
+    ],
+)
+def test_wrong_keys_for_a_table_name_what_it_has(
+    columns: dict, message: str, project: Path, fedrax: Callable[..., Outcome], tmp_path: Path
+):
+    file = with_own_table(project, tmp_path / "own", columns)
+    outcome = fedrax("run", file, "--out", "r")
+    assert outcome.status == 2 and message.format(path=file.with_name("data.csv")) in outcome.err, outcome.err
+    assert "Traceback" not in outcome.err
 
 
 def test_names_are_those_of_the_directory(project: Path):

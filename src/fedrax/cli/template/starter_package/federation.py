@@ -4,9 +4,9 @@ from pathlib import Path
 
 from fedrax import classification
 from fedrax.experiments import read_file
-from starter_package.data import CLASSES, FEATURES
 
 EXPERIMENT = read_file(Path(__file__).parents[1] / "experiment.toml")
-METHOD = EXPERIMENT.algorithm
-TASK = classification(EXPERIMENT.model.build(input_shape=(len(FEATURES),), num_outputs=len(CLASSES)))
+METHOD, DATA = EXPERIMENT.algorithm, EXPERIMENT.data
+TASK = classification(EXPERIMENT.model.build(input_shape=(len(DATA.features),), num_outputs=len(DATA.classes)))
 CLIENTS = 6
+"""Number of clinics, for which the server waits."""
