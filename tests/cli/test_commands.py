@@ -111,6 +111,25 @@ def test_flags_of_nested_parts(fedrax: Callable[..., Outcome], tiny: Path, tmp_p
     assert spec.algorithm.inner.local.prox.weight == 0.01  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("part", ["local", "server_optimizer"])
+def test_schedules_of_optax_by_flags_and_in_a_file(
+    fedrax: Callable[..., Outcome], tiny: Path, tmp_path: Path, part: str
+) -> None:
+    """Their classes are generated on first use, and are not among those of any annotation."""
+    flags = ["--algorithm", "fedavg", "--algorithm.server-optimizer", "adam"]
+    prefix = f"--algorithm.{part.replace('_', '-')}.schedule"
+    flags += [prefix, "linear_schedule", f"{prefix}.init-value", "1", f"{prefix}.end-value", "0"]
+    outcome = fedrax("run", tiny, *flags, f"{prefix}.transition-steps", "2", "--out", "flags", "--quiet")
+    assert outcome.status == 0, outcome.err
+    file = tmp_path / "flags" / "experiment.toml"
+    written = tomllib.loads(file.read_text("utf-8"))["algorithm"][part]["schedule"]
+    assert written["name"] == "linear_schedule" and written["transition_steps"] == 2 and written["end_value"] == 0
+    assert fedrax("run", file, "--out", "file", "--quiet").status == 0
+    assert events(tmp_path / "file") == events(tmp_path / "flags")
+    shown = fedrax("run", file, "--help").out
+    assert f"{prefix}.transition-steps" in shown and "Learning rate eta." in shown
+
+
 @pytest.mark.slow
 def test_user_defined_algorithm_model_and_data(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(

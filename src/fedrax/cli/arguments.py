@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import docstring_parser
 import tyro
 from tyro import constructors
 
@@ -22,7 +23,7 @@ from fedrax.config.annotations import Field, fields_of, type_hints
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment, serialization, user_code
 from fedrax.experiments.experiment import Experiment
-from fedrax.experiments.serialization import FROM_PYTHON, ClassChoice, TomlTable, fits_file, is_serializable
+from fedrax.experiments.serialization import FROM_PYTHON, ClassChoice, TomlTable, choice_of, fits_file, is_serializable
 
 T = TypeVar("T")
 PARTS = ("data", "partition", "model", "finetuning", "task", "algorithm", "run")
@@ -37,13 +38,39 @@ _registry = constructors.ConstructorRegistry()
 
 @_registry.struct_rule
 def _flags_of_class(info: constructors.StructTypeInfo) -> constructors.StructConstructorSpec | None:
-    """Flags of a class without its fields that no file can hold, such as functions, which tyro cannot parse."""
-    cls, value = info.type, info.default
-    if type(value) is not cls or not dataclasses.is_dataclass(cls) or is_serializable(cls):
+    """Flags of a part of an experiment: of its fields that a file can hold, and of the classes that were chosen.
+
+    tyro cannot parse the others, such as functions, and looks for the class of a value among those of the annotation,
+    where a class that is generated on first use, such as a schedule of optax, is missing.
+    """
+    cls: type = info.type
+    value = info.default
+    if type(value) is not cls or not dataclasses.is_dataclass(info.type):
         return None
-    hints, names = type_hints(cls), [name for name, field in fields_of(cls).items() if fits_file(field)]
-    flags = tuple(constructors.StructFieldSpec(name, hints[name], getattr(value, name)) for name in names)
-    return constructors.StructConstructorSpec(partial(dataclasses.replace, value), flags)
+    hints, fields = type_hints(cls), fields_of(cls)
+    chosen = {name for name, field in fields.items() if choice_of(field) is not None}
+    if is_serializable(cls) and not chosen:
+        return None
+    values = {name: getattr(value, name) for name in fields}
+    flags = [name for name, field in fields.items() if fits_file(field)]
+    made = []
+    for name in flags:
+        nested = dataclasses.is_dataclass(values[name])
+        kind = type(values[name]) if nested and name in chosen else hints[name]
+        text = None if nested else partial(_help_text, cls, name)  # the flags of a class have its docstring above them
+        made.append(constructors.StructFieldSpec(name, kind, values[name], text))
+    others = {name: value for name, value in values.items() if name not in flags}
+    return constructors.StructConstructorSpec(partial(cls, **others), tuple(made))
+
+
+def _help_text(cls: type, name: str) -> str | None:
+    """The docstring of a field, without the line breaks inside its paragraphs."""
+    for part in cls.__mro__[:-1]:
+        for described in docstring_parser.parse_from_object(part).params:
+            if described.arg_name == name and described.description is not None:
+                paragraphs = re.split(r"\n\s*\n", described.description)
+                return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    return None
 
 
 def parse(cls: type[T], args: list[str], prog: str, description: str) -> T:
@@ -101,7 +128,7 @@ def choices_in(value: Any, path: str = "") -> Iterator[ChosenClass]:
     """All settings of ``value`` whose class is chosen by name, outer ones first."""
     for name, field in fields_of(type(value)).items():
         item, where = getattr(value, name), f"{path}.{name}" if path else name
-        choice = serialization.choice_of(field)
+        choice = choice_of(field)
         if choice is not None:
             yield ChosenClass(where, choice, item)
         if dataclasses.is_dataclass(item):
@@ -185,7 +212,7 @@ def _check_settable(made: Experiment, tokens: list[str]) -> None:
     """Raise FedraxError for flags of settings that only Python can give."""
     for flag in (token for token in tokens if token.startswith("--")):
         field = _field_of(made, flag)
-        if field is None or not field.classes or serialization.choice_of(field) is not None:
+        if field is None or not field.classes or choice_of(field) is not None:
             continue
         if not is_serializable(cls := field.classes[0]):
             raise FedraxError(f"{flag.split('=')[0]}: no flag can describe {cls.__name__}: {FROM_PYTHON}")
