@@ -16,7 +16,7 @@ import pytest
 import fedrax
 from fedrax import Federation, FedraxError, LocalSGD, Settings, Task, classification, cli, simulate
 from fedrax.analysis import diagnose, gradient_dissimilarity, rendering
-from fedrax.analysis.dissimilarity import ClientProbe
+from fedrax.analysis.dissimilarity import ClientProbe, describe_dissimilarity
 from fedrax.analysis.smoothness import curvature
 from fedrax.data import Shards, load
 from fedrax.models import LeNet5, Linear, Logistic
@@ -200,7 +200,7 @@ def test_many_named_clients():
     assert (diagnosis.clients, diagnosis.measured) == (300, 256)
     few = dataclasses.replace(diagnosis, clients=100_000)
     assert (
-        "of 256 of 100000 clients differs by about" in "".join(rendering.lines(few))
+        "of 256 of 100000 clients differs by about" in "".join(rendering.lines(few, "linear"))
         and few.sampling_error > diagnosis.sampling_error
     )
 
@@ -255,7 +255,7 @@ def test_diagnose_command_prints_the_constants(tmp_path, monkeypatch, capsys):
     assert all((tmp_path / f"diagnosis.{ending}").exists() for ending in ("png", "svg"))
     assert cli.main(["diagnose", *flags, *steps, "--picture", "None"]) == 0
     shown = capsys.readouterr().out
-    assert f"B = {printed['dissimilarity']:.3g} at most" in shown and "picture" not in shown
+    assert f"along the run B is {printed['dissimilarity']:.3g} at most" in shown and "picture" not in shown
 
 
 DIGITS = load("digits")
@@ -308,6 +308,19 @@ def test_drift_is_that_of_expected_updates():
     assert np.mean([p.update**2 for p in points]) == pytest.approx(0.25 * shrink**2, rel=0.5)
 
 
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (1.0, "equal gradients: 1): the distance of a client's gradient from the mean gradient is 0 times"),
+        (1.04, "0.29 times the norm of the mean, small (below 0.3): FedAvg is hard to beat"),
+        (1.05, "0.32 times the norm of the mean, large (0.3 or more): compare methods that correct client drift"),
+        (np.inf, "is infinite for the untrained model mlp"),
+    ],
+)
+def test_dissimilarity_is_explained(value: float, words: str):
+    assert words in describe_dissimilarity(value, "mlp")
+
+
 def test_dropout_does_not_increase_dissimilarity():
     x, y = np.random.default_rng(0).normal(size=(20, 16, 16)).astype(np.float32), np.arange(20) % 10
     federation, task = identical_clients(x, y, 8), classification(LeNet5(norm="none").build((16, 16), 10))
@@ -328,7 +341,7 @@ def test_points_with_zero_gradient_are_skipped():
     )
     assert [point.round for point in diagnosis.points] == [0] and diagnosis.skipped_rounds == (1, 2, 4, 8)
     assert "skipped        the mean gradient is zero up to rounding after rounds 1, 2, 4, 8" in rendering.lines(
-        diagnosis
+        diagnosis, "linear"
     )
     assert np.isfinite(json.loads(json.dumps(diagnosis.to_dict()))["drift"])
     flat = Task(lambda key: {"w": jnp.ones(2)}, lambda params, batch, key: 0 * batch.x @ params["w"])
@@ -361,13 +374,13 @@ def test_drift_is_undefined_for_updates_below_the_noise():
     lost = [one for one in made if any(point.update == 0 < point.drift for point in one.points)]
     assert lost and all(not np.isfinite(one.drift) for one in lost)
     assert json.loads(json.dumps(lost[0].to_dict(), allow_nan=False))["drift"] is None
-    assert "smaller than the noise of mini-batches" in "".join(rendering.lines(lost[0]))
+    assert "smaller than the noise of mini-batches" in "".join(rendering.lines(lost[0], "linear"))
 
 
 def test_constants_that_cannot_be_separated_are_reported():
     task, federation = parabolas((3.0, -3.0), 8.0)
     local = LocalSGD(lr=1e-4, steps=1, batch_size="full")
-    text = "".join(rendering.lines(diagnose(task, federation, Settings(rounds=4, cohort_size=2), local)))
+    text = "".join(rendering.lines(diagnose(task, federation, Settings(rounds=4, cohort_size=2), local), "linear"))
     assert "differ too little to separate" in text and "vary too little to relate curvature" in text
 
 
@@ -379,7 +392,7 @@ def test_slightly_growing_curvature_is_reported_as_growing():
     local = LocalSGD(lr=0.2, steps=1, batch_size="full")
     diagnosis = diagnose(task, federation, Settings(rounds=16, cohort_size=2), local)
     assert 0.1 < diagnosis.growth < 0.5
-    assert "of the largest curvature grows with the gradient" in "".join(rendering.lines(diagnosis))
+    assert "of the largest curvature grows with the gradient" in "".join(rendering.lines(diagnosis, "linear"))
 
 
 def test_float64_runs_are_measured_in_float64():
@@ -405,7 +418,7 @@ def test_float16_parameters_are_measured_in_the_precision_of_the_run():
     for dtype in ("float32", "float64"):
         diagnosis = diagnose(task, federation, Settings(rounds=1, cohort_size=2, dtype=dtype), local)
         assert diagnosis.points[0].gradient_spread == pytest.approx(300 * 15, rel=1e-6)
-    assert gradient_dissimilarity(task, federation) == pytest.approx(1 + (15 / 285) ** 2, rel=1e-5)
+    assert gradient_dissimilarity(task, federation) == pytest.approx(np.hypot(1, 15 / 285), rel=1e-5)
 
 
 def test_trajectory_contains_parameters_at_the_measured_rounds_only(monkeypatch: pytest.MonkeyPatch):

@@ -346,13 +346,28 @@ def test_partition_prints_and_draws(fedrax: Callable[..., Outcome], tmp_path: Pa
     flags = "partition --partition shards --partition.clients 10 --partition.per-client 1 --picture p/labels"
     outcome = fedrax(*flags.split())
     assert outcome.status == 0, outcome.err
-    assert "gradient dissimilarity" in outcome.out
     assert (tmp_path / "p" / "labels.svg").exists()
     sorted_by_label = json.loads(fedrax(*flags.split(), "--json").out)
     assert sum(map(sum, sorted_by_label["counts"])) == sum(sorted_by_label["sizes"]) == 1442
     iid = json.loads(fedrax("partition", "--partition", "iid", "--partition.clients", "10", "--json").out)
     measures = [entry["measures"]["gradient_dissimilarity"] for entry in (iid, sorted_by_label)]
     assert 1 < measures[0] < 2 < measures[1]
+    assert f"B = {measures[1]:.3g} for the untrained model 2nn" in outcome.out and "large (0.3 or more)" in outcome.out
+
+
+@pytest.mark.slow
+def test_partition_and_diagnose_print_the_same_dissimilarity(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
+    """Of clients with different numbers of samples, by the weights of the run."""
+    (tmp_path / "e.toml").write_text(
+        '[partition]\nname = "dirichlet_clients"\nclients = 6\n[model]\nname = "logistic"\n'
+        '[run]\nrounds = 1\ncohort_size = 2\nweights = "samples"\n'
+    )
+    partition, diagnosis = (
+        fedrax(command, "e.toml", "--picture", "None", *more).out
+        for command, more in (("partition", ()), ("diagnose", ("--tune", "never")))
+    )
+    line = next(line for line in partition.splitlines() if line.startswith("dissimilarity"))
+    assert line in diagnosis and "untrained model logistic" in line
 
 
 @pytest.mark.slow

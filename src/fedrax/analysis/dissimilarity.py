@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,8 @@ from fedrax.simulation.round import ClientKeys, RoundInputs, RoundProgram, clien
 from fedrax.tree import Tree
 from fedrax.xla import CodeFingerprint, optimize
 
+LITTLE = 0.3
+"""Ratio below which a deviation is called small: of client gradients, noise or drift to the mean gradient or update."""
 CHUNK = 32
 """Per-sample gradients computed in one vmap: their memory is this many times that of the parameters."""
 
@@ -240,20 +243,28 @@ class ClientProbe:
 
 
 @checked_arguments
-def gradient_dissimilarity(task: Task, federation: Federation, params: Tree | None = None, seed: int = 0) -> float:
-    """B^2 = mean_i |grad f_i|^2 / |grad f|^2 with f = mean_i f_i over the N clients, f_i the mean loss of client i.
+def gradient_dissimilarity(
+    task: Task,
+    federation: Federation,
+    params: Tree | None = None,
+    seed: int = 0,
+    weights: Literal["uniform", "samples"] = "uniform",
+) -> float:
+    """B = sqrt(mean_i |grad f_i|^2) / |grad f| with f = mean_i f_i over the N clients, f_i the mean loss of client i.
 
-    1 when all gradients agree; the B^2 of (G, B)-bounded dissimilarity with G = 0 (SCAFFOLD, A1; FedProx,
-    Definition 3). Computed in evaluation mode, without dropout, in one pass over the data.
+    1 when all gradients agree; the B of (G, B)-bounded dissimilarity with G = 0 (SCAFFOLD, A1; FedProx, Definition 3),
+    and the one that `diagnose` measures along a run. sqrt(B^2 - 1) is the root mean square distance of client gradients
+    from their mean, relative to its norm. Computed in evaluation mode, without dropout, in one pass over the data.
 
     Args:
         task: The task.
         federation: The clients and their data.
         params: Where to measure; by default the initial parameters of a run with this seed.
         seed: Seed of the initial parameters.
+        weights: Weights of clients in both means: equal, or proportional to their numbers of samples.
 
     Returns:
-        B^2, infinite where the mean gradient is zero.
+        B, infinite where the mean gradient is zero.
 
     Example:
         >>> same = fedrax.Federation.from_arrays(np.eye(4, dtype=np.float32), np.array([0, 1, 0, 1]), np.zeros(4, int))
@@ -267,5 +278,28 @@ def gradient_dissimilarity(task: Task, federation: Federation, params: Tree | No
         return jnp.asarray(a, jnp.promote_types(jnp.asarray(a).dtype, jnp.float32))
 
     start = jax.tree.map(at_least_float32, start)  # sums of float16 overflow
-    found = ClientProbe(task, federation, seed).gradients(start)
-    return float(np.mean(found.norms**2) / found.mean**2) if found.mean > 0 else float("inf")
+    sizes = federation.sizes / federation.sizes.mean() if weights == "samples" else np.ones(federation.num_clients)
+    found = ClientProbe(task, federation, seed, sizes).gradients(start)
+    return float(np.sqrt(np.average(found.norms**2, weights=sizes)) / found.mean) if found.mean > 0 else float("inf")
+
+
+def describe_dissimilarity(value: float, model: str, rounds: int = 0) -> str:
+    """A line that says how to read the gradient dissimilarity B of a model after some rounds."""
+    where = f"model {model} after {rounds} rounds of FedAvg" if rounds else f"untrained model {model}"
+    if not math.isfinite(value):
+        return f"dissimilarity  B is infinite for the {where}: its mean gradient is zero"
+    distance = math.sqrt(max(value**2 - 1, 0))
+    reading = verdict(
+        distance,
+        f"small (below {LITTLE:g}): FedAvg is hard to beat",
+        f"large ({LITTLE:g} or more): compare methods that correct client drift with FedAvg",
+    )
+    return (
+        f"dissimilarity  B = {value:.3g} for the {where} (equal gradients: 1): the distance of a client's gradient from"
+        f" the mean gradient is {distance:.2g} times the norm of the mean, {reading}"
+    )
+
+
+def verdict(ratio: float, little: str, much: str) -> str:
+    """One of two texts, by the size of a ratio."""
+    return little if ratio < LITTLE else much

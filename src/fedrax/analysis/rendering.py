@@ -9,6 +9,7 @@ from rich import box
 from rich.table import Table
 
 from fedrax.analysis.diagnosis import Diagnosis
+from fedrax.analysis.dissimilarity import describe_dissimilarity, verdict
 from fedrax.analysis.method_trials import GridPoint, MethodTrials
 from fedrax.report.curves import PALETTE
 
@@ -18,8 +19,6 @@ STEADY = 0.1
 """Share of the largest curvature below which its growth with the gradient is not reported."""
 CLOSE = 0.1
 """Relative error of the subsampled mean gradient above which it is reported."""
-LITTLE = 0.3
-"""Ratio of noise or drift to the mean gradient or update below which it is called small."""
 
 
 def points_table(made: Diagnosis) -> Table:
@@ -57,8 +56,9 @@ def points_table(made: Diagnosis) -> Table:
     return table
 
 
-def lines(made: Diagnosis) -> list[str]:
-    """The constants of the methods' assumptions and what they mean, a line each."""
+def lines(made: Diagnosis, model: str) -> list[str]:
+    """The constants of the methods' assumptions for the model of this name and what they mean, a line each."""
+    first = made.points[0]
     rounds = ", ".join(map(str, made.skipped_rounds))
     skipped = [f"skipped        the mean gradient is zero up to rounding after rounds {rounds}"] * bool(rounds)
     sample = (
@@ -68,21 +68,21 @@ def lines(made: Diagnosis) -> list[str]:
     return [
         *skipped,
         *[sample] * (made.sampling_error > CLOSE),
-        f"dissimilarity  B = {made.dissimilarity:.3g} at most (1: all gradients agree); the distance of a client's"
-        f" gradient from the mean gradient is {made.gradient_spread:.2g} times the norm of the mean",
+        describe_dissimilarity(first.dissimilarity, model, first.round)
+        + f"; along the run B is {made.dissimilarity:.3g} at most",
         f"bound          |grad f_i| <= {made.kappa:.3g} + {made.rho:.3g} |grad f| (EPISODE's kappa and rho"
         + (")" if _varies(made) else "): the gradients of this run differ too little to separate kappa from rho"),
         f"smoothness     |Hess f| is about {made.l0:.3g} + {made.l1:.3g} |grad f| (L0 and L1): {_smooth(made)}",
         f"drift          {_drift(made)}",
         f"cohorts        the mean gradient of {made.cohort} of {made.clients} clients differs by"
         f" {made.cohort_noise:.2g} times its norm from that of all: "
-        + _verdict(
+        + verdict(
             made.cohort_noise,
             "client sampling matters little",
             "larger cohorts, or methods with client state or stored updates (MIFA, GradMA, LoSAC, SCAFFOLD), reduce it",
         ),
         f"noise          a mini-batch gradient has an error of {made.noise:.2g} times the mean gradient: "
-        + _verdict(
+        + verdict(
             made.noise,
             "mini-batches are nearly as good as full batches",
             "larger mini-batches, a smaller learning rate with more steps, or larger cohorts reduce it",
@@ -100,7 +100,7 @@ def _drift(made: Diagnosis) -> str:
     distance = f"the distance of a client's update from the mean update is {made.drift:.2g} times the norm of the mean"
     little = "there is little drift to correct"
     much = "there is drift that SCAFFOLD, LoSAC, MimeSVRG, FedDyn or EPISODE can correct"
-    return f"{distance}: {_verdict(made.drift, little, much)}"
+    return f"{distance}: {verdict(made.drift, little, much)}"
 
 
 def _varies(made: Diagnosis) -> bool:
@@ -121,11 +121,6 @@ def _smooth(made: Diagnosis) -> str:
             " if it is small enough for the largest gradients"
         )
     return "curvature does not grow with the gradient: a fixed learning rate works without clipping"
-
-
-def _verdict(ratio: float, little: str, much: str) -> str:
-    """One of two texts, by the size of a ratio."""
-    return little if ratio < LITTLE else much
 
 
 def draw(made: Diagnosis) -> Figure:

@@ -107,7 +107,7 @@ def main(args: list[str]) -> int:
     else:
         for note in [*ignored_keys_note(parsed.ignored_keys, spec), *federation.notes]:
             tell(printable_line(note))
-        lines = rendering.lines(made) if made is not None else [f"not measured   {unmeasured}"]
+        lines = rendering.lines(made, spec.model_name) if made is not None else [f"not measured   {unmeasured}"]
         lines += [] if trials is None else rendering.trial_lines(trials)
         lines += [f"not tried      {untried}"] * (untried is not None)
         if federation.num_clients == 1:

@@ -14,6 +14,7 @@ from rich import box
 from rich.table import Table
 
 from fedrax.analysis import gradient_dissimilarity
+from fedrax.analysis.dissimilarity import describe_dissimilarity
 from fedrax.cli.arguments import parse_experiment
 from fedrax.cli.figures import save
 from fedrax.cli.run_command import print_notes
@@ -31,7 +32,8 @@ DESCRIPTION = """Partition a data set over clients: `fedrax partition [FILE.toml
 
 Prints the number of samples of each class at each client and measures of heterogeneity, and draws the partition
 (classes against clients; the area of a dot is the number of samples). The gradient dissimilarity is
-mean_i |grad f_i|^2 / |grad f|^2 at the initial parameters of the model: 1 if all clients have the same gradient."""
+B = sqrt(mean_i |grad f_i|^2) / |grad f| at the initial parameters of the model, as in `fedrax diagnose`: 1 if all
+clients have the same gradient. Means over clients use `weights` of the file's [run]."""
 
 _MAX_COLUMNS = 20
 """Number of classes up to which the table has a column for each, so that it fits a terminal."""
@@ -63,7 +65,8 @@ def main(args: list[str]) -> int:
     federation = experiment.load_federation(parsed.experiment, options.data_dir)
     task = experiment.make_task(parsed.experiment, federation)
     measures = dataclasses.asdict(measure_heterogeneity(federation))
-    measures["gradient_dissimilarity"] = gradient_dissimilarity(task, federation, seed=parsed.experiment.run.seed)
+    run = parsed.experiment.run
+    dissimilarity = gradient_dissimilarity(task, federation, seed=run.seed, weights=run.weights)
     counts = label_counts(federation) if has_one_label(federation) else None
 
     def drawn() -> Figure:
@@ -79,11 +82,13 @@ def main(args: list[str]) -> int:
             "counts": None if counts is None else counts.tolist(),
         }
         table["clients"] = [federation.client_name(i) for i in range(federation.num_clients)]
+        measures["gradient_dissimilarity"] = dissimilarity
         print(json.dumps({"measures": measures, **table, "pictures": [str(path) for path in pictures]}))
     else:
         for note in federation.notes:
             print(printable_line(note))
         _print(federation, counts, measures, options.show)
+        print(printable_line(describe_dissimilarity(dissimilarity, parsed.experiment.model_name)))
         for path in pictures:
             print(f"picture: {path}")
     if failed is not None:

@@ -184,6 +184,11 @@ class Experiment:
         """The algorithm's name for display, without the file of a user class."""
         return self.algorithm_name.rpartition(":")[2]
 
+    @property
+    def model_name(self) -> str:
+        """The model's name for display, without the file of a user's function."""
+        return MODEL.name_of(self.model).rpartition(":")[2]
+
     def check(self) -> None:
         """Raise FedraxError for values out of their bounds and for contradictory settings."""
         if not 0 <= self.validation < 1:
