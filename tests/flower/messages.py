@@ -10,7 +10,7 @@ import numpy as np
 from flwr.app import Context, Error, Message
 from flwr.common.serde import message_from_proto, message_to_proto
 
-from fedrax import Algorithm, Result, Task, classification
+from fedrax import Algorithm, FedraxError, Result, Task, classification
 from fedrax.data import Federation
 from fedrax.flower import LocalGrid, client_app, federate
 from fedrax.models import Logistic
@@ -50,13 +50,18 @@ def client_samples(context: Context) -> Any:
 class SerializingGrid(LocalGrid):
     """A grid that serializes messages as a network does; ``lose`` selects replies that never arrive."""
 
+    nodes_may_join = True
     lose: Callable[[Message, int], bool] = staticmethod(lambda message, client: False)
     change: Callable[[Message, int], None] = staticmethod(lambda reply, client: None)
     """Modifies replies on the way."""
 
     def _reply(self, message: Message) -> Message:
         client = message.metadata.dst_node_id - 2
-        reply = super()._reply(message_from_proto(message_to_proto(message)))
+        try:
+            reply = super()._reply(message_from_proto(message_to_proto(message)))
+        except FedraxError as error:  # a SuperNode replies with the error of the app
+            app_error = error.__cause__
+            return Message(Error(2, f"{type(app_error)}:<'{app_error}'>"), reply_to=message)
         self.change(reply, client)
         if self.lose(message, client):
             return Message(Error(3, "it took too long"), reply_to=message)

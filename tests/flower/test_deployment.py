@@ -129,6 +129,24 @@ def test_app_of_an_experiment_equals_the_simulator(
     assert "its losses differ from those of the simulator" in capsys.readouterr().out
 
 
+def test_rehearsal_ends_at_the_first_error_of_the_data_function(
+    experiment_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    """With one message, and without waiting for the client."""
+    assert main(["deploy", str(experiment_file), "--out", str(tmp_path / "d"), "--quiet"]) == 0
+    client = tmp_path / "d" / "app" / "deployment" / "client_app.py"
+    own = "open(f'hospital-{context.node_config[\"partition-id\"] + 7}.csv')"
+    client.write_text(client.read_text().replace("DEPLOYMENT.client_samples(context)", own))
+    line = client.read_text().partition("open(")[0].count("\n") + 1
+    capfd.readouterr()
+    began = time.monotonic()
+    assert main(["deploy", str(tmp_path / "d")]) == 2
+    assert time.monotonic() - began < 60
+    printed = capfd.readouterr()
+    text = "fedrax: client 0 failed: FileNotFoundError: [Errno 2] No such file or directory: 'hospital-7.csv'"
+    assert printed.err == f"{text} ({client}, line {line}, in data)\n" and not printed.out
+
+
 CHANGED = """
 def changed(context):
     own = DEPLOYMENT.client_samples(context)
@@ -241,12 +259,11 @@ def test_run_config_with_wrong_types_raises_a_clear_error(config: dict[str, Any]
         app(grid, Context(1, 1, {}, RecordDict(), config))
 
 
-def test_seed_of_a_client_must_be_an_integer(caplog: pytest.LogCaptureFixture):
+def test_seed_of_a_client_must_be_an_integer():
     app = server_app(FedAvg(), TASK, clients=1, rounds=1, cohort_size=1, test=(X, Y))
     grid = LocalGrid(client_app(FedAvg(), TASK, client_samples), [{"partition-id": 0, "seed": "none"}])
-    with pytest.raises(FedraxError, match="no round received enough replies"):
+    with pytest.raises(FedraxError, match=r"client 0 failed: node_config\['seed'\] must be a whole number, not 'none'"):
         app(grid, Context(1, 1, {}, RecordDict(), {}))
-    assert "node_config['seed'] must be a whole number, not 'none'" in caplog.text
 
 
 SLEEPER = """
@@ -316,6 +333,41 @@ def test_trial_equals_the_simulator_and_leaves_no_process(
     assert [run.federation for run in find_runs(place)] == [True, False]
     left = [one for one in processes._running() if one.number not in before]
     assert not [one for one in left if b"flwr" in Path(f"/proc/{one.number}/cmdline").read_bytes()]
+
+
+@pytest.mark.slow
+def test_trial_ends_at_the_first_error_of_the_data_function(
+    experiment_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """One that a rehearsal does not have. The text of the error is in the client's log, and not in the server's."""
+    monkeypatch.delenv("FLWR_HOME", raising=False)
+    two = ["--partition.clients", "2", "--run.cohort-size", "2", "--quiet"]
+    assert main(["deploy", str(experiment_file), "--out", str(tmp_path / "d"), *two]) == 0
+    client = tmp_path / "d" / "app" / "deployment" / "client_app.py"
+    client.write_text(client.read_text() + textwrap.dedent(FAILING))
+    assert main(["deploy", str(tmp_path / "d"), "--trial"]) == 2
+    words = (
+        "did not introduce itself: DataFunctionError: the function data of client 1 failed (ValueError in client_app.py"
+    )
+    assert words in capsys.readouterr().err
+    logs = tmp_path / "d" / "trial" / "logs"
+    texts = {name: (logs / f"{name}.log").read_text() for name in ("client-1", "superlink", "run")}
+    assert ["Jane Doe" in text for text in texts.values()] == [True, False, False]
+
+
+FAILING = """
+
+import os
+
+
+def failing(context):
+    if "FLWR_HOME" in os.environ and context.node_config["partition-id"] == 1:
+        raise ValueError("could not convert 'Jane Doe' to a number")
+    return data(context)
+
+
+app = client_app(DEPLOYMENT.algorithm, DEPLOYMENT.task, failing)
+"""
 
 
 @pytest.mark.slow

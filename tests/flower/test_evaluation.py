@@ -318,10 +318,15 @@ def test_client_data_may_be_lists():
 
 
 @pytest.mark.parametrize(
-    "data",
-    [lambda context: 3, lambda context: (X, Y, X), lambda context: (X, Y[:3]), lambda context: (X, Y.astype(str))],
+    ("data", "words"),
+    [
+        (lambda context: 3, "must return .* not a int"),
+        (lambda context: (X, Y, X), "must return .* not a tuple"),
+        (lambda context: (X, Y[:3]), "not n samples with n labels"),
+        (lambda context: (X, Y.astype(str)), "number the classes"),
+    ],
 )
-def test_invalid_client_data_raise_a_clear_error_of_the_client(data: Any):
+def test_invalid_client_data_raise_a_clear_error_of_the_client(data: Any, words: str):
     grid = LocalGrid(client_app(Scaffold(local=LOCAL), TASK, data), 1)
-    with pytest.raises(FedraxError, match="0 of 1 clients were connected"):
-        federate(grid, Scaffold(local=LOCAL), TASK, clients=1, wait=0)
+    with pytest.raises(FedraxError, match=f"client 0 failed: .*{words}"):
+        federate(grid, Scaffold(local=LOCAL), TASK, clients=1)

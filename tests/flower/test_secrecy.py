@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from flwr.app import Message, MessageType, RecordDict
 
-from fedrax import Algorithm, Episode, FedAvg, LocalSGD, Scaffold
+from fedrax import Algorithm, Episode, FedAvg, FedraxError, LocalSGD, Scaffold
 from fedrax.algorithms import Mime
-from fedrax.flower import client_app
+from fedrax.data import load
+from fedrax.flower import LocalGrid, client_app
 from fedrax.privacy import SampleDP
 from tests.flower.messages import INITIAL_PARAMS, SIZES, TASK, SerializingGrid, client_samples, run_federation
 
@@ -25,17 +26,26 @@ def make_grid(algorithm: Algorithm, seed: int | None = 0) -> SerializingGrid:
     return SerializingGrid(client_app(algorithm, TASK, client_samples, seed=seed), len(SIZES))
 
 
-def test_client_errors_do_not_contain_data(caplog: pytest.LogCaptureFixture):
-    """The server and its logs receive the errors."""
+@pytest.mark.parametrize("kind", ["ValueError", "FedraxError"])
+def test_client_errors_do_not_contain_data(kind: str, tmp_path: Path):
+    """The server and its logs receive the errors, also those of a reader, whose text names a value of a cell."""
+    Path(tmp_path / "own.csv").write_text("age,ill\nJane Doe,1\n40,0\n50,1\n")
 
     def data(context: Any) -> Any:
+        if kind == "FedraxError":
+            return load("csv", path=tmp_path / "own.csv", label="ill")
         raise ValueError("could not convert 'Jane Doe' to a number")
 
-    grid = SerializingGrid(client_app(METHOD, TASK, data), 1)
-    with caplog.at_level(logging.ERROR, "flwr"):
-        (reply,) = grid.send_and_receive([Message(RecordDict(), 2, MessageType.QUERY)])
-    assert str(reply.error.reason).endswith("failed (ValueError): see the client's log")
-    assert "Jane Doe" in caplog.text
+    app = client_app(METHOD, TASK, data)
+    query = Message(RecordDict(), 2, MessageType.QUERY)
+    (reply,) = SerializingGrid(app, 1).send_and_receive([query])
+    line = data.__code__.co_firstlineno + (2 if kind == "FedraxError" else 3)
+    assert f"client 0 failed ({kind} in test_secrecy.py, line {line}): see" in str(reply.error.reason)
+    assert "Jane Doe" not in str(reply.error.reason)
+    with pytest.raises(
+        FedraxError, match=rf"client 0 failed: .*'Jane Doe'.* \(.*test_secrecy.py, line {line}, in data"
+    ):
+        LocalGrid(app, 1).send_and_receive([query])
 
 
 def largest_difference(a: Any, b: Any) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from functools import cache
 from typing import Any
 
@@ -13,7 +14,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, Rec
 from fedrax import Episode, FedAvg, FedraxError, LocalSGD, LoSAC, Scaffold, simulate
 from fedrax.algorithms import PFedMe
 from fedrax.compression import Quantized
-from fedrax.flower import client_app, federate
+from fedrax.flower import LocalGrid, client_app, federate, registry
 from fedrax.flower.instructions import RoundInstructions
 from fedrax.simulation import NonFiniteError, Script
 from tests.flower.messages import (
@@ -22,6 +23,8 @@ from tests.flower.messages import (
     SIZES,
     TASK,
     SerializingGrid,
+    X,
+    Y,
     assert_close,
     client_samples,
     run_federation,
@@ -346,6 +349,63 @@ def test_silent_node_does_not_block_rounds():
 def test_too_few_clients_raise_a_clear_error():
     with pytest.raises(FedraxError, match="6 of 7 clients were connected after 0 seconds"):
         federate(make_grid(), METHOD, TASK, clients=7, wait=0)
+
+
+def test_error_of_the_data_function_is_logged_once_and_waited_for(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """Client 2 has no file until its third query."""
+    monkeypatch.setattr(registry, "POLL_SECONDS", 0.01)
+    queries = []
+
+    def data(context: Any) -> Any:
+        if context.node_config["partition-id"] == 2 and len(queries) < 3:
+            queries.append(2)
+            raise FileNotFoundError("own.csv")
+        return client_samples(context)
+
+    app = client_app(METHOD, TASK, data, seed=0)
+    with caplog.at_level(logging.WARNING, "flwr"):
+        federated = run_federation(METHOD, SerializingGrid(app, len(SIZES)), rounds=1, cohort_size=6)
+    assert len(queries) == 3 and federated.events[-1]["clients"] == 6
+    assert caplog.text.count("did not introduce itself") == 1
+    wanted = (
+        "introduce itself: DataFunctionError: the function data of client 2 failed (FileNotFoundError in test_unrel"
+    )
+    assert wanted in caplog.text
+    queries.clear()
+    with pytest.raises(
+        FedraxError, match=r"5 of 6 clients .*client 2 failed \(FileNotFoundError in test_unreliable.py"
+    ):
+        run_federation(METHOD, SerializingGrid(app, len(SIZES)), wait=0)
+
+
+def test_grid_in_one_process_ends_at_the_first_error_of_a_client():
+    """In every message: the data function fails for client 3 at its introduction, or later in training."""
+    for later in (False, True):
+        calls: list[int] = []
+
+        def data(context: Any, calls: list[int] = calls, later: bool = later) -> Any:
+            calls.append(context.node_config["partition-id"])
+            if calls[-1] == 3 and (not later or calls.count(3) > 1):
+                raise KeyError("age")
+            return client_samples(context)
+
+        grid = LocalGrid(client_app(METHOD, TASK, data, seed=0), len(SIZES))
+        with pytest.raises(
+            FedraxError, match=r"client 3 failed: KeyError: 'age' \(.*test_unreliable.py, line .* in data"
+        ):
+            federate(grid, METHOD, TASK, clients=len(SIZES), rounds=1, cohort_size=6, test=(X, Y))
+        assert len(calls) == len(set(calls)) + (4 if later else 0)
+
+
+def test_grid_in_one_process_is_not_waited_for():
+    """It has no further clients."""
+    grid = LocalGrid(client_app(METHOD, TASK, client_samples), len(SIZES))
+    began = time.monotonic()
+    with pytest.raises(FedraxError, match="6 of 7 clients were connected"):
+        federate(grid, METHOD, TASK, clients=7, wait=60)
+    assert time.monotonic() - began < 30
 
 
 def test_inconsistent_numbers_of_clients_raise_a_clear_error():

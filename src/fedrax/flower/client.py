@@ -17,6 +17,7 @@ from flwr.clientapp import ClientApp
 from fedrax import xla
 from fedrax.config.arguments import checked_arguments
 from fedrax.config.hyperparameters import check
+from fedrax.config.user_errors import innermost_user_frame
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.assignment import ClientAssignment
 from fedrax.contract.checks import check_method, checked_personal
@@ -31,7 +32,6 @@ from fedrax.flower.client_store import ClientStore
 from fedrax.flower.instructions import RoundInstructions
 from fedrax.flower.loss_requests import ANSWER, REQUEST
 from fedrax.flower.persistence import open_client_state
-from fedrax.flower.registry import log
 from fedrax.flower.schema import MessageSchema, message_schemas, needs_initial_parameters, shapes_of_samples
 from fedrax.flower.serialization import pack, unpack
 from fedrax.inputs import flat_inputs
@@ -321,17 +321,25 @@ def _is_pair(first: Any, second: Any) -> bool:
     return isinstance(first, tuple) and len(first) == 2 and (isinstance(second, tuple) or listed)
 
 
+class DataFunctionError(FedraxError):
+    """An error of the user's function ``data``, which is its cause.
+
+    The message goes to the server and names the type and the place of the cause. The text of the cause may contain
+    data: Flower shows it in the log of the client only.
+    """
+
+
 def _call_data_function(data: Callable[[Context], Any], context: Context) -> Any:
-    """Call the user's function. Its errors are logged by the client only, since their text may contain data."""
+    """Call the user's function; raises DataFunctionError where it fails."""
     try:
         return data(context)
-    except FedraxError:
-        raise
     except Exception as error:
-        log.exception("the function data failed")
-        raise FedraxError(
-            f"the function data of this client failed ({type(error).__name__}): see the client's log"
-        ) from None
+        number, frame = context.node_config.get("partition-id"), innermost_user_frame(error)
+        whose = "this client" if number is None else f"client {number}"
+        place = "" if frame is None else f" in {Path(frame.filename).name}, line {frame.lineno}"
+        raise DataFunctionError(
+            f"the function data of {whose} failed ({type(error).__name__}{place}): see the client's log"
+        ) from error
 
 
 def client_of_federation(federation: Federation, context: Context) -> Federation:

@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
+from fedrax.config.user_errors import innermost_user_frame
+from fedrax.errors import FedraxError
+from fedrax.flower.client import DataFunctionError
+
 
 class LocalGrid(Grid):
     """A Flower Grid whose nodes are calls of a ClientApp in this process, one after another.
 
-    The server is node 1, as in Flower, and the clients' nodes are numbered from 2.
+    The server is node 1, as in Flower, and the clients' nodes are numbered from 2. An error of the app is raised as
+    FedraxError with the client, the error and its place, where a server on a network would leave the client out.
 
     Args:
         app: the clients' app.
@@ -30,6 +35,9 @@ class LocalGrid(Grid):
         >>> grid.get_node_ids()
         [2, 3]
     """
+
+    nodes_may_join = False
+    """Whether nodes may connect later, for which :func:`fedrax.flower.federate` waits."""
 
     def __init__(self, app: ClientApp, node_configs: int | Sequence[Mapping[str, Any]]):
         if isinstance(node_configs, int):
@@ -122,9 +130,20 @@ class LocalGrid(Grid):
         return self.pull_messages(self.push_messages(messages))
 
     def _reply(self, message: Message) -> Message:
-        """The app's reply, or an error reply where it fails, as from a SuperNode."""
+        """The app's reply; raises FedraxError where it fails."""
         node = message.metadata.dst_node_id
+        context = self.contexts[node]
         try:
-            return self.app(message, self.contexts[node])
+            return self.app(message, context)
         except Exception as error:
-            return Message(Error(2, f"{type(error).__name__}: {error}"), reply_to=message)
+            client = context.node_config.get("partition-id", f"of node {node}")
+            raise FedraxError(f"client {client} failed: {_described(error)}") from error
+
+
+def _described(error: Exception) -> str:
+    """The type and text of an error, and the line of user code that has raised it."""
+    cause = error.__cause__ if isinstance(error, DataFunctionError) and error.__cause__ else error
+    frame = innermost_user_frame(cause)
+    place = "" if frame is None else f" ({frame.filename}, line {frame.lineno}, in {frame.name})"
+    kind = "" if isinstance(cause, FedraxError) else f"{type(cause).__name__}: "
+    return f"{kind}{cause}{place}"

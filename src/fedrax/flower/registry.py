@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from fedrax.version import VERSION
 
 log = getLogger("flwr")
 """Flower's logger: its output is shown by ``flwr run`` and ``flwr log``."""
+NOT_INTRODUCED = "did not introduce itself"
+"""Words of the warning about a node that did not reply to the query for its data, or with an error."""
 _MAX_INTEGER = 1 << 31
 """Bound of the integers that a client may send: they are stored as int32."""
 _MAX_ARRAYS = 64
@@ -27,6 +30,8 @@ _MAX_ARRAYS = 64
 _NAMES = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 complex128"
 _TYPES = {name: np.dtype(jax.numpy.dtype(name)) for name in _NAMES.split()}
 """Allowed dtypes of samples."""
+_APP_ERROR = re.compile(r"<class '(?:.*\.)?(\w+)'>:<'(.*)'>", re.DOTALL)
+"""A SuperNode's text about an exception of its app."""
 POLL_SECONDS = 1.0
 """Longest pause between two requests for the list of nodes or for replies."""
 
@@ -63,8 +68,8 @@ class ClientRegistry:
     """Nodes that have replied to the query for their data, correctly or not."""
     retry_at: dict[int, float] = field(default_factory=dict)
     """Time from which a node that did not reply is queried again."""
-    refused: dict[int, str] = field(default_factory=dict)
-    """Why nodes were refused."""
+    problems: dict[int, str] = field(default_factory=dict)
+    """Why nodes are no clients: the last warning about each, which is logged once and not at each query."""
     traffic: Traffic = field(default_factory=Traffic)
     """Bytes that the run has sent and received."""
 
@@ -76,8 +81,10 @@ class ClientRegistry:
     def wait_for_clients(self, count: int, wait: float) -> None:
         """Wait until ``count`` nodes have introduced themselves, which become the clients.
 
-        Raises FedraxError after ``wait`` seconds, and for clients whose samples have different shapes or dtypes.
+        Raises FedraxError after ``wait`` seconds, and for clients whose samples have different shapes or dtypes. A
+        grid without ``nodes_may_join`` is not waited for: it has all nodes from the start.
         """
+        wait = wait if getattr(self.grid, "nodes_may_join", True) else 0.0
         found: dict[int, Mapping[str, Any]] = {}
         known = found
         due = time.monotonic() + wait
@@ -88,7 +95,8 @@ class ClientRegistry:
             self._assign_numbers(known, count)
             if len(self.node_of) < count:
                 if time.monotonic() > due:
-                    raise FedraxError(_too_few_message(len(self.node_of), known, count, wait, self.refused))
+                    problems = [text for node, text in self.problems.items() if node in connected]
+                    raise FedraxError(_too_few_message(len(self.node_of), known, count, wait, problems))
                 time.sleep(POLL_SECONDS)
         for node in sorted(set(known) - set(self.node_of.values())):
             number = known[node].get("client")
@@ -160,7 +168,9 @@ class ClientRegistry:
                 # by message ID: an error reply may name the server's node as its source
                 node = waiting.pop(reply.metadata.reply_to_message_id, None)
                 if node is not None:
-                    found[node] = str(reply.error.reason) if reply.has_error() else reply.content
+                    found[node] = (
+                        _APP_ERROR.sub(r"\1: \2", str(reply.error.reason)) if reply.has_error() else reply.content
+                    )
                     received += 0 if reply.has_error() else _content_bytes(reply.content)
             passed = time.monotonic() - began
             if passed > self.timeout or not waiting:
@@ -182,25 +192,31 @@ class ClientRegistry:
         for node in new:
             if not isinstance(reply := replies.get(node), RecordDict):
                 self.retry_at[node] = began + passed + 10 * max(passed, POLL_SECONDS)
-                log.warning("node %d did not introduce itself: %s", node, reply or "it did not reply in time")
+                self._warn(node, f"node {node} {NOT_INTRODUCED}: {reply or 'it did not reply in time'}")
         contents = {node: reply for node, reply in replies.items() if isinstance(reply, RecordDict)}
         found: dict[int, Any] = {node: content.get("client") for node, content in contents.items()}
         wrong = [node for node, facts in found.items() if not _is_valid_introduction(facts)]
-        self.refused = {node: why for node, why in self.refused.items() if node not in found}
         for node in [node for node, facts in found.items() if node not in wrong and facts["frozen"] != self.frozen]:
             facts = found.pop(node)
             name = f"client {facts['client']} (node {node})" if "client" in facts else f"node {node}"
-            self.refused[node] = other_weights(name, facts["frozen"], self.frozen)
             self.retry_at[node] = began + passed + 10 * max(passed, POLL_SECONDS)  # its file may be replaced
-            log.warning(self.refused[node])
+            self._warn(node, other_weights(name, facts["frozen"], self.frozen))
         self.introduced |= set(found)
         for node, facts in found.items():
             version = facts.get("version") if isinstance(facts, ConfigRecord) else None
             if node in wrong:
-                log.warning("node %d sent a malformed introduction: is it a fedrax client?", node)
+                self._warn(node, f"node {node} sent a malformed introduction: is it a fedrax client?")
+            else:
+                self.problems.pop(node, None)
             if isinstance(version, str) and version != VERSION:
                 log.warning("node %d has fedrax %.40s, and the server %s: install the same", node, version, VERSION)
         return {node: dict(facts) for node, facts in found.items() if node not in wrong}
+
+    def _warn(self, node: int, text: str) -> None:
+        """Log why a node is no client, unless the last query of this node gave the same reason."""
+        if self.problems.get(node) != text:
+            log.warning("%s", text)
+        self.problems[node] = text
 
 
 def _content_bytes(content: RecordDict) -> int:
@@ -220,12 +236,12 @@ def _value_bytes(value: Any) -> int:
 
 
 def _too_few_message(
-    connected: int, known: Mapping[int, Mapping[str, Any]], count: int, wait: float, refused: Mapping[int, str]
+    connected: int, known: Mapping[int, Mapping[str, Any]], count: int, wait: float, problems: Sequence[str]
 ) -> str:
     """The error for fewer than ``count`` clients."""
     words = f"{connected} of {count} clients were connected after {wait:g} seconds"
-    if refused:
-        return f"{words}: {'; '.join(list(refused.values())[:3])}"
+    if problems:
+        return f"{words}: {'; '.join(problems[:3])}"
     if connected == len(known):
         return f"{words}: start their SuperNodes, and look at the warnings above"
     numbers = ", ".join(str(facts["client"]) for facts in known.values())

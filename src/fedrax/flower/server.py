@@ -169,7 +169,7 @@ def federate(
             they are drawn from a secret: noise that others can reproduce protects nothing.
         directory: where to write events, checkpoints and the latest model (``model.safetensors``).
         resume: continue from the checkpoint in ``directory``, if there is one; clients need a directory too.
-        wait: seconds to wait for N clients at the start.
+        wait: seconds to wait for N clients at the start; a :class:`LocalGrid` has all of them and is not waited for.
         timeout: seconds to wait for replies, and for available clients where a round has too few.
         sinks: receivers of events, as in ``simulate``.
         callbacks: functions called after evaluations, as in ``simulate``.

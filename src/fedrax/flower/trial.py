@@ -38,7 +38,7 @@ from fedrax.flower.deployment import (
 )
 from fedrax.flower.local_grid import LocalGrid
 from fedrax.flower.processes import ProcessSet
-from fedrax.flower.registry import log
+from fedrax.flower.registry import NOT_INTRODUCED, log
 from fedrax.report.runs import read_run, summary_line
 from fedrax.simulation.results.events import FILE, Event, holds, read_events
 from fedrax.simulation.run import simulate
@@ -135,15 +135,30 @@ def start_federation(processes: ProcessSet, directory: Path, place: Path, deploy
 
 
 def _run_app(processes: ProcessSet, directory: Path, place: Path, seed: int, say: Callable[[str], None]) -> None:
-    """Start the run and wait until it has ended; raises FedraxError for one that fails."""
+    """Start the run and wait until it has ended; raises FedraxError for one that fails.
+
+    A client whose app fails at its introduction ends the trial, which a server would wait for.
+    """
     config = f'directory="{place / "run"}" seed={seed}'
     command = ["flwr", "run", str(directory / APP), CONNECTION, "--run-config", config, "--stream"]
     run, progress = processes.start("run", command), _Progress(place / "run", say)
+
+    def changed() -> bool:
+        return run.poll() is not None or progress.update() or _introduction_problem(processes.logs) is not None
+
     while run.poll() is None:
-        processes.wait(lambda: run.poll() is not None or progress.update(), _ROUND_SECONDS, "a round")
+        processes.wait(changed, _ROUND_SECONDS, "a round")
+        if not progress.rounds and (problem := _introduction_problem(processes.logs)) is not None:
+            raise FedraxError(f"{problem}; the logs are in {processes.logs}")
     progress.update()
     if not progress.rounds or not read_run(place / "run").finished:
         raise FedraxError(f"the run has failed in round {progress.rounds + 1}: see {processes.logs / 'run.log'}")
+
+
+def _introduction_problem(logs: Path) -> str | None:
+    """The server's warning about a client that did not introduce itself, in the log of the run."""
+    lines = (logs / "run.log").read_text("utf-8", "replace").splitlines()
+    return next((line[line.find("node ") :] for line in lines if NOT_INTRODUCED in line), None)
 
 
 def largest_difference(ours: Sequence[Event], theirs: Sequence[Event]) -> float:
