@@ -266,7 +266,6 @@ def test_folder_of_files_has_a_client_per_file(tmp_path):
         (CSV, {"columns": ("label",)}, "no feature left"),
         (CSV, {"columns": ("age",), "drop": ("age",)}, "no feature left"),
         (CSV, {"columns": ("user", "age"), "client": "user"}, "columns names 'user', the column of clients"),
-        (CSV, {"standardize": "client"}, "needs a column of clients"),
         (CSV, {"client": "user", "max_categories": 7, "categorical": ("age",)}, "16 distinct texts, too many"),
         (CSV, {"labels": "numbers"}, "cannot be regression targets"),
         (CSV, {"standardize": "clients"}, "did you mean 'client'"),
@@ -289,6 +288,24 @@ def test_broken_csv_is_rejected(tmp_path, text, options, message):
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(FedraxError, match=message):
         load("csv", path=path, **options)
+
+
+def test_single_file_that_is_standardized_by_client_is_one_client(tmp_path):
+    """As at the client of a federation: its rows are those of a folder with this file, also in its test file."""
+    rng = np.random.default_rng(0)
+    for folder in ("train", "test"):
+        (tmp_path / folder).mkdir()
+        rows = "".join(f"{a:.3f},{a > 5:d}\n" for a in rng.normal(5, 2, 12))
+        (tmp_path / folder / "north.csv").write_text(f"a,label\n{rows}")
+    paths = [{"path": tmp_path / "train", "test_path": tmp_path / "test"}]
+    paths.append({name: folder / "north.csv" for name, folder in paths[0].items()})
+    folder, file = (load("csv", **part, standardize="client") for part in paths)
+    assert file.client_names == folder.client_names == ("north",)
+    for one, other in ((file.train, folder.train), (file.test, folder.test)):
+        np.testing.assert_array_equal(one.x, other.x)
+    assert np.unique(file.train_clients).tolist() == np.unique(file.test_clients).tolist() == [0]
+    assert abs(file.train.x.mean()) < 1e-6 and abs(file.test.x.mean()) > 1e-3
+    assert "of one client, as without client" in file.notes[0]
 
 
 def test_path_is_not_a_glob_pattern(tmp_path):

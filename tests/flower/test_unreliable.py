@@ -14,6 +14,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, Rec
 from fedrax import Episode, FedAvg, FedraxError, LocalSGD, LoSAC, Scaffold, simulate
 from fedrax.algorithms import PFedMe
 from fedrax.compression import Quantized
+from fedrax.data import Dataset, as_samples
 from fedrax.flower import LocalGrid, client_app, federate, registry
 from fedrax.flower.instructions import RoundInstructions
 from fedrax.simulation import NonFiniteError, Script
@@ -443,6 +444,25 @@ def test_clients_with_different_kinds_of_samples_raise_a_clear_error():
         federate(grid, METHOD, TASK, clients=6)
 
 
+@pytest.mark.parametrize("names", ["class_names", "feature_names"])
+def test_clients_with_other_names_of_classes_or_features_raise_a_clear_error(names: str):
+    """Their numbers would mean something else. Clients without names are not compared."""
+
+    def data(context: Any) -> Any:
+        client, (x, y) = context.node_config["partition-id"], client_samples(context)
+        if client == 0:
+            return x, y
+        samples = as_samples(x, y)
+        known: dict[str, Any] = {"class_names": ("a", "b", "c"), "feature_names": tuple("pqrs")}
+        if client == 4:
+            known[names] = known[names][::-1]
+        return Dataset("own", samples, samples.map(lambda a: a[:0]), 3, **known)
+
+    grid = SerializingGrid(client_app(METHOD, TASK, data), len(SIZES))
+    with pytest.raises(FedraxError, match="client 1 and client 4 have classes or features of other names"):
+        federate(grid, METHOD, TASK, clients=6)
+
+
 def log_of_introduction(changes: dict[str, Any], caplog: pytest.LogCaptureFixture) -> str:
     """Log of the server if node 4 introduces itself with these changes."""
     grid = make_grid()
@@ -468,6 +488,7 @@ def log_of_introduction(changes: dict[str, Any], caplog: pytest.LogCaptureFixtur
         {"size": 0},
         {"client": -1},
         {"test_size": 2.0},
+        {"names": "no, yes"},
     ],
     ids=str,
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -103,9 +105,10 @@ class _Client:
     def reply_to_query(self, message: Message, context: Context) -> Message:
         """Reply with the client's number and the shapes, dtypes and numbers of its samples."""
         use_all_cores()
-        own = load_client_data(self.data, context)
+        found = _loaded(self.data, context)
+        own = _as_federation(found)
         facts: dict[str, Any] = {"size": len(own.train.y), "test_size": len(own.test.y), "version": VERSION}
-        facts["frozen"] = self.frozen_digest
+        facts |= {"frozen": self.frozen_digest, "names": _names_digest(found)}
         for name, part in (flat_inputs(own.train.x) | {"y": own.train.y}).items():
             # float64 and float32 samples are both converted to the run's dtype
             kind = "float32" if part.dtype == np.float64 else str(part.dtype)
@@ -292,9 +295,24 @@ class _ClientSetup:
 
 def load_client_data(data: Data, context: Context) -> Federation:
     """Load and check the data of a client, as a federation of one client."""
-    if isinstance(data, Federation):
-        return client_of_federation(data, context)
-    found: Any = _call_data_function(data, context)
+    return _as_federation(_loaded(data, context))
+
+
+def _loaded(data: Data, context: Context) -> Any:
+    """The data of a client: what the user's function returns, or the client's part of a federation."""
+    return client_of_federation(data, context) if isinstance(data, Federation) else _call_data_function(data, context)
+
+
+def _names_digest(found: Any) -> str:
+    """Digest of the names of a data set's classes and features in their order; empty for data without names."""
+    names = (found.class_names, found.feature_names) if isinstance(found, Dataset) else ()
+    return hashlib.sha256(json.dumps(names).encode()).hexdigest()[:32] if any(names) else ""
+
+
+def _as_federation(found: Any) -> Federation:
+    """The data of a client as a federation of one client; raises FedraxError for anything else."""
+    if isinstance(found, Federation):
+        return found
     description: dict[str, Any] = {}
     if isinstance(found, Dataset):
         description = {"num_classes": found.num_classes, "padding": found.padding, "pixels": found.pixels}

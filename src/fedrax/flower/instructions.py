@@ -75,7 +75,7 @@ class RoundInstructions:
 
 
 def is_digest(value: Any) -> bool:
-    """Whether a value is a digest of frozen parameters, or the empty text for none."""
+    """Whether a value is a digest of frozen parameters or names, or the empty text for none."""
     return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
 
 

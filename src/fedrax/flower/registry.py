@@ -108,6 +108,13 @@ class ClientRegistry:
         if odd := [client for client in range(count) if kinds[client] != kinds[0]]:
             words = [f"client {client} {_describe_samples(kinds[client])}" for client in (0, odd[0])]
             raise FedraxError(f"clients have samples of different shapes or dtypes: {' and '.join(words)}")
+        named = [client for client in range(count) if facts[client]["names"]]
+        if odd := [client for client in named if facts[client]["names"] != facts[named[0]]["names"]]:
+            raise FedraxError(
+                f"client {named[0]} and client {odd[0]} have classes or features of other names or in another order,"
+                " and their numbers would differ in meaning: return data sets of the same class_names and"
+                " feature_names, or number the classes and return (x, y)"
+            )
         made = {name: jax.ShapeDtypeStruct((1, *shape), _TYPES[kind]) for name, (kind, shape) in kinds[0].items()}
         y = made.pop("y")
         self.samples = from_flat(made), y
@@ -257,7 +264,7 @@ def _is_valid_introduction(facts: Any) -> bool:
         return False
     names = _array_names(facts)
     shapes = [facts.get(f"{name}_shape") for name in names]
-    if not is_digest(facts.get("frozen")):
+    if not (is_digest(facts.get("frozen")) and is_digest(facts.get("names"))):
         return False
     lists = all(isinstance(s, list) and all(type(n) is int and 0 <= n < _MAX_INTEGER for n in s) for s in shapes)
     known = all(isinstance(kind := facts[f"{name}_type"], str) and kind in _TYPES for name in names)

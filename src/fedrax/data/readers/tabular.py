@@ -420,8 +420,9 @@ def load_csv(
     """Read a table with a header: the column ``label``, optionally a column ``client``, and features (float32).
 
     ``path`` is a file, or a folder of files ``*.csv``. Without ``client``, each file of a folder is one client, named
-    after the file. Files that differ in their columns raise an error, unless ``different_columns`` reads all columns
-    ("union", where a column that a file lacks is missing in its rows) or only those of all files ("intersection").
+    after the file, and so is a single file with standardize="client", such as that of one hospital. Files that differ
+    in their columns raise an error, unless ``different_columns`` reads all columns ("union", where a column that a file
+    lacks is missing in its rows) or only those of all files ("intersection").
 
     Features are the ``columns`` given, or all others except ``drop``. Integer or text labels are classes, in sorted
     order; floats, or all labels with labels="numbers", are regression targets. The test part is ``test_path`` if given,
@@ -485,7 +486,9 @@ def load_csv(
     owners = TableRows.of(table, chosen, None if test_path is None else first, test_fraction, seed, where)
     made = dataset_from_table(table, chosen, owners, Path(path).stem, where, read)
     if chosen.client != client:
-        notes = [f"each of the {len(parts[0].files)} files of {path} is a client", *notes]
+        one = f'warning: all rows of {path} are of one client, as without client and with standardize = "client"'
+        several = f"each of the {len(parts[0].files)} files of {path} is a client"
+        notes = [several if parts[0].path.is_dir() else one, *notes]
     return replace(made, notes=(*notes, *made.notes, *label_notes(table, chosen)))
 
 
@@ -578,11 +581,12 @@ def _read_tables(
     used = [table.select([*filter(chosen.uses, table.columns)]) for table in tables]
     table, notes = concatenate_tables(used, [*map(str, paths)], chosen)
     lengths = [len(one) for one in tables]
-    if chosen.client is None and parts[0].path.is_dir():
-        if not parts[-1].path.is_dir():
+    in_folder = parts[0].path.is_dir()
+    if chosen.client is None and (in_folder or chosen.standardize == "client"):
+        if in_folder and not parts[-1].path.is_dir():
             raise FedraxError(f"each file of {paths[0].parent} is a client: test_path must be a folder of their files.")
         chosen = replace(chosen, client=_FILE_COLUMN)
-        names = np.repeat([file.stem for file in paths], lengths)
+        names = np.repeat([file.stem if in_folder else parts[0].path.stem for file in paths], lengths)
         table = table.with_columns(pl.Series(_FILE_COLUMN, names))
     return table, chosen, sum(lengths[:first]), notes
 
@@ -776,7 +780,10 @@ def _standardize(
     """Standardize the numeric features, replace missing numbers by the mean, and return notes about it."""
     x, numbers, numeric = features.x, features.numbers, features.numeric
     if how == "client" and clients is None:
-        raise FedraxError('standardize = "client" needs a column of clients: name it in client.')
+        raise FedraxError(
+            'standardize = "client" needs a column of clients: name it in client, or set standardize = "all" for the'
+            " data of one client."
+        )
     overall = _mean_and_std(numbers[train])
     notes = _missing_value_notes(features, *overall, how)
     if how == "none":
