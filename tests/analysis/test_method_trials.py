@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from fedrax.data import Shards, hold_out, load
 from fedrax.experiments import Comparison, read_file
 from fedrax.models import MLP, Linear, Logistic, Model
 from fedrax.optim import Optax
+from fedrax.participation import RoundRobin
 
 LOCAL = LocalSGD(steps=3, batch_size=10)
 RATES = (0.02, 0.2, 1e38)
@@ -73,7 +75,7 @@ def test_scores_equal_those_of_separate_runs(digits):
         assert trial.at_end == (best == RATES[0])
     best = found.tried[0].score
     by_rows = f"choice of rows about {100 * np.sqrt(best * (1 - best) / found.rows):.1f})"
-    assert by_rows in rendering.trial_lines(found)[0]
+    assert by_rows in rendering.trial_lines(found, "all clients")[0]
     assert [trial.score for trial in found.tried] == sorted((trial.score for trial in found.tried), reverse=True)
 
 
@@ -87,7 +89,7 @@ def test_the_smallest_loss_is_the_best_score():
     scores = [trial.score for trial in found.tried]
     assert found.metric == "loss" and scores == sorted(scores)
     assert found.tried[0].point["local.lr"] == 0.2
-    text = rendering.trial_lines(found)[0]
+    text = rendering.trial_lines(found, "all clients")[0]
     assert "loss on 24 held-out rows" in text and f"{scores[0]:.4f}" in text
 
 
@@ -98,8 +100,8 @@ def test_rejected_methods_are_reported(digits):
     assert len(found.rejected) == 1 and found.rejected[0].startswith("SCAFFOLD: ") and "weights" in found.rejected[0]
     with pytest.raises(FedraxError, match=r"no method can be tried: SCAFFOLD: .*weights"):
         try_methods(*digits, by_samples, LOCAL, methods=("SCAFFOLD",))
-    with pytest.raises(FedraxError, match="unknown method to try: 'scaffold'; did you mean 'SCAFFOLD'"):
-        try_methods(*digits, SETTINGS, LOCAL, methods=("FedAvg", "scaffold"))
+    with pytest.raises(FedraxError, match="unknown method to try: 'scafold'; did you mean 'SCAFFOLD'"):
+        try_methods(*digits, SETTINGS, LOCAL, methods=("FedAvg", "scafold"))
     with pytest.raises(FedraxError, match="no method can be tried: methods is empty"):
         try_methods(*digits, SETTINGS, LOCAL, methods=())
 
@@ -188,6 +190,72 @@ def test_diagnose_command_writes_a_comparison_file(tune: str, tmp_path, capsys: 
     assert set(axes["algorithm.local.lr"]) <= set(RATES)
     assert cli.main(flags) == 0
     assert f"{file} exists and is kept" in capsys.readouterr().out
+
+
+def test_methods_of_trials_can_be_chosen(tmp_path, capsys: pytest.CaptureFixture[str]):
+    """Of every method: the file that is written can be read, and its trials are those of the experiment."""
+    names = tuple(method_trials.METHODS)
+    file, epochs = tmp_path / "all.toml", [*FLAGS, *RUN, "--tune", "never"]
+    flags = [*epochs, "--algorithm.local.steps", "5"]
+    assert cli.main([*flags, "--comparison", str(file), "--methods", *names]) == 0
+    comparison = read_file(file)
+    assert isinstance(comparison, Comparison) and tuple(method.name for method in comparison.methods) == names
+    axes = dict(comparison.grids["EPISODE"].axes)  # gamma in units of the experiment's learning rate, 0.1
+    assert axes["algorithm.gamma"] == (0.03, 0.3)
+    capsys.readouterr()
+    other = tmp_path / "epochs.toml"
+    assert cli.main([*epochs, "--comparison", str(other), "--methods", *names]) == 0
+    assert "rejected       LoSAC: with fixed blocks" in capsys.readouterr().out
+    assert "LoSAC" not in {method.name for method in read_file(other).methods}
+    shown = printed(
+        capsys, "--tune", "always", "--methods", "fedavg", "--algorithm.local.steps", "5", "--run.stragglers", "0.5"
+    )
+    assert "Uniform participation of 3 of 10 clients, 50 % stragglers, accuracy" in shown
+    assert "tries others" not in shown
+    assert cli.main([*flags, "--methods", "fedavg", "scafold"]) == 2
+    assert "unknown method to try: 'scafold'; did you mean 'SCAFFOLD'" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("few_methods")
+def test_default_methods_are_explained(capsys: pytest.CaptureFixture[str]):
+    shown = printed(capsys, "--tune", "always")
+    assert "methods        the baseline, and one method for each kind of drift correction" in shown
+    assert "--methods tries others: FedAvgM, FedProx" in shown and "no stragglers" in shown
+
+
+def test_trials_have_the_stragglers_and_cohorts_of_the_experiment(digits):
+    """Their scores are those of runs with the same settings, and stragglers change them."""
+    late = dataclasses.replace(SETTINGS, stragglers=0.9, participation=RoundRobin())
+    found = try_methods(*digits, late, LOCAL, methods=("FedAvg",)).tried[0]
+    held = hold_out(digits[1], 0.2)
+    runs = [
+        simulate(found.algorithm, digits[0], held, dataclasses.replace(late, seed=seed, eval_every=1))
+        for seed in (4, 5, 6)
+    ]
+    score = np.mean([[value for _, value in run.metric("test_accuracy")][-2:] for run in runs])
+    assert found.score == pytest.approx(score, abs=1e-6)
+    assert found.score != try_methods(*digits, SETTINGS, LOCAL, methods=("FedAvg",)).tried[0].score
+
+
+def test_paths_of_a_written_comparison_are_relative_to_it(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    """As in a file that a user writes, so that it can be moved with its folder."""
+    (tmp_path / "home").mkdir()
+    monkeypatch.chdir(tmp_path)
+    rows = [f"{i % 3},{i % 7},{'ab'[i % 2]}" for i in range(60)]
+    Path("home/own.csv").write_text("\n".join(["site,dose,ill", *rows]))
+    Path("home/net.py").write_text(
+        "from fedrax.models import Logistic\n\ndef small(input_shape, num_outputs):\n"
+        "    return Logistic().build(input_shape, num_outputs)\n"
+    )
+    flags = ["--data", "csv", "--data.path", "home/own.csv", "--data.client", "site", "--data.label", "ill"]
+    flags += ["--partition", "natural", "--model", "home/net.py:small", "--run.cohort-size", "2", "--run.rounds", "1"]
+    written = ["--picture", "None", "--tune", "never", "--comparison", "home/next.toml"]
+    assert cli.main(["diagnose", *flags, *written]) == 0
+    text = Path("home/next.toml").read_text()
+    assert 'path = "own.csv"' in text and 'name = "net.py:small"' in text and str(tmp_path) not in text
+    Path("home").rename("moved")
+    comparison = read_file("moved/next.toml")
+    assert isinstance(comparison, Comparison) and comparison.methods[0].data.path == tmp_path / "moved" / "own.csv"
 
 
 def test_task_too_small_for_held_out_rows_is_diagnosed_without_trials(tmp_path, capsys: pytest.CaptureFixture[str]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean, pstdev
@@ -43,8 +44,11 @@ LEARNING_RATES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0
 BLOCKS = 5
 """LoSAC's M."""
 DEFAULT_METHODS = ("FedAvg", "SCAFFOLD", "FedDyn", "GradMA")
-"""The baseline, and one method for each kind of drift correction: client control variates, a client regularizer, and
-client updates stored by the server."""
+"""Chosen for ``DEFAULT_REASON``."""
+DEFAULT_REASON = (
+    "the baseline, and one method for each kind of drift correction: client control variates, a client regularizer, and"
+    " client updates stored by the server"
+)
 VALIDATION = 0.2
 """Share of each client's training rows that is held out."""
 SEEDS = 3
@@ -72,7 +76,7 @@ class MethodGrid:
     """Makes the algorithm from its local steps, the second hyper-parameter and the number of clients whose updates the
     server may store."""
     second: str = ""
-    """Name of the second hyper-parameter; empty if there is none."""
+    """Name of the second hyper-parameter; empty if there is none. "gamma / lr" is gamma in units of ``local.lr``."""
     values: tuple[float, ...] = (0.0,)
     """Values of the second hyper-parameter."""
 
@@ -82,6 +86,12 @@ class MethodGrid:
             {"local.lr": rate} | ({self.second: value} if self.second else {})
             for rate, value in itertools.product(LEARNING_RATES, self.values)
         ]
+
+    def axes(self, rates: Sequence[float], rate: float) -> dict[str, list[float]]:
+        """The grid as settings of an experiment, with these learning rates; a unit of ``local.lr`` is ``rate``."""
+        name, _, relative = self.second.partition(" / ")
+        values = [float(f"{value * rate:.6g}") if relative else value for value in self.values]
+        return {"algorithm.local.lr": list(rates)} | ({f"algorithm.{name}": values} if name else {})
 
     def at(self, point: GridPoint, local: LocalSGD, memory: int) -> Algorithm:
         """The algorithm at a point: ``local`` with the point's learning rate, and updates of ``memory`` clients."""
@@ -198,7 +208,7 @@ def try_methods(
         settings: Settings of the runs; ``settings.rounds`` rounds are run at each point.
         local: Local steps of all methods; their learning rate is replaced by those of the grid.
         methods: Names of methods: "FedAvg", "FedAvgM", "FedProx", "Upcycled FedAvg", "SCAFFOLD", "FedDyn", "FedCM",
-            "EPISODE", "LoSAC", "GradMA-S", "GradMA".
+            "EPISODE", "LoSAC", "GradMA-S", "GradMA". Case, spaces and hyphens are ignored.
         progress: Called with the next method, the number of methods done and their total.
         **options: Fields of ``settings`` to replace.
 
@@ -219,9 +229,7 @@ def try_methods(
     settings = changed_settings(settings or Settings(), options)
     settings = settings_of_measurement(settings, rounds_between_evaluations(settings))
     local = local or LocalSGD()
-    for name in methods:
-        if name not in METHODS:
-            raise unknown("method to try:", name, METHODS)
+    methods = method_names(methods)
     if not local.lr_is_step_size:
         raise FedraxError(
             "methods cannot be tried with an initialized local optimizer, whose learning rate is fixed: use Optax.of"
@@ -259,6 +267,16 @@ def try_methods(
         raise FedraxError("no method can be tried: " + ("; ".join(rejected) or "methods is empty"))
     order = sorted(found, key=lambda trial: trial.score, reverse=not lower)
     return MethodTrials(metric, rows, settings.rounds, tuple(order), tuple(rejected))
+
+
+def method_names(names: Sequence[str]) -> tuple[str, ...]:
+    """The names in ``METHODS``, ignoring case, spaces, "-" and "_"; raises FedraxError for unknown ones."""
+    known = {re.sub("[-_ ]", "", name).lower(): name for name in METHODS}
+    found = [(name, known.get(re.sub("[-_ ]", "", name).lower())) for name in names]
+    for given, name in found:
+        if name is None:
+            raise unknown("method to try:", given, METHODS)
+    return tuple(dict.fromkeys(name for _, name in found if name is not None))
 
 
 def rounds_between_evaluations(settings: Settings) -> int:

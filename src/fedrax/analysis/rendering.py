@@ -159,8 +159,8 @@ def draw(made: Diagnosis) -> Figure:
     return figure
 
 
-def trial_lines(trials: MethodTrials) -> list[str]:
-    """The scores of the methods tried, and the methods that were rejected."""
+def trial_lines(trials: MethodTrials, conditions: str) -> list[str]:
+    """The scores of the methods tried under ``conditions``, and the methods that were rejected."""
     unit, places = (100, 1) if trials.metric == "accuracy" else (1, 4)
     scores = [
         f"{trial.method} {unit * trial.score:.{places}f} ± {unit * trial.spread:.{places}f} ({_words(trial.point)})"
@@ -174,7 +174,7 @@ def trial_lines(trials: MethodTrials) -> list[str]:
     at_end = [trial.method for trial in trials.tried if trial.at_end]
     ends = f"; best at an end of the grid: {', '.join(at_end)}" if at_end else ""
     return [
-        f"trials         {trials.rounds} rounds of each method at its best learning rate, {metric} on"
+        f"trials         {trials.rounds} rounds of each method at its best learning rate, {conditions}, {metric} on"
         f" {trials.rows} held-out rows ({deviation}): {', '.join(scores)}{ends}",
         *(f"rejected       {reason}" for reason in trials.rejected),
     ]

@@ -243,9 +243,9 @@ def read_file(path: Path) -> TomlTable:
     return table
 
 
-def to_table(experiment: Experiment) -> TomlTable:
-    """The table of all settings, including defaults."""
-    return serialization.table_of(experiment, Experiment())
+def to_table(experiment: Experiment, folder: Path | None = None) -> TomlTable:
+    """The table of all settings, including defaults; paths are absolute, or relative to the folder of a file."""
+    return serialization.table_of(experiment, Experiment(), folder)
 
 
 def write(experiment: Experiment, path: str | Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
@@ -318,8 +319,11 @@ def replaced_by(path: str, value: Any) -> str | None:
     return None if other is None else ".".join((*parents, other))
 
 
-def table_of(value: Any, base: Any = None) -> TomlTable:
-    """The complete table of a dataclass instance; ``base`` as when it is read back."""
+def table_of(value: Any, base: Any = None, folder: Path | None = None) -> TomlTable:
+    """The complete table of a dataclass instance; ``base`` as when it is read back.
+
+    Paths are absolute, or relative to ``folder``, the one of the file in which the table will be.
+    """
     defaults, table = defaults_of(type(value), base), {}
     for name, field in fields_of(type(value)).items():
         item, default = getattr(value, name), defaults[name]
@@ -329,21 +333,27 @@ def table_of(value: Any, base: Any = None) -> TomlTable:
         if item is None:
             table[name] = "none"
         elif dataclasses.is_dataclass(item):
-            chosen = {} if choice is None else {"name": choice.name_of(item)}
-            table[name] = chosen | table_of(item, default) | chosen
+            chosen = {} if choice is None else {"name": _name_in(folder, choice.name_of(item))}
+            table[name] = chosen | table_of(item, default, folder) | chosen
         else:
-            table[name] = plain(item)
+            table[name] = plain(item, folder)
     return table
 
 
-def plain(value: Any) -> Any:
-    """A scalar, path or list as a TOML value."""
+def _name_in(folder: Path | None, name: str) -> str:
+    """The name of a class in a file of a folder: the path of user code is relative to it."""
+    source, _, attribute = name.rpartition(":")
+    return f"{os.path.relpath(source, folder)}:{attribute}" if folder is not None and os.path.isabs(source) else name
+
+
+def plain(value: Any, folder: Path | None = None) -> Any:
+    """A scalar, path or list as a TOML value; a path is absolute, or relative to ``folder``."""
     if isinstance(value, Path):
-        return str(value.resolve())
+        return str(value.resolve()) if folder is None else os.path.relpath(value.resolve(), folder)
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [plain(item, folder) for item in value]
     if isinstance(value, bool | int | float | str):
         return value
     if getattr(value, "ndim", None) == 0:  # a scalar of NumPy or JAX
