@@ -64,6 +64,20 @@ def test_privacy_prints_releases_and_the_noise_for_a_target(fedrax: Any, private
     assert "amplified by sampling of cohorts" in amplified.out and "picture" not in amplified.out
 
 
+def test_a_run_that_its_budget_ended_continues_with_another(fedrax: Any, private_file: Path, tmp_path: Path):
+    flags = ["--algorithm", "clientdp", "--algorithm.noise", "2", "--run.epsilon-budget"]
+    with pytest.warns(FedraxWarning, match="one more would exceed"):
+        ended = fedrax("run", private_file, *flags, "4", "--out", "kept")
+    assert ended.status == 0
+    assert "against all but the server" in ended.out and "not covered: metrics" in ended.out
+    read = lambda: read_run(tmp_path / "kept")  # noqa: E731
+    assert read().spent and 0 < read().rounds_done < 4
+    assert fedrax("resume", "kept", "--run.epsilon-budget", "50", "--quiet").status == 0
+    assert not read().spent and read().rounds_done == 4
+    refused = fedrax("resume", "kept", "--run.epsilon-budget", "3")
+    assert refused.status == 2 and "is spent: 4 rounds have cost" in refused.err
+
+
 def test_privacy_names_releases_without_a_guarantee(fedrax: Any, private_file: Path):
     silent = fedrax("privacy", private_file, "--algorithm.sigma", "0", "--picture", "None")
     assert silent.status == 0 and "there is no finite epsilon, and no budget" in silent.out

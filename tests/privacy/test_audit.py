@@ -15,7 +15,14 @@ from fedrax.experiments.audit import ProtectedUnit, audit_canaries, audit_client
 from fedrax.models import Logistic, Model
 from fedrax.privacy import SampleDP
 from fedrax.privacy.accounting import Accountant
-from fedrax.privacy.audit.bounds import distinguish, epsilon_of_mu, guess_membership, one_run_epsilon, one_run_p_value
+from fedrax.privacy.audit.bounds import (
+    distinguish,
+    epsilon_of_mu,
+    guess_membership,
+    one_run_epsilon,
+    one_run_p_value,
+    provable_epsilon,
+)
 from fedrax.privacy.audit.game import observe_client
 from fedrax.privacy.mechanisms.client_level import ClientDP
 from fedrax.privacy.mechanisms.perturbation import OutputPerturbation
@@ -161,6 +168,19 @@ def test_one_run_bounds_have_their_confidence():
     bounds = [one_run_epsilon(400, 400, int(rng.binomial(400, chance))) for _ in range(200)]
     assert sum(bound > 1 for bound in bounds) <= 0.05 * 200 + 3
     assert np.median(bounds) > 0.75
+
+
+def test_the_best_attack_proves_what_is_provable():
+    """Of Gaussian observations a fixed distance apart, and of observations that are never confused."""
+    rng = np.random.default_rng(5)
+    for runs, mu in ((400, 1.5), (4000, 1.5), (4000, 0.7)):
+        one, other = rng.normal(size=(runs, 1)), rng.normal(size=(runs, 1)) + mu
+        bounds = distinguish(one, other, 1e-5)
+        best = provable_epsilon(bounds.runs, 1e-5, gaussian_epsilon=epsilon_of_mu(mu, 1e-5))
+        assert 0 < best < epsilon_of_mu(mu, 1e-5)
+        assert epsilon_of_mu(bounds.mu, 1e-5) == pytest.approx(best, rel=0.15)
+    apart = distinguish(rng.uniform(size=(400, 1)), rng.uniform(size=(400, 1)) + 50, 1e-5)
+    assert apart.epsilon == pytest.approx(provable_epsilon(apart.runs, 1e-5))
 
 
 def test_guesses_are_the_highest_and_lowest_scores():

@@ -1,6 +1,7 @@
 """The privacy ledger of a run: epsilon in events, the end of a budget, and resuming."""
 
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ import pytest
 
 import fedrax
 from fedrax import FedraxError
-from fedrax.participation import FixedList, Poisson, WeightedBySamples
+from fedrax.participation import FixedList, Poisson, Uniform, WeightedBySamples
 from fedrax.privacy.accounting import Accountant, CohortSampling
 from fedrax.privacy.ledger import Ledger
 from fedrax.privacy.mechanisms.client_level import ClientDP
 from fedrax.privacy.mechanisms.perturbation import ObjectivePerturbation
+from fedrax.privacy.mechanisms.sample_level import SampleDP
 from fedrax.privacy.releases import Release
 from fedrax.report.runs import read_run
 from fedrax.simulation.persistence import checkpoint
@@ -103,6 +105,10 @@ def test_run_stops_before_exceeding_its_budget(tmp_path: Path):
     with pytest.raises(FedraxError, match=r"budget of epsilon = [\d.]+ at delta = 1e-05 is spent: 2 rounds have cost"):
         run(LOUD, script=SCRIPT, epsilon_budget=epsilon_of(1), directory=directory, resume=True)
     assert len(run(LOUD, script=SCRIPT, epsilon_budget=None, directory=directory, resume=True).events) == 4
+    with pytest.raises(
+        FedraxError, match=r"is spent: 4 rounds have cost [\d.]+$"
+    ):  # finished, at more than this budget
+        run(LOUD, script=SCRIPT, epsilon_budget=budget, directory=directory, resume=True)
 
 
 def test_extrapolation_without_data_is_free():
@@ -118,6 +124,25 @@ def test_poisson_cohorts_and_perturbation_mechanisms():
     expected = Accountant([Release(2.0, seen="public")], 1e-5, CohortSampling("poisson", 1 / 8))
     assert [event["epsilon"] for event in result.events] == [expected.epsilon(n) for n in range(1, 6)]
     assert any(event["clients"] == 0 for event in result.events)
+
+
+def test_the_guarantee_names_its_adversary_and_its_sampling():
+    inner = fedrax.FedAvg(local=LOCAL)
+    public, server, stateful = (
+        ClientDP(inner, noise=2.0),
+        ClientDP(inner, noise=2.0, at="client"),
+        ClientDP(fedrax.Scaffold(local=LOCAL), noise=2.0),
+    )
+    cases = [
+        (public, Poisson(), ("public", "poisson"), "all but the server, .*by Poisson sampling of cohorts"),
+        (public, Uniform(), ("public", "fixed"), "all but the server, .*by uniform sampling of cohorts"),
+        (stateful, Uniform(), ("public", "none"), "all but the server, .*not amplified"),
+        (server, Poisson(), ("server", "none"), "also against the server; not amplified"),
+        (SampleDP(inner, noise=2.0, rate=0.5), Uniform(), ("server", "batches"), "by Poisson sampling of batches"),
+    ]
+    for method, participation, expected, text in cases:
+        spent = run(method, participation=participation, cohort_size=2, rounds=1).spent
+        assert spent is not None and (spent.seen, spent.amplified) == expected and re.search(text, str(spent))
 
 
 def test_objective_perturbation_has_the_epsilon_of_its_paper_only():

@@ -87,15 +87,19 @@ def _print(audits: list[Audit]) -> None:
     """Print the table of attacks."""
     console, paper = wide_console(), any(audit.claimed_paper is not None for audit in audits)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    heads = ["attack on", "neighboring data", "rounds", "trials", "epsilon proven", "guaranteed"]
+    heads = ["attack on", "neighboring data", "rounds", "trials", "epsilon proven", "provable", "guaranteed"]
     for head in heads + ["by the paper"] * paper:
         table.add_column(head, justify="left" if head in heads[:2] else "right")
     for a in audits:
         about = f"{a.neighbors} of a {a.unit}"
-        cells = [a.attack, about, str(a.rounds), str(a.trials), f"≥ {a.proven:.4g}", f"≤ {a.claimed:.4g}"]
+        bounds = [f"≥ {a.proven:.4g}", f"{a.provable:.4g}", f"≤ {a.claimed:.4g}"]
+        cells = [a.attack, about, str(a.rounds), str(a.trials), *bounds]
         claim = "–" if a.claimed_paper is None else f"≤ {a.claimed_paper:.4g}"
         table.add_row(*cells, *[claim + (" refuted" if a.paper_refuted else "")] * paper)
     console.print(table)
     console.print(f"at delta {audits[0].delta:g}, each bound with 95 % confidence")
+    console.print("provable: the bound of the best attack with as many trials; proven 0: this attack saw nothing")
+    if any(audit.neighbors == "replacement" for audit in audits):
+        console.print("guarantees about replaced data are weaker than those about presence that fedrax privacy prints")
     if any(audit.refuted for audit in audits):
         console.print("REFUTED: a lower bound exceeds the guarantee, so the mechanism violates it.")

@@ -71,6 +71,7 @@ def _print(made: Forecast, run: Settings, name: str) -> None:
     console, spent = wide_console(), made.spent
     counted = "rounds, amplified by sampling of cohorts" if made.by_rounds else "rounds of the most sampled client"
     console.print(f"{name}: {run.rounds} rounds; {spent.about}; delta {spent.delta:g}")
+    console.print(f"guarantee: {spent.assumptions}")
     console.print(f"counted: {spent.count} {counted}")
     if spent.empty_place:
         console.print("clients keep state between rounds: Poisson sampling amplifies, cohorts of a fixed size do not")

@@ -24,7 +24,8 @@ from fedrax.simulation.persistence.run_directory import CHECKPOINT
 DESCRIPTION = """Resume an interrupted run from its last checkpoint: `fedrax resume DIR`.
 
 The results are those of an uninterrupted run. --run.rounds 200 continues a finished run to 200 rounds; its final
-evaluation then stays among the events. A run with your own Python code needs --trust."""
+evaluation then stays among the events. --run.epsilon-budget 8 continues a private run that its budget ended. A run with
+your own Python code needs --trust."""
 
 
 @dataclass
@@ -38,6 +39,8 @@ class ResumeOptions:
     """Total number of rounds, to continue a finished run; by default the run's own."""
     eval_every: Annotated[int | None, tyro.conf.arg(name="run.eval-every")] = None
     """Rounds between evaluations from here on; by default the run's own."""
+    epsilon_budget: Annotated[float | None, tyro.conf.arg(name="run.epsilon-budget")] = None
+    """Largest epsilon of the whole run, its finished rounds included; by default the run's own."""
     trust: bool = False
     """Run the Python code that the directory's experiment names. Read it first if someone else sent the directory."""
 
@@ -54,14 +57,11 @@ def main(args: list[str]) -> int:
         raise FedraxError(f"{parsed.directory} is not a run directory: it has no experiment.toml{other}.")
     check_format(parsed.directory / CHECKPOINT)  # before its experiment.toml, whose names may be of that version too
     spec = experiment.read(file, "typed" if parsed.trust else "none")
-    if parsed.rounds is not None:
-        if parsed.rounds < spec.run.rounds:
-            raise FedraxError(
-                f"the run has {spec.run.rounds} rounds: --run.rounds must be larger, not {parsed.rounds}."
-            )
-        spec = dataclasses.replace(spec, run=dataclasses.replace(spec.run, rounds=parsed.rounds))
-    if parsed.eval_every is not None:
-        spec = dataclasses.replace(spec, run=dataclasses.replace(spec.run, eval_every=parsed.eval_every))
+    if parsed.rounds is not None and parsed.rounds < spec.run.rounds:
+        raise FedraxError(f"the run has {spec.run.rounds} rounds: --run.rounds must be larger, not {parsed.rounds}.")
+    given = {name: getattr(parsed, name) for name in ("rounds", "eval_every", "epsilon_budget")}
+    changed = {name: value for name, value in given.items() if value is not None}
+    spec = dataclasses.replace(spec, run=dataclasses.replace(spec.run, **changed))
     spec.check()
     use_all_cores()
     return run(spec, experiment.build(spec, parsed.options.data_dir), parsed.directory, parsed.options, resume=True)

@@ -18,6 +18,7 @@ from fedrax.experiments import experiment, user_code
 from fedrax.experiments.comparison import safe_name
 from fedrax.experiments.experiment import Experiment
 from fedrax.experiments.jobs import ExperimentFile
+from fedrax.privacy.ledger import NOT_COVERED
 from fedrax.report import sinks
 from fedrax.report.comparison_table import wide_console
 from fedrax.report.runs import finite, summary_line
@@ -167,6 +168,7 @@ def report(spec: Experiment, result: Result, directory: Path, options: Reporting
         console.print(f"{spec.method_name}: {summary_line(result.events)}")
         if result.spent is not None:
             console.print(str(result.spent))
+            console.print(NOT_COVERED)
         console.print(f"plan {result.plan}")
         console.print(f"saved in {directory}; show it with: fedrax show {directory}")
 

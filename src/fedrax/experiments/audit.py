@@ -30,6 +30,7 @@ from fedrax.privacy.audit.bounds import (
     epsilon_of_mu,
     guess_membership,
     one_run_epsilon,
+    provable_epsilon,
 )
 from fedrax.privacy.audit.game import Participation, observe_client
 from fedrax.prng.keys import INITIALIZATION, purpose_key
@@ -51,7 +52,7 @@ class Audit:
     Example:
         >>> attack = ("client", "client", "replacement")
         >>> audit = fedrax.experiments.Audit(
-        ...     *attack, rounds=1, trials=2000, proven=1.2, claimed=1.0, claimed_paper=None, delta=1e-5
+        ...     *attack, rounds=1, trials=2000, proven=1.2, claimed=1.0, claimed_paper=None, delta=1e-5, provable=5.0
         ... )
         >>> audit.refuted
         True
@@ -75,6 +76,8 @@ class Audit:
     """Upper bound for one sample by the method's paper."""
     delta: float
     """delta of the guarantee."""
+    provable: float
+    """The lower bound that the best attack would prove with as many trials."""
 
     @property
     def refuted(self) -> bool:
@@ -175,7 +178,8 @@ def audit_client(
     paper = accountant.epsilon_paper(rounds, int(federation.sizes[client])) if unit == "sample" else None
     about = "presence" if presence else "replacement"
     claimed = accountant.epsilon(rounds)
-    return Audit("client", unit, about, rounds, bounds.runs, proven, claimed, paper, settings.delta)
+    provable = provable_epsilon(bounds.runs, settings.delta, confidence, claimed if gaussian else None)
+    return Audit("client", unit, about, rounds, bounds.runs, proven, claimed, paper, settings.delta, provable)
 
 
 def _hypotheses(
@@ -269,6 +273,7 @@ def audit_canaries(
         claimed,
         paper if unit == "sample" else None,
         settings.delta,
+        one_run_epsilon(canaries, made, made, settings.delta),
     )
 
 

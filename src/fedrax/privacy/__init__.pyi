@@ -15,6 +15,9 @@ from fedrax.privacy.audit.bounds import (
 from fedrax.privacy.audit.bounds import (
     one_run_p_value as one_run_p_value,
 )
+from fedrax.privacy.audit.bounds import (
+    provable_epsilon as provable_epsilon,
+)
 from fedrax.privacy.audit.game import observe_client as observe_client
 from fedrax.privacy.ledger import Ledger as Ledger
 from fedrax.privacy.mechanisms.client_level import ClientDP as ClientDP

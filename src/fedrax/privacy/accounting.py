@@ -144,6 +144,16 @@ class Accountant:
         self._plain, self._sampled = self._terms()
 
     @property
+    def seen(self) -> str:
+        """The strongest adversary of the guarantee: the "server" if all it sees has noise, otherwise the "public"."""
+        return "server" if all(release.seen == "server" for release in self.releases) else "public"
+
+    @property
+    def amplified(self) -> str:
+        """The sampling that amplifies the guarantee: of cohorts, "poisson" or "fixed"; "batches"; or "none"."""
+        return self.cohorts.drawn if self.by_rounds else "batches" if self._sampled else "none"
+
+    @property
     def protects(self) -> bool:
         """Whether there is any finite epsilon."""
         return all(release.noise > 0 for release in self.releases)

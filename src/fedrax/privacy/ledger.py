@@ -38,15 +38,35 @@ class PrivacySpent:
 
     empty_place: bool = False
     """Whether the guarantee is for cohorts in which an absent client is not replaced by another."""
+    seen: str = "public"
+    """The strongest adversary of the guarantee: the "server", or the "public", which sees models only."""
+    amplified: str = "none"
+    """Sampling that amplifies the guarantee: of cohorts, "poisson" or "fixed"; "batches" of samples; "none"."""
 
     @property
     def about(self) -> str:
         """The neighboring relation for messages."""
         return f"{self.neighbors} of a {self.unit}" + (", its place left empty" if self.empty_place else "")
 
+    @property
+    def assumptions(self) -> str:
+        """Against whom the guarantee holds, and which sampling it counts on, for messages."""
+        against = "also against the server" if self.seen == "server" else "against all but the server, which adds noise"
+        return f"{against}; {_AMPLIFIED[self.amplified]}"
+
     def __str__(self) -> str:
-        text = f"epsilon {self.epsilon:.4g} at delta {self.delta:g} ({self.about}; {self.by})"
+        text = f"epsilon {self.epsilon:.4g} at delta {self.delta:g} ({self.about}; {self.assumptions}; {self.by})"
         return text if self.epsilon_paper is None else f"{text}, epsilon {self.epsilon_paper:.4g} by the paper"
+
+
+_AMPLIFIED = {
+    "poisson": "amplified by Poisson sampling of cohorts",
+    "fixed": "amplified by uniform sampling of cohorts",
+    "batches": "amplified by Poisson sampling of batches",
+    "none": "not amplified by sampling",
+}
+NOT_COVERED = "not covered: metrics, statistics of the data computed before training, adversaries who know the seed"
+"""What the epsilon of a simulation does not bound, for messages."""
 
 
 class Ledger:
@@ -99,7 +119,8 @@ class Ledger:
         """The guarantee of the rounds recorded so far."""
         of, count = self.accountant, self.count
         epsilon, by = of.bound(count)
-        return PrivacySpent(epsilon, of.delta, of.unit, of.neighbors, by, count, self.epsilon_paper, of.empty_place)
+        facts = (of.delta, of.unit, of.neighbors, by, count, self.epsilon_paper, of.empty_place, of.seen, of.amplified)
+        return PrivacySpent(epsilon, *facts)
 
     def _claim(self, clients: np.ndarray) -> None:
         """Update ``epsilon_paper`` by the claims for ``clients``."""

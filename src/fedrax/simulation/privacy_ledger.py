@@ -135,9 +135,10 @@ def warn_of_budget(settings: Settings, done: int) -> None:
 
 
 def check_not_spent(ledger: Ledger, settings: Settings, done: int, last: int) -> None:
-    """Raise FedraxError where a run is resumed whose budget allows no more rounds."""
-    if last <= done < settings.rounds:
+    """Raise FedraxError where a run is resumed whose budget is exceeded, or allows no more of its rounds."""
+    if last < done or done == last < settings.rounds:
+        more = "" if last < done else ", and one more would exceed it"
         raise FedraxError(
             f"{_named_budget(settings.epsilon_budget, settings.delta)} is spent: {done} rounds have cost"
-            f" {ledger.spent.epsilon:.4g}, and one more would exceed it"
+            f" {ledger.spent.epsilon:.4g}{more}"
         )

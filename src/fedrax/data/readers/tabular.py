@@ -808,7 +808,8 @@ def _standardize(
             f"{path}: column {name!r} holds numbers beyond 32-bit floats once it is standardized: correct the rows that"
             ' are so far from the training rows, leave it out by drop, or set standardize = "none".'
         )
-    whose = "of each client" if how == "client" else "of all clients" if clients is not None else ""
+    shared = "of all clients, which no epsilon covers" if clients is not None else ""
+    whose = "of each client" if how == "client" else shared
     what = "1 feature is" if numeric.sum() == 1 else f"{numeric.sum()} features are"
     note = f"{what} standardized by mean and standard deviation of the training rows {whose}".rstrip()
     return x, notes + [f"{note} (standardize)"] * bool(numeric.any())

@@ -180,6 +180,34 @@ def distinguish(
     return DistinguishingBound(proven(0), mu, min(len(test_a), len(test_b)))
 
 
+@checked_arguments
+def provable_epsilon(
+    runs: int, delta: float, confidence: float = CONFIDENCE, gaussian_epsilon: float | None = None
+) -> float:
+    """The lower bound on epsilon that `distinguish` would give for the best attack.
+
+    Args:
+        runs: Runs per hypothesis that the bound is computed from (``DistinguishingBound.runs``).
+        delta: The delta at which epsilon is bounded.
+        confidence: The confidence of the bound.
+        gaussian_epsilon: The epsilon of a Gaussian mechanism, whose means can be no further apart; None for other
+            mechanisms, of which the attack may make no error.
+
+    Returns:
+        The bound.
+
+    Example:
+        >>> fedrax.privacy.provable_epsilon(runs=100, delta=1e-5) < fedrax.privacy.provable_epsilon(1000, delta=1e-5)
+        True
+    """
+    level = (1 - confidence) / 6
+    if gaussian_epsilon is None:
+        error = float(beta.ppf(1 - level, 1, runs))
+        return math.log(max(1.0, (1 - delta - error) / error))
+    mu = _largest(lambda mu: epsilon_of_mu(mu, delta) <= gaussian_epsilon, _MOST_MU)
+    return epsilon_of_mu(mu - float(norm.isf(level)) * math.sqrt(2 / runs), delta)
+
+
 def _tests(directions: list[np.ndarray], pick_a: np.ndarray, pick_b: np.ndarray) -> Iterator[tuple[np.ndarray, float]]:
     """All pairs of a direction and a threshold; thresholds are quantiles of the projected observations."""
     for direction in directions:
