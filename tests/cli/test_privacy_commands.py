@@ -74,7 +74,7 @@ def test_a_run_that_its_budget_ended_continues_with_another(fedrax: Any, private
     assert read().spent and 0 < read().rounds_done < 4
     assert fedrax("resume", "kept", "--run.epsilon-budget", "50", "--quiet").status == 0
     assert not read().spent and read().rounds_done == 4
-    refused = fedrax("resume", "kept", "--run.epsilon-budget", "3")
+    refused = fedrax("resume", "kept", "--run.epsilon-budget", "3.5")
     assert refused.status == 2 and "is spent: 4 rounds have cost" in refused.err
 
 
