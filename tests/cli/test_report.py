@@ -87,7 +87,7 @@ def test_comparison_page_is_self_contained(comparison_page: Path):
     shown = " ".join(page.texts)
     for row in table["methods"]:
         assert f"{row['accuracy']['mean']:.4f} ± {row['accuracy']['std']:.4f}" in shown
-    for words in ("Hyper-parameter search", "local.lr 0.01", "worst client", "8 clients of", "jax", "c/scaffold"):
+    for words in ("Hyper-parameter search", "local.lr 0.01", "Settings that differ", "worst client", "8 clients of", "jax", "c/scaffold"):
         assert words in shown, words
     lasts = [
         json.loads((run.parent / "events.jsonl").read_text().splitlines()[-1])
@@ -332,6 +332,15 @@ def test_runs_are_shown_once_and_grouped_by_method(tmp_path: Path):
     make_comparison(tmp_path / "runs" / "c")
     methods = gather([tmp_path / "runs", tmp_path / "runs" / "c"]).methods
     assert {method.label: len(method.runs) for method in methods} == {"c: tiny": 1, "runs: tiny": 2}
+
+
+def test_methods_read_back_are_printed_in_a_line_each(tmp_path: Path):
+    make(tmp_path / "a" / "seed-0", {"test_accuracy": 0.5})
+    make(tmp_path / "a" / "seed-1", seed=1)
+    (method,) = gather([tmp_path / "a"]).methods
+    states = ", ".join(f"1 run {run.state}" for run in method.runs)
+    assert repr(method) == f"MethodRuns('tiny', {states})" and method.runs[0].state != method.runs[1].state
+    assert repr(method.runs[0]) == f"SavedRun('{tmp_path}/a/seed-0', seed 0, {method.runs[0].state})"
 
 
 def test_list_settings_are_shown(tmp_path: Path, fedrax: Any):

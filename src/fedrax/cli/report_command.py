@@ -15,7 +15,7 @@ DESCRIPTION = """Write an HTML page about runs: `fedrax report DIR...`.
 
 DIR is a run directory or a directory of runs, such as that of a comparison; runs may be unfinished. Runs that differ
 only in their seeds are one method. The page has curves, the table, the search, the distribution over clients, the
-partition, all settings with the differences between methods, and the machines. It is one self-contained file."""
+partition, the settings that differ between methods, all others, and the machines. It is one self-contained file."""
 
 
 @dataclass

@@ -421,7 +421,7 @@ _SECTIONS: Mapping[str, Callable[[ReportData], str]] = {
     "Hyper-parameter search": _searches,
     "Clients": _spreads,
     "Partition": _partitions,
-    "Differences between methods": _differences,
+    "Settings that differ": _differences,
     "Settings": _settings,
     "Environment": _environment,
     "Runs": _runs,

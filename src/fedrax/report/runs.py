@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,7 +34,7 @@ _DRAWN = 1e150
 """Largest mean that is drawn: beyond it an axis has no ticks, and the run has diverged."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SavedRun:
     """The contents of a run directory, whose run may be finished or not."""
 
@@ -91,8 +92,12 @@ class SavedRun:
             return f"budget spent in round {self.rounds_done}"
         return "finished" if self.finished else f"round {self.rounds_done} of {self.rounds}"
 
+    def __repr__(self) -> str:
+        """The directory, the seed and the state: the table and the events would be pages."""
+        return f"SavedRun({str(self.directory)!r}, seed {self.seed}, {self.state})"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class MethodRuns:
     """Runs of one method that differ in their seeds."""
 
@@ -106,6 +111,12 @@ class MethodRuns:
     def failure(self) -> str | None:
         """The state of a run that diverged, if one did."""
         return next((run.state for run in self.runs if run.failure is not None), None)
+
+    def __repr__(self) -> str:
+        """The label, the settings, and the number of runs in each state."""
+        states = Counter(run.state for run in self.runs)
+        runs = ", ".join(f"{count} run{'s' * (count > 1)} {state}" for state, count in states.items())
+        return f"MethodRuns({', '.join([repr(self.label), *[self.settings] * bool(self.settings), runs or 'no runs'])})"
 
 
 @checked_arguments
