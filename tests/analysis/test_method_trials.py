@@ -100,8 +100,8 @@ def test_rejected_methods_are_reported(digits):
     assert len(found.rejected) == 1 and found.rejected[0].startswith("SCAFFOLD: ") and "weights" in found.rejected[0]
     with pytest.raises(FedraxError, match=r"no method can be tried: SCAFFOLD: .*weights"):
         try_methods(*digits, by_samples, LOCAL, methods=("SCAFFOLD",))
-    with pytest.raises(FedraxError, match="unknown method to try: 'scafold'; did you mean 'SCAFFOLD'"):
-        try_methods(*digits, SETTINGS, LOCAL, methods=("FedAvg", "scafold"))
+    with pytest.raises(FedraxError, match="unknown method to try: 'scafolt'; did you mean 'SCAFFOLD'"):
+        try_methods(*digits, SETTINGS, LOCAL, methods=("FedAvg", "scafolt"))
     with pytest.raises(FedraxError, match="no method can be tried: methods is empty"):
         try_methods(*digits, SETTINGS, LOCAL, methods=())
 
@@ -212,8 +212,8 @@ def test_methods_of_trials_can_be_chosen(tmp_path, capsys: pytest.CaptureFixture
     )
     assert "Uniform participation of 3 of 10 clients, 50 % stragglers, accuracy" in shown
     assert "tries others" not in shown
-    assert cli.main([*flags, "--methods", "fedavg", "scafold"]) == 2
-    assert "unknown method to try: 'scafold'; did you mean 'SCAFFOLD'" in capsys.readouterr().err
+    assert cli.main([*flags, "--methods", "fedavg", "scafolt"]) == 2
+    assert "unknown method to try: 'scafolt'; did you mean 'SCAFFOLD'" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("few_methods")
