@@ -100,6 +100,19 @@ def _enable_compilation_cache(_: str | None) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
+def check_platform() -> None:
+    """Raise FedraxError where JAX finds no device of the platform that it was asked for; starts JAX."""
+    if not (platforms := jax.config.jax_platforms):  # pyright: ignore[reportAttributeAccessIssue]
+        return
+    try:
+        jax.devices()
+    except Exception as cause:  # JAX may also raise an AssertionError
+        why = f" ({str(cause).splitlines()[0]})" if str(cause) else ""
+        raise FedraxError(
+            f"JAX finds no device of JAX_PLATFORMS={platforms}{why}: unset it, or set it to cpu"
+        ) from cause
+
+
 def available_cores() -> int:
     """The number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # Linux

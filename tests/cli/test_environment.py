@@ -55,6 +55,16 @@ def test_missing_devices_raise_a_clear_error(platform: str, tmp_path: Path):
     assert f"no device of JAX_PLATFORMS={platform}" in done.stderr
 
 
+def test_missing_devices_raise_a_clear_error_in_python():
+    code = """import numpy as np, fedrax
+federation = fedrax.Federation.from_arrays(np.eye(4, dtype=np.float32), np.arange(4) % 2, np.arange(4))
+task = fedrax.classification(fedrax.models.Logistic().build((4,), 2))
+fedrax.simulate(fedrax.FedAvg(), task, federation, rounds=1)"""
+    environment = os.environ | {"JAX_PLATFORMS": "of_no_kind"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600)
+    assert "FedraxError: JAX finds no device of JAX_PLATFORMS=of_no_kind" in done.stderr
+
+
 def test_removed_working_directory_raises_a_clear_error(
     fedrax: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

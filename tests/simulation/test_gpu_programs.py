@@ -31,22 +31,12 @@ from fedrax.simulation.setup import prepare
 from fedrax.xla import CLIENT_AXIS, CodeFingerprint
 from fedrax.xla.precision import OperandFormat
 from tests.compiler import ON_GPU
+from tests.simulation.networks import EveryLayer
 
 if not (find_spec("jax_plugins") and any(find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13))):
     pytest.skip("JAX's CUDA packages are not installed: make test-gpu-programs", allow_module_level=True)
 if ON_GPU:
     pytest.skip("two CPU devices are compared with two GPUs: make test-gpu-programs", allow_module_level=True)
-
-
-class Network(nn.Module):
-    """A convolution, attention over the rows of its result, and a recurrent cell."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.relu(nn.Conv(4, (3, 3))(x[..., None])).reshape(len(x), 8, -1)
-        x = nn.MultiHeadDotProductAttention(2, qkv_features=8)(x)
-        hidden: Any = nn.RNN(nn.GRUCell(8))(x)
-        return nn.Dense(3)(hidden[:, -1])
 
 
 class Softmax(nn.Module):
@@ -57,7 +47,7 @@ class Softmax(nn.Module):
         return nn.Dense(3)(x.mean(1))
 
 
-EVERY_LAYER = Network()
+EVERY_LAYER = EveryLayer(width=8)
 MULTIPLIES_AT_THE_SERVER = GradMAS(LocalSGD(steps=2, batch_size=10))
 
 

@@ -32,6 +32,7 @@ from fedrax.personalization import Ditto
 from fedrax.robust import GeometricMedian, Robust
 from fedrax.xla.precision import OperandFormat, with_operand_format
 from fedrax.xla.tracing import equations_in
+from tests.simulation.networks import EveryLayer
 from tests.simulation.problems import make_federation
 from tests.slow import slow_cases
 
@@ -206,17 +207,6 @@ def programs(folder: Path, function: Callable[[], Any]) -> dict[str, list[str]]:
 TWO_STEPS = LocalSGD(steps=2)
 
 
-class Network(nn.Module):
-    """A convolution, attention over the rows of its result, and a recurrent cell."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.relu(nn.Conv(4, (2, 2))(x[..., None])).reshape(len(x), 4, -1)
-        x = nn.MultiHeadDotProductAttention(2, qkv_features=4)(x)
-        hidden: Any = nn.RNN(nn.GRUCell(3))(x)
-        return nn.Dense(3)(hidden[:, -1])
-
-
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("method", [GradMAS(TWO_STEPS), Ditto(Scaffold(TWO_STEPS)), Robust(rule=GeometricMedian())])
 def test_every_product_of_a_run_on_an_accelerator_has_full_precision(
@@ -229,7 +219,7 @@ def test_every_product_of_a_run_on_an_accelerator_has_full_precision(
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(40, 4, 4)).astype(np.float32), rng.integers(0, 3, 40)
     federation = Federation.from_arrays(x, y, np.repeat(np.arange(4), 10), test=(x[:5], y[:5]))
-    task = classification(from_linen(Network(), x[:1]))
+    task = classification(from_linen(EveryLayer(width=4), x[:1]))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
     def run() -> None:

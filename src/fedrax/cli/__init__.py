@@ -196,12 +196,11 @@ def _environment_error(error: BaseException) -> str | None:
             os.getcwd()
         except OSError:
             return "the current directory does not exist any more: change to another one"
-    if (jax := sys.modules.get("jax")) is not None and (platforms := getattr(jax.config, "jax_platforms", None)):
+    if (devices := sys.modules.get("fedrax.devices")) is not None:  # JAX is in use
         try:
-            jax.devices()
-        except Exception as cause:  # JAX may also raise an AssertionError
-            why = f" ({str(cause).splitlines()[0]})" if str(cause) else ""
-            return f"JAX finds no device of JAX_PLATFORMS={platforms}{why}: unset it, or set it to cpu"
+            devices.check_platform()
+        except FedraxError as cause:
+            return str(cause)
     return None
 
 

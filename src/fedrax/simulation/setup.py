@@ -19,7 +19,7 @@ from fedrax.contract.table import holds_tables
 from fedrax.contract.task import Batch, Task
 from fedrax.data import Federation
 from fedrax.data.federation import check_memory_mapped
-from fedrax.devices import unplaced
+from fedrax.devices import check_platform, unplaced
 from fedrax.prng.keys import RUN, purpose_key
 from fedrax.simulation.candidate_losses import CandidateLosses
 from fedrax.simulation.client_evaluation import EvaluationMetrics, PersonalEvaluator
@@ -123,6 +123,7 @@ def prepare(
     directory: Path | None = None,
 ) -> Setup:
     """Validate a run, choose its plan, and place its data and states. The arguments are those of ``simulate``."""
+    check_platform()
     algorithm, samples = unplaced(algorithm), Batch(*federation.train)
     run = validate(algorithm, task, settings, federation.sizes, samples, federation, params, script)
     check_target(settings, task, federation)
