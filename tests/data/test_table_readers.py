@@ -303,7 +303,8 @@ def test_single_file_that_is_standardized_by_client_is_one_client(tmp_path):
     assert file.client_names == folder.client_names == ("north",)
     for one, other in ((file.train, folder.train), (file.test, folder.test)):
         np.testing.assert_array_equal(one.x, other.x)
-    assert np.unique(file.train_clients).tolist() == np.unique(file.test_clients).tolist() == [0]
+    np.testing.assert_array_equal(file.train_clients, folder.train_clients)
+    np.testing.assert_array_equal(file.test_clients, folder.test_clients)
     assert abs(file.train.x.mean()) < 1e-6 and abs(file.test.x.mean()) > 1e-3
     assert "of one client, as without client" in file.notes[0]
 

@@ -118,7 +118,9 @@ def test_app_of_an_experiment_equals_the_simulator(
     names = set(zipfile.ZipFile(BytesIO(bundle)).namelist())
     files = ("__init__.py", "shared.py", "server_app.py", "client_app.py", "settings.toml", "data.json")
     assert names == {"pyproject.toml", ".info/CONTENT", *(f"deployment/{name}" for name in files)}
-    assert "fl.example.org:8000" in (out / "README.md").read_text("utf-8")
+    readme = (out / "README.md").read_text("utf-8")
+    assert "fl.example.org:8000" in readme and "--database superlink.db" in readme  # or a restart forgets the keys
+    assert "/superlink.db*" in (out / ".gitignore").read_text("utf-8")
     status = main(["deploy", str(experiment_file), "--out", str(out)])
     assert status == 2 and f"fedrax deploy {out} --trial" in capsys.readouterr().err
     # a changed app is rehearsed as it is

@@ -38,6 +38,8 @@ APP, PACKAGE = "app", "deployment"
 """Folder of the Flower app in a deployment, and its Python package."""
 CERTIFICATES, KEYS = "certificates", "keys"
 """Folders of a deployment beside the app, which Flower sends to every node."""
+DATABASE = "superlink.db"
+"""File of the SuperLink with the registered keys and the runs."""
 CONNECTION = "federation"
 """Name of the SuperLink in Flower's config.toml."""
 _EXPERIMENT, _DATA = "settings.toml", "data.json"
@@ -200,7 +202,7 @@ def _write_files(spec: Experiment, federation: Federation, directory: Path, host
     write_text(package / _EXPERIMENT, tomlkit.dumps(_with_copied_code(experiment.to_table(spec), package)))
     write_text(package / _DATA, json.dumps(_facts(federation), indent=1) + "\n")
     write_text(directory / APP / "pyproject.toml", tomlkit.dumps(_project(spec)))
-    write_text(directory / ".gitignore", f"/{KEYS}/\n/{CERTIFICATES}/{KEY}\n")
+    write_text(directory / ".gitignore", f"/{KEYS}/\n/{CERTIFICATES}/{KEY}\n/{DATABASE}*\n")
     write_text(directory / "README.md", _instructions(spec, federation.num_clients, hosts))
 
 
@@ -278,13 +280,16 @@ def _project(spec: Experiment) -> dict[str, Any]:
     }
 
 
-def superlink_command(port: int, host: str, certificates: str) -> list[str]:
-    """The command that starts a SuperLink which accepts registered SuperNodes only."""
+def superlink_command(port: int, host: str, certificates: str, database: str) -> list[str]:
+    """The command that starts a SuperLink which accepts registered SuperNodes only.
+
+    Without a database, a SuperLink that is restarted has forgotten all registered keys.
+    """
     return [
         *("flower-superlink", "--host", host, "--port", str(port)),
         *("--ssl-ca-certfile", f"{certificates}/{CA}"),
         *("--ssl-certfile", f"{certificates}/{CERTIFICATE}", "--ssl-keyfile", f"{certificates}/{KEY}"),
-        *("--enable-supernode-auth", "--disable-runtime-dependency-installation"),
+        *("--enable-supernode-auth", "--disable-runtime-dependency-installation", "--database", database),
     ]
 
 
@@ -317,12 +322,15 @@ Try everything on one machine, over TLS and with registered keys:
 {weights}
 On the server's machine ({", ".join(hosts) or "for others than this one, make the deployment with --server NAME"}):
 
-    {" ".join(superlink_command(8000, "0.0.0.0", CERTIFICATES))}
+    {" ".join(superlink_command(8000, "0.0.0.0", CERTIFICATES, DATABASE))}
+
+`{DATABASE}` keeps the registered keys: with the same file, a restarted SuperLink accepts the SuperNodes again. Paths in
+the run config, such as `directory`, are relative to the directory in which this command was started.
 
 Wherever you start runs, this entry of `~/.flwr/config.toml` names the SuperLink (with an absolute path):
 
 {"".join(f"    {line}{chr(10)}" for line in connection(at, f"/path/to/{CERTIFICATES}/{CA}").splitlines() if line)}
-Register the key of every client (`{KEYS}/client-0.pub`, ...), once for each start of the SuperLink:
+Register the key of every client (`{KEYS}/client-0.pub`, ...) once:
 
     flwr supernode register {KEYS}/client-0.pub federation
 
@@ -331,7 +339,11 @@ also make a key itself, `ssh-keygen -t ecdsa -b 384 -N "" -f client-0`, and send
 
     {" ".join(node)}
 
+`partition-id` is the client's number, 0 to {clients - 1}: keep a list of which client has which number.
+
 Start the run, or resume it with `--run-config resume=true`:
 
     flwr run {APP} federation --stream
+
+Stop it by `flwr stop RUN_ID federation` (`flwr list federation` shows the IDs), and then the SuperLink by Ctrl-C.
 """

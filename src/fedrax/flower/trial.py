@@ -29,6 +29,7 @@ from fedrax.flower.deployment import (
     APP,
     CERTIFICATES,
     CONNECTION,
+    DATABASE,
     KEYS,
     PACKAGE,
     Deployment,
@@ -123,7 +124,7 @@ def start_federation(processes: ProcessSet, directory: Path, place: Path, deploy
     certificates, port = directory / CERTIFICATES, _free_port()
     at = f"{_HOST}:{port}"
     write_text(place / "flower" / "config.toml", connection(at, str(certificates / CA)))
-    processes.start("superlink", superlink_command(port, _HOST, str(certificates)))
+    processes.start("superlink", superlink_command(port, _HOST, str(certificates), str(place / DATABASE)))
     processes.wait(lambda: _is_listening(port), _START_SECONDS, "the start of the SuperLink")
     for client in range(deployed.clients):
         key = str(directory / KEYS / f"client-{client}")
