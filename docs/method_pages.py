@@ -1,9 +1,10 @@
 """Facts that the documentation build adds to each page of ``docs/methods``.
 
-The front matter of a page names its classes (``methods``), the entries of ``docs/references.bib`` (``cite``) and the
-folders of ``papers`` with results of the methods (``papers``). Below the prose the build appends an example, the
-hyper-parameters, the cost, the results, the code and the citations. A block ``{round}`` of the prose is the pseudocode
-of a round; ``ranges.toml`` has sensible values of hyper-parameters.
+The front matter of a page names its classes (``methods``), the entries of ``docs/references.bib`` (``cite``) and, where
+no table names the methods, the folders of ``papers`` with their results (``papers``). Below the prose the build appends
+an example, the hyper-parameters, the cost, the results with all tables that name the methods, the code and the
+citations. A block ``{round}`` of the prose is the pseudocode of a round; ``ranges.toml`` has sensible values of
+hyper-parameters.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from fedrax.experiments.method_registry import algorithms
 from papers.items import read, sentence
 
 FOLDER = Path(__file__).parent / "methods"
+PAPERS = Path(__file__).parent.parent / "papers"
 REFERENCES = Path(__file__).parent / "references.bib"
 RANGES = tomllib.loads((FOLDER / "ranges.toml").read_text(encoding="utf-8"))
 """Sensible values by class and field: ``from`` and ``to`` with their ``source``, or ``advice`` where no range holds."""
@@ -59,9 +61,13 @@ def facts(text: str) -> str:
     rows = "".join(method_table.row(name, kind) for name, kind in found)
     parts += ["## Cost", "Sizes are multiples of the size of the parameters; [](index.md) says how it is measured."]
     parts.append(method_table.HEAD + rows)
-    if papers := matter.get("papers"):
+    tables = tables_naming(text)
+    if papers := [name for name in TITLES if name in tables or name in matter.get("papers", [])]:
         links = [f"[{TITLES[name]}](../_generated/papers/{name}.md)" for name in papers]
         parts += ["## Results", f"In the reproduced experiments of {', '.join(links)}.", findings(text, papers)]
+        for name, found_in in tables.items():
+            shown = ", ".join(f"[{table}](#papers-{name}-{table})" for table in found_in)
+            parts.append(f"Tables and figures of {TITLES[name]} with this method: {shown}.")
     parts += ["## Code", *(code(kind) for _, kind in found)]
     if keys := matter.get("cite"):
         entries = references(REFERENCES.read_text(encoding="utf-8"))
@@ -69,13 +75,28 @@ def facts(text: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def findings(text: str, papers: list[str]) -> str:
-    """What reproductions measured of the methods of a page: the claims and items that name them, claims first."""
+def naming(text: str) -> re.Pattern[str]:
+    """A pattern of the names of the methods of a page: those of its title and of its classes."""
     title = re.search(r"^# (.+)$", text, re.MULTILINE)
     assert title is not None
     names = {*re.split(r", | and |: | \(|\)", title[1]), *front_matter(text)["methods"]} - {""}
-    named = re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, names))})(?![\w-])", re.IGNORECASE)
-    lines = []
+    return re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, names))})(?![\w-])", re.IGNORECASE)
+
+
+def tables_naming(text: str) -> dict[str, list[str]]:
+    """For each paper the tables of its results that have a method of a page in a cell."""
+    named, found = naming(text), {}
+    for paper in TITLES:
+        files = sorted((PAPERS / paper / "results").glob("*.md"))
+        tables = {file.stem: re.findall(r"^\|.*$", file.read_text(encoding="utf-8"), re.MULTILINE) for file in files}
+        if having := [name for name, lines in tables.items() if any(map(named.search, lines))]:
+            found[paper] = having
+    return found
+
+
+def findings(text: str, papers: list[str]) -> str:
+    """What reproductions measured of the methods of a page: the claims and items that name them, claims first."""
+    named, lines = naming(text), []
     for paper in (read(name) for name in papers):
         about = [entry for entry in (*paper.claims, *paper.items) if entry.values and named.search(entry.found)]
         for entry in about[:FINDINGS]:

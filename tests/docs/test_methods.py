@@ -9,6 +9,7 @@ import pytest
 
 from docs.method_pages import (
     FOLDER,
+    PAPERS,
     RANGES,
     REFERENCES,
     ROUND,
@@ -17,6 +18,7 @@ from docs.method_pages import (
     findings,
     front_matter,
     references,
+    tables_naming,
     typeset_round,
 )
 from fedrax.config.annotations import fields_of
@@ -48,6 +50,21 @@ def test_citations_are_those_of_the_bibliography():
 def test_results_are_those_of_reproduced_papers():
     assert {name for text in PAGES.values() for name in front_matter(text).get("papers", [])} <= TITLES.keys()
     assert all((Path(FOLDER).parents[1] / "papers" / name).is_dir() for name in TITLES)
+
+
+def test_every_table_of_a_paper_is_on_the_page_of_its_methods():
+    """FedDyn was run for Upcycled-FL and for GradMA."""
+    text = facts(PAGES["feddyn"])
+    assert (
+        "[GradMA](../_generated/papers/gradma.md)" in text and "[Upcycled-FL](../_generated/papers/upcycled.md)" in text
+    )
+    for page, text in PAGES.items():
+        for paper, tables in tables_naming(text).items():
+            assert tables and all((PAPERS / paper / "results" / f"{table}.md").is_file() for table in tables)
+            assert all(f"(#papers-{paper}-{table})" in facts(text) for table in tables), page
+    named = tables_naming(PAGES["feddyn"])["gradma"]
+    tables = {file.stem: file.read_text(encoding="utf-8") for file in (PAPERS / "gradma/results").glob("*.md")}
+    assert set(named) == {name for name, table in tables.items() if re.search(r"^\|.*FedDyn", table, re.MULTILINE)}
 
 
 def test_the_facts_of_a_page_describe_its_class():
