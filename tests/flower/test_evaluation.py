@@ -120,6 +120,27 @@ def test_invalid_client_metrics_are_ignored(record: str, name: str, value: Any, 
     assert federated.events[-1]["test_accuracy"] <= 1
 
 
+def test_metrics_without_some_clients_say_so(caplog: pytest.LogCaptureFixture):
+    """Client 2 does not reply to the first evaluation, and has left before the second."""
+    method = Scaffold(local=LOCAL)
+    grid = make_grid(method, WITH_CLIENT_TESTS)
+    grid.lose = lambda message, client: client == 2 and message.metadata.message_type == MessageType.EVALUATE
+
+    def leave(event: Any) -> None:
+        grid.contexts.pop(4, None)
+
+    with caplog.at_level(logging.INFO, "flwr"):
+        federated = run_federation(method, grid, test=None, rounds=2, eval_every=1, callbacks=[leave])
+    assert [event["evaluated_clients"] for event in federated.events] == [5, 5]
+    of = f"5 of 6 clients, {sum(SIZES) - SIZES[2]} of {sum(SIZES)} test samples"
+    for number in (1, 2):
+        assert f"round {number}: the test metrics are over {of}" in caplog.text
+    assert "evaluated_clients 5" in caplog.text
+    caplog.clear()
+    federated = run_federation(method, make_grid(method, WITH_CLIENT_TESTS), test=None, rounds=1)
+    assert federated.events[-1]["evaluated_clients"] == 6 and "test metrics are over" not in caplog.text
+
+
 def test_clients_without_test_samples_are_not_asked_to_evaluate(caplog: pytest.LogCaptureFixture):
     method, asked = Scaffold(local=LOCAL), []
 

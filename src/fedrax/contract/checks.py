@@ -22,7 +22,7 @@ _MAX_FINITE_CHECK = 1 << 20
 """Most entries of an array of the server state that is checked to be finite before the first round."""
 _EVENT_FIELDS = (
     "round", "clients", "bytes_down", "bytes_up", "clock", "epsilon", "epsilon_paper", "diverged", "sound", "bad",
-    "recorded", "local_loss", "asked",
+    "recorded", "local_loss", "asked", "evaluated_clients",
 )  # fmt: skip
 _EVENT_PREFIXES = ("train_", "test_", "seconds")
 """Fields of events, and prefixes of fields, that the simulator sets."""

@@ -105,9 +105,13 @@ def _on_clients(task: Task, registry: ClientRegistry, delivery: DeliveryState, p
                 sums.append(one)
             else:
                 log.warning("client %d is left out of the evaluation: its metrics are not those of this task", client)
+        with_samples, total = int((registry.test_sizes > 0).sum()), int(registry.test_sizes.sum())
+        if len(sums) < with_samples:
+            text = "round %d: the test metrics are over %d of %d clients, %d of %d test samples"
+            log.warning(text, instructions.round + 1, len(sums), with_samples, sum(rows for rows, _ in sums), total)
         metrics = _aggregate_metrics(task, sums, per_client)
         undefined.warn_of({name: value for name, value in metrics.items() if "_client" not in name})
-        return parameter_metrics(task, params) | metrics
+        return parameter_metrics(task, params) | metrics | ({"evaluated_clients": len(sums)} if with_samples else {})
 
     return evaluate
 
