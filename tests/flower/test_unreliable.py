@@ -366,8 +366,9 @@ def test_error_of_the_data_function_is_logged_once_and_waited_for(
         return client_samples(context)
 
     app = client_app(METHOD, TASK, data, seed=0)
-    with caplog.at_level(logging.WARNING, "flwr"):
+    with caplog.at_level(logging.INFO, "flwr"):
         federated = run_federation(METHOD, SerializingGrid(app, len(SIZES)), rounds=1, cohort_size=6)
+    assert caplog.text.count("fedrax: 5 of 6 clients have registered") == 1
     assert len(queries) == 3 and federated.events[-1]["clients"] == 6
     assert caplog.text.count("did not introduce itself") == 1
     wanted = (

@@ -261,7 +261,9 @@ def _app_name(spec: Experiment) -> str:
 
 def _project(spec: Experiment) -> dict[str, Any]:
     """The app's pyproject.toml."""
+    # flwr run --run-config accepts these keys only
     run_config = {"directory": "run", "resume": False, "seed": "none", "rounds": spec.run.rounds, "timeout": 600.0}
+    run_config["wait"] = 600.0
     components = {"serverapp": f"{PACKAGE}.server_app:app", "clientapp": f"{PACKAGE}.client_app:app"}
     return {
         "project": {

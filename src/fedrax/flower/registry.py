@@ -86,7 +86,7 @@ class ClientRegistry:
         """
         wait = wait if getattr(self.grid, "nodes_may_join", True) else 0.0
         found: dict[int, Mapping[str, Any]] = {}
-        known = found
+        known, shown = found, -1
         due = time.monotonic() + wait
         while len(self.node_of) < count:
             connected = set(self.grid.get_node_ids())
@@ -97,6 +97,8 @@ class ClientRegistry:
                 if time.monotonic() > due:
                     problems = [text for node, text in self.problems.items() if node in connected]
                     raise FedraxError(_too_few_message(len(self.node_of), known, count, wait, problems))
+                if shown != (shown := len(self.node_of)):
+                    log.info("fedrax: %d of %d clients have registered", shown, count)
                 time.sleep(POLL_SECONDS)
         for node in sorted(set(known) - set(self.node_of.values())):
             number = known[node].get("client")
