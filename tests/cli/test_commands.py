@@ -342,6 +342,13 @@ def test_list_prints_descriptions(fedrax: Callable[..., Outcome]) -> None:
     assert not re.search(r"`|:\w+:", fedrax("list", "algorithms").out)  # markup of docstrings is removed
 
 
+@pytest.mark.parametrize("name", ["csv", "leaf", "image_folder", "huggingface"])
+def test_help_says_that_test_rows_are_drawn_one_by_one(name: str, fedrax: Callable[..., Outcome]) -> None:
+    """Rows that are near copies of each other, such as overlapping windows, would leak into the test part."""
+    shown = " ".join(fedrax("run", "--data", name, "--help").out.replace("│", " ").split())
+    assert "for independent" in shown and ("overlapping windows" in shown or "frames of one video" in shown)
+
+
 def test_partition_prints_and_draws(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
     flags = "partition --partition shards --partition.clients 10 --partition.per-client 1 --picture p/labels"
     outcome = fedrax(*flags.split())

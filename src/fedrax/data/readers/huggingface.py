@@ -90,7 +90,8 @@ def load_huggingface(
         partition_by: Column that partitions use instead of the label.
         train_split: Name of the training split.
         test_split: Name of the test split; none: test rows are held out of the training split.
-        test_fraction: Share of the rows of each client, or else class, that is held out without a test split.
+        test_fraction: Share of the rows of each client, or else class, that is held out without a test split, drawn row
+            by row. It is for independent rows: overlapping windows of a recording need a split of whole recordings.
         seed: Seed of the choice of the test rows.
         labels: Whether labels are "classes" or "numbers" of a regression; "auto" decides by their type.
         size: Height and width in pixels to which images are resized; by default those of the first.

@@ -63,7 +63,9 @@ def load_image_folder(
         size: Height and width in pixels to which images are resized.
         color: Whether images have three channels, "rgb", or one, "gray".
         clients: Whether the outer folders are the natural clients.
-        test_fraction: Share of the images of each client, or else class, that is held out without a test folder.
+        test_fraction: Share of the images of each client, or else class, that is held out without a test folder, drawn
+            image by image. It is for independent images: frames of one video or slices of one scan need a test folder
+            of whole ones.
         seed: Seed of the choice of the test images.
     """
     shape, mode = check_image_form(size, color)

@@ -80,7 +80,8 @@ def load_leaf(
         length: Number of tokens of a sample; by default 80 characters or 25 words.
         min_count: Number of occurrences from which a word is in the vocabulary.
         largest: Largest number of words in the vocabulary.
-        test_fraction: Share of the rows of each client that is held out without a test folder.
+        test_fraction: Share of the rows of each client that is held out without a test folder, drawn row by row. It is
+            for independent rows: overlapping windows of a recording need a test folder of whole recordings.
         seed: Seed of the choice of the test rows.
     """
     _check_choices(clients, labels, tokens)

@@ -56,7 +56,10 @@ def is_number(text: str | None) -> bool:
 
 
 def split(y: np.ndarray) -> np.ndarray:
-    """Which of the rows of a clinic are test samples: every fifth."""
+    """Which of the rows of a clinic are test samples: every fifth.
+
+    This is for independent rows. Hold out whole patients or recordings if they have several rows each.
+    """
     return np.arange(len(y)) % 5 == 0
 
 
