@@ -81,7 +81,7 @@ def test_default_partition_warns_if_it_ignores_natural_clients(fedrax: Callable[
 
 def test_suggested_command_has_the_number_of_natural_clients(fedrax: Callable[..., Outcome]) -> None:
     flags = ("--data", "synthetic", "--data.devices", 7, "--model", "logistic", "--run.rounds", 1, "--seeds", 0)
-    flags += ("--run.cohort-size", 2, "--grid", "algorithm.local.lr=0.01,0.1", "--algorithms", "fedavg")
+    flags += ("--run.cohort-size", 2, "--grid", "algorithm.local.weight-decay=none,0.01", "--algorithms", "fedavg")
     outcome = fedrax("compare", *flags, "--partition", "natural", "--out", "c")
     assert "--partition iid --partition.clients 7    (" in outcome.out.splitlines()[-1], outcome
 

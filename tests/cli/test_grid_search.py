@@ -99,12 +99,50 @@ def test_methods_are_compared_at_their_best_points(fedrax: Callable[..., Outcome
         mine = next(one for one in on_disk if one.label == method.name)
         assert mine.runs[1].events[-1]["test_accuracy"] == pytest.approx(final, abs=0.003)
         assert row["seeds"] == 2
-    assert "local.lr 0.3" in outcome.out and "run.rounds 3" in outcome.out
+    assert "local.lr 0.3" in outcome.out and "run.rounds 3" in (tmp_path / "c/table.md").read_text()
     assert "the best local.lr" in outcome.out  # of two values, one is always at an end of the grid
     assert "20 % of each client's training rows" in outcome.out
     assert (tmp_path / "c/grid.png").read_bytes().startswith(b"\x89PNG")
     shown = json.loads(fedrax("show", "c", "--json").out)  # trials on validation data are not runs of the comparison
     assert sorted(row["label"] for row in shown["methods"]) == ["LoSAC", "fedavg"]
+
+
+def test_test_metrics_are_not_shown_while_a_grid_should_be_extended(
+    fedrax: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    """Otherwise the user who extends it chooses its values by the test data."""
+    two = TINY.replace("rounds = 4", "rounds = 2").replace('name = "fedavg"\n', "")
+    two += '[[compare]]\nname = "fedavg"\n[[compare]]\nname = "scaffold"\ngrid = { algorithm.local.lr = [0.1] }\n'
+    (tmp_path / "t.toml").write_text("seeds = [0]\ngrid = { algorithm.local.lr = [0.0001, 0.001] }\n" + two)
+    searching = fedrax("compare", "t.toml", "--out", "c")
+    assert searching.status == 0, searching.err
+    made = json.loads((tmp_path / "c/comparison.json").read_text())
+    values = [f"local.lr {t['point']['algorithm.local.lr']:g}: {t['value']:.4g}" for t in
+              made["search"]["methods"]["fedavg"]["trials"]]  # fmt: skip
+    assert all(value in searching.out for value in values) and "fedrax show c" in searching.out
+    tested = [f"{row['accuracy']['mean']:.4f}" for row in made["methods"]]
+    assert not any(value in searching.out + searching.err for value in tested) and "test accuracy" not in searching.err
+    assert all(value in fedrax("show", "c").out for value in tested)
+    assert "different numbers of trials (fedavg 2, scaffold 1)" in searching.out
+    assert any("different numbers of trials" in line for line in made["search"]["lines"])
+    found = compare(tmp_path / "t.toml", directory=tmp_path / "c", progress=False)
+    assert tested[0] not in repr(found) and tested[0] in found.to_markdown() and "```" in found._repr_markdown_()
+    fedrax("report", "c")
+    assert "different numbers of trials" in (tmp_path / "c/report.html").read_text()
+    settled = fedrax(
+        "compare",
+        "t.toml",
+        "--out",
+        "d",
+        "--run.rounds",
+        20,
+        "--run.cohort-size",
+        8,
+        "--grid",
+        "algorithm.local.lr=1e-9,0.1,3e38",
+    )
+    assert settled.status == 0 and "at an end of its grid" not in settled.out, settled.err
+    assert "test accuracy" in settled.err and "different numbers" not in settled.out
 
 
 @pytest.mark.slow
@@ -191,7 +229,7 @@ def test_grid_search_in_python(one_program_file: Path, tmp_path: Path) -> None:
     for choice in comparison_result.search_results.values():
         assert [dict(trial.point) for trial in choice.trials] == [{"algorithm.local.lr": lr} for lr in (0.01, 0.3)]
         assert choice.best.value == max(trial.value or 0 for trial in choice.trials)
-    assert "| fedavg |" in repr(comparison_result) and all(
+    assert "| fedavg |" in comparison_result.to_markdown() and all(
         math.isfinite(row.loss.mean) for row in comparison_result.rows if row.loss
     )
 

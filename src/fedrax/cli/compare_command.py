@@ -35,8 +35,9 @@ settings to try, also from ranges (algorithm.local.lr=0.001..1:log). --algorithm
 methods. With --on dask://HOST:PORT the runs are executed on a cluster.
 
 Prints a table (mean ± standard deviation over seeds; rounds, megabytes and seconds to the target accuracy; the best of
-each column marked *), draws curves (PNG and SVG), and saves table.md and comparison.json beside the runs. The same
-command resumes an interrupted comparison; finished runs are not repeated. The exit status is 1 if a method diverged."""
+each column marked *), or only the trials on validation data if a best value is at an end of its grid. Draws curves (PNG
+and SVG), and saves table.md and comparison.json beside the runs. The same command resumes an interrupted comparison;
+finished runs are not repeated. The exit status is 1 if a method diverged."""
 DIVERGED = 1
 """Exit status where a method of the comparison diverged."""
 
@@ -248,12 +249,14 @@ def report(outcome: ComparisonResult, options: CompareOptions, args: list[str]) 
         print_table(outcome, options.format)
     elif not options.quiet:
         console = comparison_table.wide_console()
-        comparison_table.show(console, outcome.rows, outcome.target, outcome.metric, spec.name)
-        for line in outcome.lines():
-            console.print(printable_line(line))
+        if not outcome.at_end:
+            comparison_table.show(console, outcome.rows, outcome.target, outcome.metric, spec.name)
+        for line in outcome.validation_lines() if outcome.at_end else outcome.lines():
+            console.print(printable_line(line), highlight=False, markup=False)
         shown = " and ".join(str(picture) for picture in outcome.pictures)
         console.print(f"curves: {shown}, and .svg; table: {out / 'table.md'}; numbers: {out / 'comparison.json'}")
-        console.print(next_step(spec, args, number_of_clients(outcome)))
+        if not outcome.at_end:
+            console.print(next_step(spec, args, number_of_clients(outcome)))
 
 
 def number_of_clients(outcome: ComparisonResult) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Executor, Future, wait
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
@@ -30,6 +30,7 @@ from fedrax.simulation.persistence import checkpoint
 from fedrax.simulation.persistence.run_directory import CHECKPOINT, FAILURE
 from fedrax.simulation.results.progress import ProgressLine, ProgressSink
 from fedrax.simulation.run import check_possible
+from fedrax.tuning.selection import SearchResult, is_at_end
 
 ATTEMPTS = 3
 """Number of lost workers of a run, or of broken executors without a finished run between them, that ends in an
@@ -53,6 +54,9 @@ class ComparisonWatcher:
     def done(self, job: RunJob, directory: Path, error: str | None) -> None:
         """Called at the end of a run; ``error``: the message of a run that diverged."""
 
+    def searched(self, results: Mapping[str, SearchResult]) -> None:
+        """Called after the search, before the runs on test data, with the result of each method by label."""
+
     def say(self, text: str) -> None:
         """Called with messages for the user."""
 
@@ -64,17 +68,25 @@ class ProgressWatcher(ComparisonWatcher):
     """Shows a progress line for the current run, and prints a line for each finished one."""
 
     def __init__(self) -> None:
-        self._line = ProgressLine()
+        self._line, self._shows_test = ProgressLine(), True
 
     def sinks(self, job: RunJob, directory: Path, number: int, of: int) -> list[Sink]:
         """The progress line."""
-        return [ProgressSink(f"{job.title} ({number}/{of})", self._line)]
+        shown = self._shows_test or job.spec.validation > 0
+        return [ProgressSink(f"{job.title} ({number}/{of})", self._line, shows_test=shown)]
+
+    def searched(self, results: Mapping[str, SearchResult]) -> None:
+        """Show no test metrics if the search should go on: settings must not be chosen by them."""
+        self._shows_test = not is_at_end(results)
 
     def done(self, job: RunJob, directory: Path, error: str | None) -> None:
         """Print the final metrics of the run."""
         self._line.clear()
         if error is not None:
             self.say(error)
+        if not (self._shows_test or job.spec.validation):
+            self.say(f"{job.title}: done")
+            return
         on = ", on validation data" if job.spec.validation else ""
         self.say(f"{job.title}{on}: {summary_line(read_run(directory).events)}")
 

@@ -35,7 +35,7 @@ from fedrax.report.runs import (
 )
 from fedrax.simulation import use_all_cores
 from fedrax.simulation.results.progress import progress_is_visible
-from fedrax.tuning.selection import SearchResult
+from fedrax.tuning.selection import SearchResult, is_at_end
 
 
 @dataclass(frozen=True, repr=False)
@@ -74,17 +74,41 @@ class ComparisonResult(MethodResults):
         """Whether a run with the selected settings diverged."""
         return any(method.failure is not None for method in self.methods)
 
+    @property
+    def at_end(self) -> bool:
+        """Whether a selected value is at an end of its grid, so that the search should go on in a larger one."""
+        return is_at_end(self.search_results)
+
+    def validation_lines(self) -> list[str]:
+        """What is shown instead of the table while the search should go on, for which test data must not be seen.
+
+        Returns:
+            The best trials of each method on validation data, how settings were selected, and how to see the table.
+        """
+        return [
+            *search_plots.trial_lines(self.search_results),
+            *self._selected(),
+            "the metrics on test data are not shown while a best value is at an end of its grid, because settings must"
+            f" not be chosen by them; at the end: fedrax show {self.directory}, or fedrax report {self.directory}",
+        ]
+
+    def _selected(self) -> list[str]:
+        """How settings were selected; empty without a search."""
+        if not self.search_results:
+            return []
+        spec = self.comparison
+        fixed = [method.name for method in spec.methods if method.name not in self.search_results]
+        search = (spec.search.validation, spec.search_seeds, spec.search.trials)
+        return search_plots.lines(self.search_results, *search, fixed)
+
     def lines(self) -> list[str]:
         """How settings were selected and what the target is.
 
         Returns:
             Lines to print below the table.
         """
-        spec = self.comparison
-        search = (spec.search.validation, spec.search_seeds, spec.search.trials)
-        selected = search_plots.lines(self.search_results, *search) if self.search_results else []
         legend = self.legend()
-        return selected + [legend] * bool(legend)
+        return self._selected() + [legend] * bool(legend)
 
     def summary(self) -> dict[str, Any]:
         """The table and the search as JSON values.
@@ -105,8 +129,8 @@ class ComparisonResult(MethodResults):
         if self.search_results:
             search = {"validation": spec.search.validation, "seeds": list(spec.search_seeds)}
             search |= {"trials": spec.search.trials}
-            lines = search_plots.lines(self.search_results, *search.values())
-            found["search"] = {**search, "methods": search_plots.values(self.search_results), "lines": lines}
+            values = search_plots.values(self.search_results)
+            found["search"] = {**search, "methods": values, "lines": self._selected()}
         return found
 
     @property
@@ -123,9 +147,13 @@ class ComparisonResult(MethodResults):
         if self.search_results:
             curves.save_curves(search_plots.draw_grids(self.search_results, name), out / "grid")
 
+    def _repr_markdown_(self) -> str:
+        """The same for notebooks."""
+        return "```text\n" + repr(self) + "\n```" if self.at_end else super()._repr_markdown_()
+
     def __repr__(self) -> str:
-        """The table in Markdown, and the lines below it."""
-        return "\n".join([self.to_markdown(), *self.lines()])
+        """The table in Markdown and the lines below it, or the trials of a search that should go on."""
+        return "\n".join(self.validation_lines() if self.at_end else [self.to_markdown(), *self.lines()])
 
 
 @checked_arguments
@@ -281,6 +309,7 @@ def _run(
     search_results = {}
     if spec.searched:
         search_results = trials.search(spec, out, task, lambda one: (task_of(one), held()), watcher, workers, data_dir)
+        watcher.searched(search_results)
     chosen = spec.fixed | {label: dict(choice.best.point) for label, choice in search_results.items()}
     runs = spec.runs(chosen)
     _update_places(runs, out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -13,8 +14,11 @@ from matplotlib.figure import Figure
 
 from fedrax.escaping import escape_matplotlib, format_setting, format_settings, short_path
 from fedrax.report.curves import DASHES, PALETTE, legend_columns, set_scale
-from fedrax.report.runs import log_limits, needs_log_axis
+from fedrax.report.runs import COMPARISON, log_limits, needs_log_axis
 from fedrax.tuning.selection import SearchResult, Trial
+
+_MOST_TRIALS = 10
+"""Trials of a method that are printed: a grid may have a thousand."""
 
 
 def draw_grids(search_results: Mapping[str, SearchResult], title: str = "") -> Figure:
@@ -127,9 +131,16 @@ def _axes(axes: Axes, path: str, result: SearchResult, values: Sequence[Any]) ->
 
 
 def lines(
-    search_results: Mapping[str, SearchResult], share: float, seeds: Sequence[int], trials: int | None = None
+    search_results: Mapping[str, SearchResult],
+    share: float,
+    seeds: Sequence[int],
+    trials: int | None = None,
+    fixed: Sequence[str] = (),
 ) -> list[str]:
-    """Describe the search: the criterion, the selected settings, and warnings about values at an end of the grid."""
+    """Describe the search: the criterion, the selected settings, and warnings.
+
+    ``fixed`` are the labels of the methods that were not searched.
+    """
     of_trials = "" if trials is None else f", from up to {trials} settings of each method that Optuna proposed"
     described = [
         f"selected by the {' and '.join(dict.fromkeys(c.metric for c in search_results.values()))} on validation data,"
@@ -141,7 +152,40 @@ def lines(
         value = "every point diverged" if best.value is None else f"{result.metric} {best.value:.4g}"
         diverged = f", {lost} diverged" if lost and best.value is not None else ""
         described.append(f"  {label}: {format_settings(best.point)} ({value}; {len(result.trials)} points{diverged})")
-    return described + warnings(search_results)
+    return described + warnings(search_results) + unequal_searches(search_results, fixed)
+
+
+def trial_lines(search_results: Mapping[str, SearchResult]) -> list[str]:
+    """The best trials of each method on validation data, a line each."""
+    found = []
+    for label, result in search_results.items():
+        ranked = sorted(result.trials, key=partial(_rank, result.lower_is_better))
+        found.append(f"{label}: validation {result.metric}")
+        for trial in ranked[:_MOST_TRIALS]:
+            value = "diverged" if trial.value is None else f"{trial.value:.4g}"
+            found.append(f"  {format_settings(trial.point)}: {value}")
+        if len(ranked) > _MOST_TRIALS:
+            found.append(f"  and {len(ranked) - _MOST_TRIALS} more in {COMPARISON}")
+    return found
+
+
+def _rank(lower_is_better: bool, trial: Trial) -> float:
+    """A key that sorts the best trial first."""
+    if trial.value is None or math.isnan(trial.value):
+        return math.inf
+    return trial.value if lower_is_better else -trial.value
+
+
+def unequal_searches(search_results: Mapping[str, SearchResult], fixed: Sequence[str] = ()) -> list[str]:
+    """A warning if methods had different numbers of trials; the ``fixed`` ones had one."""
+    counts = {label: len(result.trials) for label, result in search_results.items()} | dict.fromkeys(fixed, 1)
+    if len(set(counts.values())) < 2:
+        return []
+    tried = ", ".join(f"{label} {count}" for label, count in counts.items())
+    return [
+        f"warning: the methods had different numbers of trials ({tried}): more trials find better settings, so give all"
+        " methods as many before you compare them"
+    ]
 
 
 def warnings(search_results: Mapping[str, SearchResult]) -> list[str]:

@@ -117,6 +117,11 @@ class SearchResult:
         return "smallest" if best == min(values) and best != 0 else None
 
 
+def is_at_end(results: Mapping[str, SearchResult]) -> bool:
+    """Whether a best value of a search is at an end of its grid or range, so that a value beyond may be better."""
+    return any(result.at_ends() for result in results.values())
+
+
 @dataclass(frozen=True)
 class TuningResult(SearchResult):
     """Result of :func:`tune`.

@@ -120,9 +120,11 @@ class ProgressSink:
     """Sink that shows rounds done, training loss, test metric, rounds per second and the time left.
 
     ``line`` is a line shared by several runs, erased by its owner; without it the sink has its own, which stays.
+    ``shows_test`` is false where settings are still being chosen, for which the test metric must not be seen.
     """
 
-    def __init__(self, description: str | None = None, line: ProgressLine | None = None):
+    def __init__(self, description: str | None = None, line: ProgressLine | None = None, *, shows_test: bool = True):
+        self._shows_test = shows_test
         self._description, self._shared, self._line = description, line is not None, line or ProgressLine()
         self._name, self._total, self._numbers, self._test = "", 0, "", ""
         self._first: tuple[int, float] | None = None
@@ -142,7 +144,7 @@ class ProgressSink:
             ("test_mse", "mse {:.4g}"),
             ("test_loss", "loss {:.4g}"),
         ):
-            if key in event:
+            if key in event and self._shows_test:
                 self._test = "test " + form.format(event[key])
                 break
         if self._first is None:  # the time before the first block's end includes compilation
