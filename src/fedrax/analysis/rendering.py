@@ -10,7 +10,7 @@ from rich.table import Table
 
 from fedrax.analysis.diagnosis import Diagnosis
 from fedrax.analysis.dissimilarity import describe_dissimilarity, verdict
-from fedrax.analysis.method_trials import GridPoint, MethodTrials
+from fedrax.analysis.method_trials import METHODS, GridPoint, MethodTrials
 from fedrax.report.curves import PALETTE
 
 RANGE = 3.0
@@ -173,9 +173,13 @@ def trial_lines(trials: MethodTrials, conditions: str) -> list[str]:
         deviation += f"; standard error from the choice of rows about {sampling:.1f}"
     at_end = [trial.method for trial in trials.tried if trial.at_end]
     ends = f"; best at an end of the grid: {', '.join(at_end)}" if at_end else ""
+    points = {trial.method: len(METHODS[trial.method].points()) for trial in trials.tried}
+    counts = ", ".join(f"{method} {count}" for method, count in points.items())
+    unequal = f"points         {counts}: a method with more points of its grid has a better chance to be the best"
     return [
         f"trials         {trials.rounds} rounds of each method at its best learning rate, {conditions}, {metric} on"
         f" {trials.rows} held-out rows ({deviation}): {', '.join(scores)}{ends}",
+        *[unequal] * (len(set(points.values())) > 1),
         *(f"rejected       {reason}" for reason in trials.rejected),
     ]
 
