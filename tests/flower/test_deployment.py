@@ -209,6 +209,10 @@ def test_samples_with_several_inputs_are_deployed(tmp_path: Path, capsys: pytest
     (tmp_path / "x.toml").write_text(text)
     assert main(["deploy", str(tmp_path / "x.toml"), "--out", str(tmp_path / "d")]) == 0
     assert "rehearsal: the losses are those of the simulator" in capsys.readouterr().out
+    # without the path of the data, which clients of a real federation do not read
+    settings = tmp_path / "d" / "app" / "deployment" / "settings.toml"
+    settings.write_text(settings.read_text().replace(str(tmp_path), "replaced"))
+    assert Deployment.read(settings.parent).clients == 4
 
 
 @pytest.mark.parametrize(
