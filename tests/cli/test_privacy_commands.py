@@ -62,6 +62,12 @@ def test_privacy_prints_releases_and_the_noise_for_a_target(fedrax: Any, private
         assert text in shown.out
     amplified = fedrax("privacy", private_file, "--algorithm", "clientdp", "--picture", "None")
     assert "amplified by sampling of cohorts" in amplified.out and "picture" not in amplified.out
+    flags = ["--algorithm", "clientdp", "--run.participation", "poisson", "--picture", "None", "--json"]
+    independent = json.loads(fedrax("privacy", private_file, *flags).out)
+    assert (
+        f"participation poisson, which amplifies more: epsilon {independent['spent']['epsilon']:.4g}" in amplified.out
+    )
+    assert independent["by_poisson"] is None
 
 
 def test_a_run_that_its_budget_ended_continues_with_another(fedrax: Any, private_file: Path, tmp_path: Path):

@@ -1,6 +1,7 @@
 """Lower bounds from membership guesses; audits reject broken mechanisms and claims, and no sound one."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from fedrax.privacy.audit.bounds import (
     one_run_epsilon,
     one_run_p_value,
     provable_epsilon,
+    provable_one_run_epsilon,
 )
 from fedrax.privacy.audit.game import observe_client
 from fedrax.privacy.mechanisms.client_level import ClientDP
@@ -171,16 +173,27 @@ def test_one_run_bounds_have_their_confidence():
 
 
 def test_the_best_attack_proves_what_is_provable():
-    """Of Gaussian observations a fixed distance apart, and of observations that are never confused."""
+    """Of Gaussian observations a fixed distance apart, and of randomized response, the worst (epsilon, 0) mechanism."""
     rng = np.random.default_rng(5)
     for runs, mu in ((400, 1.5), (4000, 1.5), (4000, 0.7)):
         one, other = rng.normal(size=(runs, 1)), rng.normal(size=(runs, 1)) + mu
         bounds = distinguish(one, other, 1e-5)
-        best = provable_epsilon(bounds.runs, 1e-5, gaussian_epsilon=epsilon_of_mu(mu, 1e-5))
+        best = provable_epsilon(bounds.runs, epsilon_of_mu(mu, 1e-5), 1e-5, gaussian=True)
         assert 0 < best < epsilon_of_mu(mu, 1e-5)
         assert epsilon_of_mu(bounds.mu, 1e-5) == pytest.approx(best, rel=0.15)
-    apart = distinguish(rng.uniform(size=(400, 1)), rng.uniform(size=(400, 1)) + 50, 1e-5)
-    assert apart.epsilon == pytest.approx(provable_epsilon(apart.runs, 1e-5))
+    for runs, epsilon in ((4000, 1.0), (4000, 3.0), (400, 3.0)):
+        answers = [(rng.random((runs, 1)) < 1 / (1 + math.exp(side * epsilon))).astype(float) for side in (1, -1)]
+        bounds = distinguish(*answers, 1e-5)
+        best = provable_epsilon(bounds.runs, epsilon, 1e-5)
+        assert 0 < best < epsilon and bounds.epsilon == pytest.approx(best, rel=0.25)
+
+
+def test_canaries_prove_at_most_what_is_provable():
+    rng, epsilon = np.random.default_rng(5), 1.5
+    right = rng.binomial(200, 1 / (1 + math.exp(-epsilon)), 100)
+    best = provable_one_run_epsilon(400, 200, epsilon, 1e-5)
+    assert 0.8 < best < epsilon
+    assert np.mean([one_run_epsilon(400, 200, int(r), 1e-5) for r in right]) == pytest.approx(best, rel=0.1)
 
 
 def test_guesses_are_the_highest_and_lowest_scores():

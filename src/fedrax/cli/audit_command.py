@@ -11,6 +11,7 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
+from fedrax.cli import tell
 from fedrax.cli.arguments import parse_experiment
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
@@ -63,6 +64,7 @@ def main(args: list[str]) -> int:
     observation: dict[str, Any] = {"client": options.client, "rounds": options.rounds, "runs": options.runs}
     if options.drawn:
         observation |= _client_sampling(spec.run, problem[2].sizes)
+    tell(f"training in {2 * options.runs:,} runs of {options.rounds} round{'s' * (options.rounds > 1)} with one client")
     audits = [audit_client(*problem, spec.run, unit=options.unit, **observation)]
     if options.canaries is not None:
         audits.append(audit_canaries(*problem, spec.run, unit=options.unit, canaries=options.canaries))
@@ -98,7 +100,7 @@ def _print(audits: list[Audit]) -> None:
         table.add_row(*cells, *[claim + (" refuted" if a.paper_refuted else "")] * paper)
     console.print(table)
     console.print(f"at delta {audits[0].delta:g}, each bound with 95 % confidence")
-    console.print("provable: the bound of the best attack with as many trials; proven 0: this attack saw nothing")
+    console.print("provable: the bound of the best attack with as many trials, if the guarantee holds exactly")
     if any(audit.neighbors == "replacement" for audit in audits):
         console.print("guarantees about replaced data are weaker than those about presence that fedrax privacy prints")
     if any(audit.refuted for audit in audits):

@@ -76,6 +76,8 @@ def _print(made: Forecast, run: Settings, name: str) -> None:
     if spent.empty_place:
         console.print("clients keep state between rounds: Poisson sampling amplifies, cohorts of a fixed size do not")
     console.print(_releases(made))
+    if made.by_poisson is not None:
+        console.print(f"with --run.participation poisson, which amplifies more: epsilon {made.by_poisson:.4g}")
     if not math.isfinite(spent.epsilon):
         console.print("there is no finite epsilon, and no budget can be set: a release has no noise with a guarantee")
     if made.answers:

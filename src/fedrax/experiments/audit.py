@@ -31,6 +31,7 @@ from fedrax.privacy.audit.bounds import (
     guess_membership,
     one_run_epsilon,
     provable_epsilon,
+    provable_one_run_epsilon,
 )
 from fedrax.privacy.audit.game import Participation, observe_client
 from fedrax.prng.keys import INITIALIZATION, purpose_key
@@ -77,7 +78,7 @@ class Audit:
     delta: float
     """delta of the guarantee."""
     provable: float
-    """The lower bound that the best attack would prove with as many trials."""
+    """The lower bound that the best attack would prove with as many trials if ``claimed`` held exactly."""
 
     @property
     def refuted(self) -> bool:
@@ -178,7 +179,7 @@ def audit_client(
     paper = accountant.epsilon_paper(rounds, int(federation.sizes[client])) if unit == "sample" else None
     about = "presence" if presence else "replacement"
     claimed = accountant.epsilon(rounds)
-    provable = provable_epsilon(bounds.runs, settings.delta, confidence, claimed if gaussian else None)
+    provable = provable_epsilon(bounds.runs, claimed, settings.delta, gaussian, confidence)
     return Audit("client", unit, about, rounds, bounds.runs, proven, claimed, paper, settings.delta, provable)
 
 
@@ -273,7 +274,7 @@ def audit_canaries(
         claimed,
         paper if unit == "sample" else None,
         settings.delta,
-        one_run_epsilon(canaries, made, made, settings.delta),
+        provable_one_run_epsilon(canaries, made, claimed, settings.delta),
     )
 
 

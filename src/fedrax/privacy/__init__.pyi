@@ -18,6 +18,9 @@ from fedrax.privacy.audit.bounds import (
 from fedrax.privacy.audit.bounds import (
     provable_epsilon as provable_epsilon,
 )
+from fedrax.privacy.audit.bounds import (
+    provable_one_run_epsilon as provable_one_run_epsilon,
+)
 from fedrax.privacy.audit.game import observe_client as observe_client
 from fedrax.privacy.ledger import Ledger as Ledger
 from fedrax.privacy.mechanisms.client_level import ClientDP as ClientDP

@@ -17,12 +17,13 @@ from matplotlib.ticker import MaxNLocator
 from fedrax.contract.algorithm import Algorithm
 from fedrax.errors import FedraxError
 from fedrax.participation.cohort_sampler import CohortSampler
+from fedrax.participation.policies import Poisson
 from fedrax.privacy.accounting import Accountant
 from fedrax.privacy.ledger import Ledger, PrivacySpent
 from fedrax.privacy.releases import Release
 from fedrax.report.curves import PALETTE
 from fedrax.report.runs import finite
-from fedrax.simulation.privacy_ledger import ledger_of, private_releases
+from fedrax.simulation.privacy_ledger import accountant_of, ledger_of, private_releases
 from fedrax.simulation.results.events import Event
 from fedrax.simulation.settings import Settings, cohort_sampler
 
@@ -68,6 +69,8 @@ class Forecast:
     """The noise and the rounds for given values of epsilon."""
     noise_fields: dict[str, float]
     """Hyper-parameters to which all noise is proportional, with their values."""
+    by_poisson: float | None = None
+    """Epsilon after all rounds if each client were sampled independently; None if that is no less, or not possible."""
 
     def to_dict(self) -> dict[str, Any]:
         """The forecast as JSON values, None for infinity."""
@@ -104,7 +107,19 @@ def forecast(
         parts=tuple(_part(release, accountant, ledger) for release in accountant.releases),
         answers=tuple(_answer(epsilon, ledger, sampler, most) for epsilon in epsilons),
         noise_fields=noise_fields(algorithm),
+        by_poisson=_by_poisson(algorithm, settings, sizes, ledger.spent.epsilon),
     )
+
+
+def _by_poisson(algorithm: Algorithm, settings: Settings, sizes: np.ndarray, epsilon: float) -> float | None:
+    """The epsilon with Poisson sampling of cohorts, if it is less than ``epsilon`` by more than its rounding."""
+    independent = dataclasses.replace(settings, participation=Poisson(), epsilon_budget=None)
+    try:
+        accountant = accountant_of(algorithm, independent, cohort_sampler(independent, sizes))
+    except FedraxError:  # a method that needs another participation
+        return None
+    found = math.inf if accountant is None or not settings.rounds else accountant.epsilon(settings.rounds)
+    return found if found < 0.99 * epsilon else None
 
 
 def _part(release: Release, whole: Accountant, ledger: Ledger) -> ReleaseCost:

@@ -40,7 +40,8 @@ class Settings:
     """S, the number of clients that are sampled in a round: the most under an availability trace, the expectation under
     Poisson sampling. By default 10, or all clients if there are fewer."""
     seed: Seed = 0
-    """Seed of the starting parameters, cohorts, stragglers and mini-batches, which are the same for every algorithm."""
+    """Seed of the starting parameters, cohorts, stragglers and mini-batches, which are the same for every algorithm,
+    and of the noise of private methods, which everybody who knows the seed can subtract."""
     weights: Literal["uniform", "samples"] = "uniform"
     """Aggregation weights p_i: equal, or proportional to the clients' numbers of samples."""
     participation: Participation = UNIFORM

@@ -182,30 +182,59 @@ def distinguish(
 
 @checked_arguments
 def provable_epsilon(
-    runs: int, delta: float, confidence: float = CONFIDENCE, gaussian_epsilon: float | None = None
+    runs: int, epsilon: float, delta: float, gaussian: bool = False, confidence: float = CONFIDENCE
 ) -> float:
-    """The lower bound on epsilon that `distinguish` would give for the best attack.
+    """The lower bound on epsilon that `distinguish` would give for the best attack, if a guarantee holds exactly.
 
     Args:
         runs: Runs per hypothesis that the bound is computed from (``DistinguishingBound.runs``).
-        delta: The delta at which epsilon is bounded.
+        epsilon: The epsilon of the guarantee. The best attack has as few errors as it allows.
+        delta: The delta of the guarantee, at which epsilon is bounded.
+        gaussian: Whether the mechanism is Gaussian, so that the distance of the means gives a bound.
         confidence: The confidence of the bound.
-        gaussian_epsilon: The epsilon of a Gaussian mechanism, whose means can be no further apart; None for other
-            mechanisms, of which the attack may make no error.
 
     Returns:
-        The bound.
+        The bound, of expected numbers of errors.
 
     Example:
-        >>> fedrax.privacy.provable_epsilon(runs=100, delta=1e-5) < fedrax.privacy.provable_epsilon(1000, delta=1e-5)
+        >>> few, many = (fedrax.privacy.provable_epsilon(runs, epsilon=2.0, delta=1e-5) for runs in (100, 1000))
+        >>> 0 < few < many < 2
         True
     """
     level = (1 - confidence) / 6
-    if gaussian_epsilon is None:
-        error = float(beta.ppf(1 - level, 1, runs))
-        return math.log(max(1.0, (1 - delta - error) / error))
-    mu = _largest(lambda mu: epsilon_of_mu(mu, delta) <= gaussian_epsilon, _MOST_MU)
-    return epsilon_of_mu(mu - float(norm.isf(level)) * math.sqrt(2 / runs), delta)
+    if gaussian:
+        mu = _largest(lambda mu: epsilon_of_mu(mu, delta) <= epsilon, _MOST_MU)
+        return epsilon_of_mu(mu - float(norm.isf(level)) * math.sqrt(2 / runs), delta)
+    factor, bounds = math.exp(min(epsilon, 500.0)), [0.0]
+    for first in np.geomspace(1e-6, 0.5, 200):
+        second = max(0.0, 1 - delta - factor * first, (1 - delta - first) / factor)  # as many errors at least
+        most = [float(beta.ppf(1 - level, rate * runs + 1, runs - rate * runs)) for rate in (first, second)]
+        bounds += [math.log(gain) for a, b in (most, most[::-1]) if (gain := (1 - delta - b) / a) > 0]
+    return max(bounds)
+
+
+@checked_arguments
+def provable_one_run_epsilon(
+    canaries: int, guesses: int, epsilon: float, delta: float, confidence: float = CONFIDENCE
+) -> float:
+    """The lower bound on epsilon that `one_run_epsilon` would give for the best attack, if a guarantee holds exactly.
+
+    Args:
+        canaries: m, canaries that were in or out by fair coins.
+        guesses: r, canaries that the attacker guesses about.
+        epsilon: The epsilon of the guarantee: a share of e^eps / (1 + e^eps) of the guesses is right at most.
+        delta: The delta at which epsilon is bounded.
+        confidence: The confidence of the bound.
+
+    Returns:
+        The bound for the expected number of right guesses, rounded.
+
+    Example:
+        >>> fedrax.privacy.provable_one_run_epsilon(canaries=30, guesses=10, epsilon=17.0, delta=1e-3) < 2
+        True
+    """
+    right = round(guesses / (1 + math.exp(-epsilon)))
+    return one_run_epsilon(canaries, guesses, right, delta, confidence)
 
 
 def _tests(directions: list[np.ndarray], pick_a: np.ndarray, pick_b: np.ndarray) -> Iterator[tuple[np.ndarray, float]]:
