@@ -1,6 +1,7 @@
 """``fedrax privacy``, ``fedrax audit``, and what other commands report about a private run."""
 
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,32 @@ def test_a_run_that_its_budget_ended_continues_with_another(fedrax: Any, private
     assert not read().spent and read().rounds_done == 4
     refused = fedrax("resume", "kept", "--run.epsilon-budget", "3.5")
     assert refused.status == 2 and "is spent: 4 rounds have cost" in refused.err
+
+
+def test_the_printed_noise_is_enough(fedrax: Any, private_file: Path):
+    """It is rounded up: the nearest number of four digits would miss some of these."""
+    flags = ["--algorithm", "clientdp", "--picture", "None"]
+    printed = fedrax("privacy", private_file, *flags, "--epsilons", *map(str, range(1, 9))).out
+    found = re.search("--algorithm.noise for epsilon (.*)", printed)
+    assert found is not None
+    for pair in found[1].split(", "):
+        epsilon, noise = pair.split(": ")
+        spent = json.loads(fedrax("privacy", private_file, *flags, "--algorithm.noise", noise, "--json").out)["spent"]
+        assert spent["epsilon"] <= float(epsilon)
+
+
+@pytest.mark.parametrize("standardize", ["all", "client"])
+def test_private_runs_warn_of_pooled_statistics(fedrax: Any, tmp_path: Path, standardize: str):
+    rows = [f"{name},{row},{row % 2}" for name in "abc" for row in range(10)]
+    (tmp_path / "own.csv").write_text("\n".join(["who,x,label", *rows]))
+    flags = f"run --data csv --data.path own.csv --data.client who --data.standardize {standardize} --partition natural"
+    flags += " --model logistic --algorithm clientdp --run.rounds 1 --run.cohort-size 3 --run.delta 0.1 --quiet"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert fedrax(*flags.split()).status == 0
+        assert fedrax(*flags.replace("clientdp", "fedavg").split()).status == 0
+    found = [str(w.message) for w in caught if "no epsilon covers" in str(w.message)]
+    assert len(found) == (standardize == "all") and all("mean and standard deviation" in text for text in found)
 
 
 def test_privacy_names_releases_without_a_guarantee(fedrax: Any, private_file: Path):

@@ -19,6 +19,7 @@ from fedrax.experiments import experiment
 from fedrax.report.comparison_table import wide_console
 from fedrax.report.privacy_forecast import Forecast, ReleaseCost, draw, forecast
 from fedrax.simulation import Settings, use_all_cores
+from fedrax.simulation.privacy_ledger import warn_of_pooled
 from fedrax.simulation.setup import prepare
 
 DESCRIPTION = """Compute the privacy loss of an experiment: `fedrax privacy [FILE.toml] [flags]`.
@@ -53,6 +54,7 @@ def main(args: list[str]) -> int:
     algorithm, task, federation = experiment.build(spec, options.data_dir)
     asked = sorted({*options.epsilons, *filter(None, [spec.run.epsilon_budget])})
     made = forecast(algorithm, spec.run, federation.sizes, asked)
+    warn_of_pooled(federation)
     prepare(algorithm, task, federation, spec.run)  # raises for a method whose messages are not all private
     pictures, failed = save(lambda: draw(made, spec.run.epsilon_budget), options.picture)
     if options.json:
@@ -83,7 +85,7 @@ def _print(made: Forecast, run: Settings, name: str) -> None:
     if made.answers:
         console.print(_answers(made, run.rounds))
     for path, value in made.noise_fields.items():
-        flags = [f"{a.epsilon:g}: {a.factor * value:.4g}" for a in made.answers if a.factor is not None]
+        flags = [f"{a.epsilon:g}: {_rounded_up(a.factor * value)}" for a in made.answers if a.factor is not None]
         if flags:
             console.print(f"--algorithm.{path} for epsilon {', '.join(flags)}")
 
@@ -120,6 +122,12 @@ def _answers(made: Forecast, rounds: int) -> Table:
         factor = "–" if answer.factor is None else f"{answer.factor:.4g} ×"
         table.add_row(f"{answer.epsilon:g}", factor, f"{answer.rounds}{' or more' if answer.more else ''}")
     return table
+
+
+def _rounded_up(noise: float) -> str:
+    """Four digits that are not below ``noise``: rounded to the nearest it could miss the epsilon."""
+    unit = 10.0 ** (math.floor(math.log10(noise)) - 3)
+    return f"{math.ceil(noise / unit) * unit:.4g}"
 
 
 def _number(value: Any) -> str:

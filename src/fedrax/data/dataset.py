@@ -113,6 +113,8 @@ class Dataset:
     """Names of the columns of x [n, features], or empty."""
     notes: tuple[str, ...] = ()
     """What the reader did to the data, and its warnings."""
+    pooled: tuple[str, ...] = ()
+    """Statistics of the rows of all clients by which x was computed, which no differential privacy covers."""
     partition_by: np.ndarray | None = None
     """One number [n] per training row that partitions by label use instead of the label: integers from 0, or floats
     to sort by."""

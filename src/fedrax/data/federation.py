@@ -85,6 +85,8 @@ class Federation:
     """Names of the clients [N], or empty."""
     notes: tuple[str, ...] = ()
     """What the reader did to the data, and its warnings."""
+    pooled: tuple[str, ...] = ()
+    """Statistics of the rows of all clients by which x was computed, which no differential privacy covers."""
 
     def __post_init__(self) -> None:
         _check_train_offsets(self.offsets, len(self.train.y), f"federation {self.name!r}")
@@ -201,6 +203,7 @@ class Federation:
             vocabulary=dataset.vocabulary,
             client_names=names,
             notes=dataset.notes,
+            pooled=dataset.pooled,
         )
 
     @classmethod

@@ -8,6 +8,7 @@ import numpy as np
 
 from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.wrapper import uploads_depend_on_state
+from fedrax.data import Federation
 from fedrax.errors import FedraxError, warn
 from fedrax.participation.cohort_sampler import CohortSampler
 from fedrax.privacy.accounting import Accountant
@@ -92,6 +93,12 @@ def ledger_of(algorithm: Algorithm, settings: Settings, sampler: CohortSampler) 
             f" {accountant.unit} of {units} would satisfy this guarantee; set a smaller delta",
         )
     return Ledger(accountant, sampler.sizes)
+
+
+def warn_of_pooled(federation: Federation) -> None:
+    """Warn about statistics of all clients' samples, which were computed before the run and outside of its epsilon."""
+    if found := [*federation.pooled, *["the vocabulary"] * bool(federation.vocabulary)]:
+        warn(f"no epsilon covers what was computed from the samples of all clients before: {'; '.join(found)}")
 
 
 def _check_room(accountant: Accountant, budget: float | None) -> None:

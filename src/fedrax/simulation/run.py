@@ -35,7 +35,14 @@ from fedrax.simulation.persistence.resume import RunStart, check_can_continue, c
 from fedrax.simulation.persistence.run_description import write_description
 from fedrax.simulation.persistence.run_directory import CHECKPOINT, FAILURE, MODEL, RunDirectory, lock_directory
 from fedrax.simulation.placement.streaming import BlockLoader, RoundBlock, SampleStreamer, StateSpill
-from fedrax.simulation.privacy_ledger import check_not_spent, last_round, ledger_of, record_spending, warn_of_budget
+from fedrax.simulation.privacy_ledger import (
+    check_not_spent,
+    last_round,
+    ledger_of,
+    record_spending,
+    warn_of_budget,
+    warn_of_pooled,
+)
 from fedrax.simulation.process import (
     answer_of_any_process,
     answer_of_first_process,
@@ -143,6 +150,8 @@ def simulate(
         if record is not None:
             _check_record(record, setup)
         ledger = ledger_of(algorithm, settings, setup.planner.sampler)
+        if ledger is not None:
+            warn_of_pooled(federation)
         with nullcontext() if setup.directory is None else lock_directory(setup.directory, resume) as run_directory:
             kept = trajectory_rounds(trajectory, settings.rounds)
             return Run(

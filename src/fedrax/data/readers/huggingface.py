@@ -163,7 +163,7 @@ def load_huggingface(
         else:
             x[column] = _nested_lists(table[column], name)
     made = owners.dataset(name, x, (*inputs.notes, *([_STANDARDIZED] if pictures else [])))
-    made = replace(made, feature_names=inputs.feature_names, vocabulary=inputs.vocabulary)
+    made = replace(made, feature_names=inputs.feature_names, vocabulary=inputs.vocabulary, pooled=inputs.pooled)
     return replace(made, pixels=pictures[0], mean=mean, std=std) if pictures else made
 
 

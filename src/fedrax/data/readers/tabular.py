@@ -495,6 +495,9 @@ def load_csv(
     return replace(made, notes=(*notes, *made.notes, *label_notes(table, chosen)))
 
 
+_POOLED = 'mean and standard deviation of the features (standardize = "client" or "none" avoids this)'
+
+
 @dataclass(frozen=True)
 class TableInputs:
     """The inputs of all rows of a table."""
@@ -504,6 +507,7 @@ class TableInputs:
     notes: tuple[str, ...] = ()
     feature_names: tuple[str, ...] = ()
     vocabulary: tuple[str, ...] = ()
+    pooled: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -515,7 +519,8 @@ class TableInputs:
             reject_text_in_numeric_columns(table, chosen, names, path)
             encoded = _encode_features(table, chosen, names, owners.train, path)
             x, notes = _standardize(encoded, owners.train, owners.clients, chosen.standardize, path)
-            made = cls(x, (*encoded.notes, *notes), encoded.names)
+            used = chosen.standardize == "all" and len(encoded.numeric) > 0
+            made = cls(x, (*encoded.notes, *notes), encoded.names, pooled=(_POOLED,) if used else ())
         made = replace(made, notes=(*made.notes, *missing_marker_notes(table, chosen, names)))
         if not chosen.texts:
             return made
@@ -531,7 +536,7 @@ def dataset_from_table(
     """The data set of a table with its features, and with the texts that ``read`` encodes."""
     inputs = TableInputs.of(table, chosen, owners, path, read, chosen.features(table, path))
     made = owners.dataset(name, inputs.x, inputs.notes)
-    return replace(made, feature_names=inputs.feature_names, vocabulary=inputs.vocabulary)
+    return replace(made, feature_names=inputs.feature_names, vocabulary=inputs.vocabulary, pooled=inputs.pooled)
 
 
 def _texts_of(table: pl.DataFrame, name: str, path: str) -> list[str]:
@@ -811,8 +816,7 @@ def _standardize(
             f"{path}: column {name!r} holds numbers beyond 32-bit floats once it is standardized: correct the rows that"
             ' are so far from the training rows, leave it out by drop, or set standardize = "none".'
         )
-    shared = "of all clients, which no epsilon covers" if clients is not None else ""
-    whose = "of each client" if how == "client" else shared
+    whose = "of each client" if how == "client" else "of all clients" if clients is not None else ""
     what = "1 feature is" if numeric.sum() == 1 else f"{numeric.sum()} features are"
     note = f"{what} standardized by mean and standard deviation of the training rows {whose}".rstrip()
     return x, notes + [f"{note} (standardize)"] * bool(numeric.any())
