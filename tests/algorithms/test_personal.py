@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from fedrax import FedAvg, Federation, FedraxWarning, LocalSGD, Result, classification, simulate, sweep
+from fedrax import (
+    FedAvg,
+    Federation,
+    FedraxError,
+    FedraxWarning,
+    LocalSGD,
+    Result,
+    classification,
+    simulate,
+    sweep,
+    tune,
+)
 from fedrax.algorithms import PFedMe
 from fedrax.config.hyperparameters import check
 from fedrax.contract import Batch
+from fedrax.data import hold_out
 from fedrax.models import Logistic
 from fedrax.simulation import Script, client_evaluation, client_metrics
 
@@ -89,7 +102,8 @@ def test_client_metrics_contain_the_metrics_of_each_personal_model(mode: Any):
         hits = TASK.metrics["accuracy"](own, Batch(x[start:end], y[start:end]))
         assert table["personal_accuracy"][client] == pytest.approx(float(hits.mean()))
     other = Federation.from_arrays(*FEDERATION.train, np.arange(360) % 4, num_classes=CLASSES)
-    assert "personal_accuracy" not in client_metrics(result, TASK, other).columns
+    with pytest.warns(FedraxWarning, match="of each client is not known"):
+        assert "personal_accuracy" not in client_metrics(result, TASK, other).columns
 
 
 @pytest.mark.slow(keep=1)
@@ -141,3 +155,17 @@ def test_streamed_samples_are_evaluated_in_groups_of_clients(room: int, rows: in
         [event[name] for name in names] for event in expected
     ]
     assert set(most) == {rows}
+
+
+def test_a_search_selects_by_personal_models():
+    """Of a method without any, by the global model."""
+    held_out = hold_out(FEDERATION, 0.25)
+    grid, options = {"local.lr": [1e-6, 0.02]}, {"rounds": 3, "cohort_size": CLIENTS}
+    for method, key in ((PFedMe(LOCAL), "test_personal_accuracy"), (FedAvg(LOCAL), "test_accuracy")):
+        found = tune(method, TASK, FEDERATION, grid, metric="personal_accuracy", validation=0.25, **options)
+        runs = [
+            simulate(replace(method, local=replace(LOCAL, lr=lr)), TASK, held_out, **options) for lr in (1e-6, 0.02)
+        ]
+        assert [trial.value for trial in found.trials] == pytest.approx([run.events[-1][key] for run in runs])
+    with pytest.raises(FedraxError, match="did you mean 'personal_accuracy'"):
+        tune(PFedMe(LOCAL), TASK, FEDERATION, grid, metric="personal_acuracy", **options)

@@ -19,7 +19,9 @@ from fedrax.contract.initialization import initial_parameters
 from fedrax.contract.local_training import LocalSGD
 from fedrax.contract.task import Batch, Task
 from fedrax.data import Federation
+from fedrax.data.federation import take_rows
 from fedrax.errors import FedraxError
+from fedrax.host_memory import is_memory_mapped
 from fedrax.prng.keys import DIAGNOSIS, INITIALIZATION, purpose_key
 from fedrax.simulation.round import ClientKeys, RoundInputs, RoundProgram, client_data, client_inputs
 from fedrax.tree import Tree
@@ -283,12 +285,25 @@ def gradient_dissimilarity(
     return float(np.sqrt(np.average(found.norms**2, weights=sizes)) / found.mean) if found.mean > 0 else float("inf")
 
 
+def dealt_at_random(federation: Federation, seed: int) -> Federation | None:
+    """The federation with its training samples dealt to the clients at random; None if they are memory-mapped."""
+    if any(map(is_memory_mapped, federation.train.arrays)):
+        return None
+    order = np.random.default_rng([seed, 1]).permutation(len(federation.train.y))
+    return dataclasses.replace(federation, train=take_rows(federation.train, order))
+
+
+def relative_distance(value: float) -> float:
+    """The root mean square distance of client gradients from their mean, relative to its norm, from B."""
+    return math.sqrt(max(value**2 - 1, 0))
+
+
 def describe_dissimilarity(value: float, model: str, rounds: int = 0) -> str:
     """A line that says how to read the gradient dissimilarity B of a model after some rounds."""
     where = f"model {model} after {rounds} rounds of FedAvg" if rounds else f"untrained model {model}"
     if not math.isfinite(value):
         return f"dissimilarity  B is infinite for the {where}: its mean gradient is zero"
-    distance = math.sqrt(max(value**2 - 1, 0))
+    distance = relative_distance(value)
     reading = verdict(
         distance,
         f"small (below {LITTLE:g}): FedAvg is hard to beat",

@@ -25,7 +25,7 @@ from fedrax.contract.local_training import LocalSGD
 from fedrax.contract.model import with_statistics
 from fedrax.contract.task import Batch, Task, Variables
 from fedrax.data import Federation
-from fedrax.errors import FedraxError
+from fedrax.errors import FedraxError, warn
 from fedrax.host_memory import release_pages
 from fedrax.prng.keys import FINETUNING, purpose_key
 from fedrax.simulation.evaluation import (
@@ -334,6 +334,10 @@ class PersonalEvaluator:
         return with_statistics(tuned, carried.statistics)
 
 
+_OWN_MODELS = tuple(f"{data}_{kind}_" for data in ("test", "train") for kind in ("personal", "finetuned"))
+"""Prefixes of the metrics of models that each client has of its own."""
+
+
 @checked_arguments
 def client_metrics(result: Result, task: Task, federation: Federation) -> pl.DataFrame:
     """Evaluate the final global model on each client's own data.
@@ -382,6 +386,11 @@ def client_metrics(result: Result, task: Task, federation: Federation) -> pl.Dat
     ):
         for name, found in result.personal_metrics.values.items():
             columns[name] = [None if np.isnan(value) else float(value) for value in found]
+    elif missing := sorted({key for event in result.events for key in event if key.startswith(_OWN_MODELS)}):
+        warn(
+            f"{missing[0]} of each client is not known: the result has no client states of this federation. A"
+            " comparison keeps none; fedrax run with the experiment.toml of its run does"
+        )
     UndefinedMetrics(task).warn_of_clients(columns, sizes)
     names = [federation.client_name(i) for i in range(federation.num_clients)]
     return pl.DataFrame({"client": names, "train_samples": federation.sizes, "samples": sizes, **columns})

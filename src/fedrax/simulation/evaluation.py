@@ -279,8 +279,13 @@ def non_finite_remedy(task: Any, key: str) -> str:
     return ""
 
 
+PERSONAL = "personal_"
+"""Prefix of the metrics of the clients' personal models."""
+
+
 def is_lower_better(task: Any, name: str) -> bool:
-    """Whether smaller values of a metric are better."""
+    """Whether smaller values of a metric are better, also of the personal models."""
+    name = name.removeprefix(PERSONAL)
     return name == "loss" or name in task.lower_is_better
 
 

@@ -18,7 +18,7 @@ from fedrax.contract.algorithm import Algorithm
 from fedrax.contract.task import Task
 from fedrax.data import Federation, hold_out
 from fedrax.errors import FedraxError, describe_value, each_warning_once, unknown
-from fedrax.simulation.evaluation import is_lower_better, warn_of_direction
+from fedrax.simulation.evaluation import PERSONAL, is_lower_better, warn_of_direction
 from fedrax.simulation.results.events import Event, rounds_done
 from fedrax.simulation.settings import Settings, SettingsOptions
 from fedrax.simulation.validate import changed_settings
@@ -254,12 +254,15 @@ def _tasks_at(
 
 
 def selection_metric(task: Task, name: str | None) -> str:
-    """The metric of the search: ``name``, or by default accuracy, or the loss if the task has no accuracy."""
+    """The metric of the search: ``name``, or by default accuracy, or the loss if the task has no accuracy.
+
+    With the prefix ``PERSONAL`` it is that of the clients' personal models, for methods that have some.
+    """
     known = ("loss", *task.metrics, *task.whole_set)
     if name is None:
         return "accuracy" if "accuracy" in known else "loss"
-    if name not in known:
-        raise unknown("metric of the search:", name, known)
+    if name.removeprefix(PERSONAL) not in known:
+        raise unknown("metric of the search:", name, (*known, *(PERSONAL + metric for metric in known)))
     warn_of_direction(task, name)
     return name
 
@@ -270,6 +273,8 @@ def make_trial(point: Mapping[str, Any], runs: Sequence[tuple[Sequence[Event], b
     if any(diverged for _, diverged in runs):
         return Trial(point, None, rounds)
     key = f"test_{metric}"  # of the validation data, which replace the test data
+    if not any(key in event for events, _ in runs for event in events):  # a method without personal models
+        key = f"test_{metric.removeprefix(PERSONAL)}"
     finals = [next((event[key] for event in reversed(events) if key in event), None) for events, _ in runs]
     if None in finals:
         undefined = any(key in event for events, _ in runs for event in events)
