@@ -149,6 +149,36 @@ def test_rehearsal_ends_at_the_first_error_of_the_data_function(
     assert printed.err == f"{text} ({client}, line {line}, in data)\n" and not printed.out
 
 
+def test_an_app_that_reads_node_configs_is_rehearsed_where_no_machine_has_all_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    rows = [f"{name},{row / 7},{row % 2}" for name in "ab" for row in range(20)]
+    (tmp_path / "all.csv").write_text("\n".join(["who,x,label", *rows]))
+    for name in "ab":
+        own = [row for row in rows if row.startswith(name)]
+        (tmp_path / f"own {name}.csv").write_text("\n".join(["who,x,label", *own]))
+    monkeypatch.chdir(tmp_path)
+    flags = "--data csv --data.path all.csv --data.client who --data.standardize client --partition natural"
+    flags += " --model logistic --run.rounds 1 --run.cohort-size 2 --out d --quiet"
+    assert main(["deploy", *flags.split()]) == 0
+    client = tmp_path / "d" / "app" / "deployment" / "client_app.py"
+    reading = (
+        "__import__('fedrax').data.load('csv', path=context.node_config['path'], standardize='client', drop=('who',))"
+    )
+    client.write_text(client.read_text().replace("DEPLOYMENT.client_samples(context)", reading))
+    server = client.with_name("server_app.py")
+    server.write_text(server.read_text().replace("DEPLOYMENT.test_samples()", "None"))
+    (tmp_path / "all.csv").unlink()
+    assert main(["deploy", "d"]) == 2 and "KeyError: 'path'" in capsys.readouterr().err
+    (tmp_path / "nodes.toml").write_text("".join(f'[[node]]\npath = "own {name}.csv"\n' for name in "ab"))
+    assert main(["deploy", "d", "--nodes", "nodes.toml"]) == 0
+    printed = capsys.readouterr().out
+    assert "not compared with the simulator, which needs the experiment's data" in printed and "all.csv" in printed
+    (tmp_path / "nodes.toml").write_text('[[node]]\npath = "own a.csv"\n')
+    assert main(["deploy", "d", "--nodes", "nodes.toml"]) == 2
+    assert "has 1 tables [[node]], and the deployment 2 clients" in capsys.readouterr().err
+
+
 CHANGED = """
 def changed(context):
     own = DEPLOYMENT.client_samples(context)
@@ -383,7 +413,8 @@ def test_supernode_without_a_registered_key_is_rejected(experiment_file: Path, t
     assert main(["deploy", str(experiment_file), "--out", str(directory), *one]) == 0
     make_node_key(tmp_path / "stranger")
     with processes.ProcessSet(place / "logs", trial._environment(place / "flower")) as started:
-        at = trial.start_federation(started, directory, place, trial.read_deployment(directory))
+        configs = trial.read_nodes(None, trial.read_deployment(directory).clients, seed=0)
+        at = trial.start_federation(started, directory, place, configs)
         certificate, port = str(directory / "certificates" / "ca.crt"), trial._free_port()
         command = supernode_command(at, port, certificate, str(tmp_path / "stranger"), "partition-id=0")
         stranger = started.start("stranger", command)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fedrax.cli import when_interrupted
 from fedrax.cli.arguments import parse, parse_experiment
@@ -17,6 +18,9 @@ from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
 from fedrax.experiments.comparison import safe_name
 from fedrax.simulation import use_all_cores
+
+if TYPE_CHECKING:
+    from fedrax.flower.trial import Compared
 
 DESCRIPTION = """Deploy an experiment on Flower: `fedrax deploy [FILE.toml] [flags]`.
 
@@ -35,6 +39,8 @@ class TrialOptions:
 
     trial: bool = False
     """Run the deployment with real processes on this machine."""
+    nodes: Path | None = None
+    """TOML file with a table [[node]] for each client: the node config of its SuperNode, for an app that reads it."""
     quiet: bool = False
     """Print nothing."""
     data_dir: Path | None = None
@@ -91,16 +97,16 @@ def _start(directory: Path, options: TrialOptions, changed: bool) -> int:
 
     when_interrupted(lambda: "all processes are stopped")
     with _data_directory(options.data_dir):
-        difference = rehearse(directory)
-        if difference > _TOLERANCE and not changed:
+        compared = rehearse(directory, options.nodes, changed)
+        if compared.difference > _TOLERANCE and not changed:
             raise FedraxError(
-                f"the losses of the app differ from those of the simulator by up to {difference:.2g} (relative):"
-                " the method or the data of the experiment depend on more than its file"
+                "the losses of the app differ from those of the simulator by up to"
+                f" {compared.difference:.2g} (relative): the method or the data of the experiment depend on more than its file"
             )
-        say(f"rehearsal: {_compared(difference)}")
+        say(f"rehearsal: {_in_words(compared)}")
         if options.trial:
-            difference, place = run_trial(directory, say)
-            say(f"trial: {_compared(difference)}; all processes are stopped")
+            compared, place = run_trial(directory, say, options.nodes, changed)
+            say(f"trial: {_in_words(compared)}; all processes are stopped")
             say(f"show it beside the simulation with: fedrax report {shlex.quote(str(place))}")
         else:
             say(f"next: fedrax deploy {shlex.quote(str(directory))} --trial, or {directory / 'README.md'}")
@@ -121,10 +127,15 @@ def _data_directory(directory: Path | None) -> Iterator[None]:
             os.environ.update({} if before is None else {"FEDRAX_DATA": before})
 
 
-def _compared(difference: float) -> str:
+def _in_words(compared: Compared) -> str:
     """A comparison with the simulator in words."""
-    if math.isinf(difference):
+    if math.isnan(compared.difference):
+        return f"done; not compared with the simulator, which needs the experiment's data ({compared.problem})"
+    if math.isinf(compared.difference):
         return "its rounds or losses are not those of the simulator"
-    if difference > _TOLERANCE:
-        return f"its losses differ from those of the simulator by up to {difference:.2g} (relative)"
-    return f"the losses are those of the simulator (largest relative difference {difference:.1g})"
+    if compared.difference > _TOLERANCE:
+        return (
+            f"its losses differ from those of the simulator by up to {compared.difference:.2g} (relative), as they do"
+            " if the app reads other samples than the experiment, or the same in another order"
+        )
+    return f"the losses are those of the simulator (largest relative difference {compared.difference:.1g})"

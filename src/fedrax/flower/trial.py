@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import logging
 import math
 import os
@@ -13,9 +14,10 @@ import sys
 import sysconfig
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from flwr.app import Context, RecordDict
 
@@ -23,7 +25,7 @@ from fedrax.errors import FedraxError, FedraxWarning
 from fedrax.experiments import experiment
 from fedrax.experiments.experiment import Experiment
 from fedrax.experiments.jobs import ExperimentFile
-from fedrax.files import write_text
+from fedrax.files import read_toml, write_text
 from fedrax.flower.credentials import CA
 from fedrax.flower.deployment import (
     APP,
@@ -67,30 +69,80 @@ def read_deployment(directory: Path) -> Deployment:
     return Deployment.read(directory / APP / PACKAGE)
 
 
-def rehearse(directory: Path) -> float:
+class Compared(NamedTuple):
+    """The losses of a deployment beside those of the simulator."""
+
+    difference: float
+    """Their largest relative difference; infinite where rounds or losses differ, NaN where they were not compared."""
+    problem: str = ""
+    """Why they were not compared."""
+
+
+def read_nodes(file: Path | None, clients: int, seed: int) -> list[dict[str, Any]]:
+    """Read the node config of each client for a rehearsal.
+
+    Args:
+        file: a TOML file with a table ``[[node]]`` for each client; None for node configs without keys of its own.
+        clients: number of clients.
+        seed: the seed of the experiment.
+
+    Returns:
+        The node configs, which have the client's number as ``partition-id`` and the seed unless the file names others.
+
+    Raises:
+        FedraxError: the file is no such file, or has another number of tables.
+    """
+    tables: Any = [{}] * clients if file is None else read_toml(file).get("node")
+    if not (isinstance(tables, list) and all(isinstance(table, dict) for table in tables)):
+        raise FedraxError(f"{file} has no tables [[node]], one for each client with the node config of its SuperNode")
+    if len(tables) != clients:
+        raise FedraxError(f"{file} has {len(tables)} tables [[node]], and the deployment {clients} clients")
+    odd = [key for table in tables for key, value in table.items() if not isinstance(value, str | int | float)]
+    if odd:
+        raise FedraxError(
+            f"{file}: the values of a node config are strings, numbers, true or false, and {odd[0]} is not"
+        )
+    return [{"partition-id": number, "seed": seed} | table for number, table in enumerate(tables)]
+
+
+def rehearse(directory: Path, nodes: Path | None = None, changed: bool = False) -> Compared:
     """Run the first rounds of a deployment's app in this process, and of the simulator.
 
     Args:
         directory: the deployment.
+        nodes: the file of the node configs, see :func:`read_nodes`.
+        changed: whether the app may have been changed, so that the experiment's own data need not be on this machine.
 
     Returns:
-        The largest relative difference of their losses.
+        The comparison of their losses.
     """
     deployed = read_deployment(directory)
     spec = deployed.experiment
     rounds = min(REHEARSED_ROUNDS, spec.run.rounds)
-    nodes = [{"partition-id": number, "seed": spec.run.seed} for number in range(deployed.clients)]
+    configs = read_nodes(nodes, deployed.clients, spec.run.seed)
     spec = dataclasses.replace(spec, run=dataclasses.replace(spec.run, rounds=rounds, eval_every=1))
     with tempfile.TemporaryDirectory() as folder, _modules_of(directory / APP), _quiet():
         server, client = (importlib.import_module(f"{PACKAGE}.{name}_app").app for name in ("server", "client"))
         config = {"seed": spec.run.seed, "rounds": rounds, "eval_every": 1, "directory": folder}
         context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config=config)  # type: ignore[arg-type]
-        server(LocalGrid(client, nodes), context)
-        events = read_events(folder)
-        return largest_difference(events, _simulated(spec, None))
+        server(LocalGrid(client, configs), context)
+        return _compared(read_events(folder), spec, None, changed)
 
 
-def run_trial(directory: Path, say: Callable[[str], None]) -> tuple[float, Path]:
+def _compared(events: Sequence[Event], spec: Experiment, directory: Path | None, changed: bool) -> Compared:
+    """Compare a deployment's events with those of the simulator."""
+    try:
+        problem = experiment.build(spec)
+    except FedraxError as error:
+        if changed:
+            return Compared(math.nan, str(error))
+        raise
+    return Compared(largest_difference(events, _simulated(spec, problem, directory)))
+
+
+def run_trial(
+    directory: Path, say: Callable[[str], None], nodes: Path | None = None, changed: bool = False
+) -> tuple[Compared, Path]:
     """Run a deployment on this machine: a SuperLink, a SuperNode for each client and ``flwr run``, each a process.
 
     All processes, and those that they start, have ended when this function returns or raises.
@@ -98,9 +150,11 @@ def run_trial(directory: Path, say: Callable[[str], None]) -> tuple[float, Path]
     Args:
         directory: the deployment. Runs, logs and Flower's files are written to a new directory in it.
         say: receives messages about the progress.
+        nodes: the file of the node configs, see :func:`read_nodes`.
+        changed: whether the app may have been changed, so that the experiment's own data need not be on this machine.
 
     Returns:
-        The largest relative difference of the losses from those of the simulator, and the directory of the trial.
+        The comparison of the losses with those of the simulator, and the directory of the trial.
     """
     directory = directory.resolve()
     deployed, place = read_deployment(directory), _new_directory(directory / "trial")
@@ -109,28 +163,29 @@ def run_trial(directory: Path, say: Callable[[str], None]) -> tuple[float, Path]
             f"a trial of {deployed.clients} clients would start more than {2 * deployed.clients} processes: deploy the"
             f" experiment with at most {MOST_CLIENTS} clients to try it (--partition.clients {MOST_CLIENTS})"
         )
+    configs = read_nodes(nodes, deployed.clients, deployed.experiment.run.seed)
     with ProcessSet(place / "logs", _environment(place / "flower")) as processes:
-        at = start_federation(processes, directory, place, deployed)
+        at = start_federation(processes, directory, place, configs)
         say(
             f"SuperLink at {at}, over TLS; {deployed.clients} SuperNodes with registered keys; logs in {processes.logs}"
         )
         _run_app(processes, directory, place, deployed.experiment.run.seed, say)
-    found = largest_difference(read_events(place / "run"), _simulated(deployed.experiment, place / "simulation"))
+    found = _compared(read_events(place / "run"), deployed.experiment, place / "simulation", changed)
     return found, place
 
 
-def start_federation(processes: ProcessSet, directory: Path, place: Path, deployed: Deployment) -> str:
-    """Start a SuperLink and register and start a SuperNode for each client; returns the SuperLink's address."""
+def start_federation(processes: ProcessSet, directory: Path, place: Path, configs: Sequence[Mapping[str, Any]]) -> str:
+    """Start a SuperLink and register and start a SuperNode for each node config; returns the SuperLink's address."""
     certificates, port = directory / CERTIFICATES, _free_port()
     at = f"{_HOST}:{port}"
     write_text(place / "flower" / "config.toml", connection(at, str(certificates / CA)))
     processes.start("superlink", superlink_command(port, _HOST, str(certificates), str(place / DATABASE)))
     processes.wait(lambda: _is_listening(port), _START_SECONDS, "the start of the SuperLink")
-    for client in range(deployed.clients):
+    for client, config in enumerate(configs):
         key = str(directory / KEYS / f"client-{client}")
         processes.run(f"register-{client}", ["flwr", "supernode", "register", f"{key}.pub", CONNECTION], _START_SECONDS)
-        config = f"partition-id={client} seed={deployed.experiment.run.seed}"
-        node = supernode_command(at, _free_port(), str(certificates / CA), key, config)
+        text = " ".join(f"{name}={json.dumps(value)}" for name, value in config.items())
+        node = supernode_command(at, _free_port(), str(certificates / CA), key, text)
         processes.start(f"client-{client}", node)
     return at
 
@@ -192,9 +247,9 @@ class _Progress:
         return self.rounds > before
 
 
-def _simulated(spec: Experiment, directory: Path | None) -> list[Event]:
+def _simulated(spec: Experiment, problem: tuple, directory: Path | None) -> list[Event]:
     """The events of the simulator, whose privacy loss is accounted for as in a federation."""
-    algorithm, task, federation = experiment.build(spec)
+    algorithm, task, federation = problem
     sinks = [] if directory is None else [ExperimentFile(spec, directory)]
     return simulate(algorithm, task, federation, spec.run, directory=directory, sinks=sinks, progress=False).events
 
