@@ -101,7 +101,8 @@ def _start(directory: Path, options: TrialOptions, changed: bool) -> int:
         if compared.difference > _TOLERANCE and not changed:
             raise FedraxError(
                 "the losses of the app differ from those of the simulator by up to"
-                f" {compared.difference:.2g} (relative): the method or the data of the experiment depend on more than its file"
+                f" {compared.difference:.2g} (relative): the method or the data of the experiment depend on more than"
+                " its file"
             )
         say(f"rehearsal: {_in_words(compared)}")
         if options.trial:
