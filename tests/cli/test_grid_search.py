@@ -124,6 +124,10 @@ def test_test_metrics_are_not_shown_while_a_grid_should_be_extended(
     assert not any(value in searching.out + searching.err for value in tested) and "test accuracy" not in searching.err
     assert all(value in fedrax("show", "c").out for value in tested)
     assert "different numbers of trials (fedavg 2, scaffold 1)" in searching.out
+    for form, begins in (("markdown", "| method"), ("latex", "\\begin"), ("csv", "method,")):
+        printed = fedrax("compare", "t.toml", "--out", "c", f"--{form}")
+        assert printed.out.startswith(begins) and "different numbers of trials" not in printed.out
+        assert "different numbers of trials" in printed.err and "the smallest of its grid" in printed.err
     assert any("different numbers of trials" in line for line in made["search"]["lines"])
     found = compare(tmp_path / "t.toml", directory=tmp_path / "c", progress=False)
     assert tested[0] not in repr(found) and tested[0] in found.to_markdown() and "```" in found._repr_markdown_()

@@ -68,6 +68,8 @@ class CompareOptions(ReportingOptions):
     does."""
     out: Path | None = None
     """Directory of the comparison; by default runs/NAME."""
+    markdown: bool = False
+    """Print the table in Markdown instead."""
     latex: bool = False
     """Print the table for LaTeX instead, with the package booktabs."""
     csv: bool = False
@@ -78,7 +80,7 @@ class CompareOptions(ReportingOptions):
     @property
     def format(self) -> str | None:
         """The format of the table other than for the terminal."""
-        return chosen_format(self, ("latex", "csv", "json"))
+        return chosen_format(self, ("markdown", "latex", "csv", "json"))
 
 
 def main(args: list[str]) -> int:
@@ -247,6 +249,8 @@ def report(outcome: ComparisonResult, options: CompareOptions, args: list[str]) 
         print(json.dumps(outcome.summary()))
     elif options.format is not None:
         print_table(outcome, options.format)
+        for line in outcome.warnings():
+            tell(printable_line(line))
     elif not options.quiet:
         console = comparison_table.wide_console()
         if not outcome.at_end:

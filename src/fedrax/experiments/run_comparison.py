@@ -88,18 +88,30 @@ class ComparisonResult(MethodResults):
         return [
             *search_plots.trial_lines(self.search_results),
             *self._selected(),
-            "the metrics on test data are not shown while a best value is at an end of its grid, because settings must"
-            f" not be chosen by them; at the end: fedrax show {self.directory}, or fedrax report {self.directory}",
+            "the metrics on test data are not printed while a best value is at an end of its grid, because settings"
+            f" must not be chosen by them; they are in the table and the curves, and in fedrax show {self.directory}",
         ]
+
+    def warnings(self) -> list[str]:
+        """Why the table may be unfair: best values at an end of a grid, and different numbers of trials.
+
+        Returns:
+            Lines; none without a search.
+        """
+        return search_plots.warnings(self.search_results, self._not_searched)
+
+    @property
+    def _not_searched(self) -> list[str]:
+        """The labels of the methods without a search."""
+        return [method.name for method in self.comparison.methods if method.name not in self.search_results]
 
     def _selected(self) -> list[str]:
         """How settings were selected; empty without a search."""
         if not self.search_results:
             return []
         spec = self.comparison
-        fixed = [method.name for method in spec.methods if method.name not in self.search_results]
         search = (spec.search.validation, spec.search_seeds, spec.search.trials)
-        return search_plots.lines(self.search_results, *search, fixed)
+        return search_plots.lines(self.search_results, *search, self._not_searched)
 
     def lines(self) -> list[str]:
         """How settings were selected and what the target is.

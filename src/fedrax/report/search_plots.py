@@ -152,7 +152,7 @@ def lines(
         value = "every point diverged" if best.value is None else f"{result.metric} {best.value:.4g}"
         diverged = f", {lost} diverged" if lost and best.value is not None else ""
         described.append(f"  {label}: {format_settings(best.point)} ({value}; {len(result.trials)} points{diverged})")
-    return described + warnings(search_results) + unequal_searches(search_results, fixed)
+    return described + warnings(search_results, fixed)
 
 
 def trial_lines(search_results: Mapping[str, SearchResult]) -> list[str]:
@@ -176,7 +176,7 @@ def _rank(lower_is_better: bool, trial: Trial) -> float:
     return trial.value if lower_is_better else -trial.value
 
 
-def unequal_searches(search_results: Mapping[str, SearchResult], fixed: Sequence[str] = ()) -> list[str]:
+def _unequal_searches(search_results: Mapping[str, SearchResult], fixed: Sequence[str]) -> list[str]:
     """A warning if methods had different numbers of trials; the ``fixed`` ones had one."""
     counts = {label: len(result.trials) for label, result in search_results.items()} | dict.fromkeys(fixed, 1)
     if len(set(counts.values())) < 2:
@@ -188,8 +188,8 @@ def unequal_searches(search_results: Mapping[str, SearchResult], fixed: Sequence
     ]
 
 
-def warnings(search_results: Mapping[str, SearchResult]) -> list[str]:
-    """A warning for each best value at an end of its grid, with all methods that have it."""
+def warnings(search_results: Mapping[str, SearchResult], fixed: Sequence[str] = ()) -> list[str]:
+    """A warning for each best value at an end of its grid, with all methods that have it, and for unequal searches."""
     found: dict[str, list[str]] = {}
     for label, result in search_results.items():
         for path in result.at_ends():
@@ -201,7 +201,8 @@ def warnings(search_results: Mapping[str, SearchResult]) -> list[str]:
             )
             text = f"the best {short_path(path)}, {format_setting(result.best.point[path])}, is {how}"
             found.setdefault(text, []).append(label)
-    return [f"warning: {', '.join(labels)}: {text}" for text, labels in found.items()]
+    at_ends = [f"warning: {', '.join(labels)}: {text}" for text, labels in found.items()]
+    return at_ends + _unequal_searches(search_results, fixed)
 
 
 def values(search_results: Mapping[str, SearchResult]) -> dict[str, Any]:
