@@ -3,6 +3,7 @@
 import difflib
 import functools
 import inspect
+import re
 import sys
 import types
 import warnings
@@ -84,6 +85,11 @@ def warn(message: str) -> None:
         if frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
             outside = level + 1
     warnings.warn(message, FedraxWarning, stacklevel=outside)
+
+
+def plain_name(name: str) -> str:
+    """A name in the form in which names are compared: in lower case, without spaces, "-" and "_"."""
+    return re.sub("[-_ ]", "", name).lower()
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> FedraxError:

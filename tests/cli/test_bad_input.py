@@ -174,6 +174,11 @@ CASES = {
     "misspelt key": Case(
         "run x.toml", "x.toml: [run]: unknown key 'ronds'; did you mean 'rounds'?", toml("rounds", "ronds")
     ),
+    "misspelt key of a comparison": Case(
+        "compare x.toml",
+        "x.toml: unknown key 'targt'; did you mean 'target'?",
+        toml('name = "tiny"', 'name = "tiny"\ntargt = 0.5'),
+    ),
     "misspelt table": Case("run x.toml", "unknown key 'modle'; did you mean 'model'?", toml("[model]", "[modle]")),
     "misspelt nested key": Case(
         "run x.toml", "x.toml: [algorithm.local]: unknown key 'step'; did you mean 'steps'?", toml("steps", "step")

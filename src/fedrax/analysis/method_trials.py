@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean, pstdev
@@ -30,7 +29,7 @@ from fedrax.contract.local_training import LocalSGD
 from fedrax.contract.task import Batch, Task
 from fedrax.data import Federation, hold_out
 from fedrax.data.dataset import floor_fractions
-from fedrax.errors import FedraxError, unknown
+from fedrax.errors import FedraxError, plain_name, unknown
 from fedrax.optim.server import SGD
 from fedrax.simulation import Result, Settings
 from fedrax.simulation.settings import SettingsOptions
@@ -271,8 +270,8 @@ def try_methods(
 
 def method_names(names: Sequence[str]) -> tuple[str, ...]:
     """The names in ``METHODS``, ignoring case, spaces, "-" and "_"; raises FedraxError for unknown ones."""
-    known = {re.sub("[-_ ]", "", name).lower(): name for name in METHODS}
-    found = [(name, known.get(re.sub("[-_ ]", "", name).lower())) for name in names]
+    known = {plain_name(name): name for name in METHODS}
+    found = [(name, known.get(plain_name(name))) for name in names]
     for given, name in found:
         if name is None:
             raise unknown("method to try:", given, METHODS)

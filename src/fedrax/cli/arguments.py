@@ -276,7 +276,7 @@ def parse_experiment(
         table = _name_algorithm(table, args, parts)
     ignored = [key for key in table if key in experiment.COMPARISON_KEYS]
     table = {key: value for key, value in table.items() if key not in ignored}
-    reader = serialization.Reader(source, folder, tyro.MISSING, trust)
+    reader = serialization.Reader(source, folder, tyro.MISSING, trust, experiment.COMPARISON_KEYS)
     table, rest = take_choices(table, args if path is None else args[1:], reader)
     made = _without_replaced(reader.fields(Experiment, table, "", Experiment()), rest)
     _check_settable(made, rest)

@@ -384,7 +384,7 @@ def safe_name(name: str) -> str:
 
 def from_table(table: Mapping[str, Any], source: str, folder: Path = Path(), trust: Trust = "beside") -> Comparison:
     """Read a comparison from a table; a table without ``[[compare]]`` is one method."""
-    reader = Reader(source, folder, trust=trust)
+    reader = Reader(source, folder, trust=trust, also_known=COMPARISON_KEYS)
     shared = {key: value for key, value in table.items() if key not in COMPARISON_KEYS}
     entries = table.get("compare", [{}])
     if not isinstance(entries, list) or not all(isinstance(entry, Mapping | str) for entry in entries):
@@ -402,7 +402,7 @@ def from_table(table: Mapping[str, Any], source: str, folder: Path = Path(), tru
         where = f"{source}, [[compare]] {number}" if "compare" in table else source
         _check_seed(entry, where)
         own = with_tables({key: value for key, value in entry.items() if key not in _BESIDE_ALGORITHM})
-        reader = Reader(where, folder, trust=trust)
+        reader = Reader(where, folder, trust=trust, also_known=COMPARISON_KEYS)
         algorithm = merge_tables(shared_by(base, own, reader), own)
         parts = {**shared, "algorithm": algorithm, "run": merge_tables(shared.get("run", {}), entry.get("run", {}))}
         if "finetuning" in entry:

@@ -218,7 +218,9 @@ def from_table(table: Mapping[str, Any], source: str, folder: Path = Path(), tru
             " fedrax.experiments.read_file reads it and fedrax.compare runs it."
         )
     table = {key: value for key, value in table.items() if key not in COMPARISON_KEYS}
-    experiment = Reader(source, folder, trust=trust).fields(Experiment, table, "", Experiment())
+    experiment = Reader(source, folder, trust=trust, also_known=COMPARISON_KEYS).fields(
+        Experiment, table, "", Experiment()
+    )
     try:
         experiment.check()
     except FedraxError as error:

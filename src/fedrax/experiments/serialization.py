@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from enum import Enum
 from functools import cache, partial
@@ -30,7 +29,7 @@ from fedrax.config.annotations import (
 )
 from fedrax.config.hyperparameters import check_class_definition
 from fedrax.contract.algorithm import Algorithm
-from fedrax.errors import FedraxError, unknown
+from fedrax.errors import FedraxError, plain_name, unknown
 from fedrax.experiments.method_registry import KNOWN_AS, algorithms
 from fedrax.experiments.user_code import Trust, import_named
 from fedrax.files import resolve_path
@@ -79,12 +78,12 @@ class ClassChoice:
                 )
             _USER_CLASSES[cls] = where
             return cls
-        plain = {_normalized(known): known for known in classes}
-        if _normalized(name) in self.known_as:
-            raise FedraxError(f"the {self.kind} {name!r} is here {self.known_as[_normalized(name)]}")
-        if _normalized(name) not in plain:
+        plain = {plain_name(known): known for known in classes}
+        if plain_name(name) in self.known_as:
+            raise FedraxError(f"the {self.kind} {name!r} is here {self.known_as[plain_name(name)]}")
+        if plain_name(name) not in plain:
             raise self._unknown(name, classes)
-        return classes[plain[_normalized(name)]]
+        return classes[plain[plain_name(name)]]
 
     def _unknown(self, name: str, classes: Mapping[str, type]) -> FedraxError:
         """The error for an unknown name, which may be the name of a file."""
@@ -97,7 +96,7 @@ class ClassChoice:
 
     def knows(self, name: Any) -> bool:
         """Whether ``name`` is the name of a class."""
-        return isinstance(name, str) and _normalized(name) in map(_normalized, self.classes())
+        return isinstance(name, str) and plain_name(name) in map(plain_name, self.classes())
 
     def name_of(self, value: Any) -> str:
         """The name for which ``find`` returns the class of ``value``."""
@@ -121,15 +120,10 @@ def user_class_name(cls: type) -> str | None:
     return _USER_CLASSES.get(cls)
 
 
-def _normalized(name: str) -> str:
-    """A name without separators, in lower case."""
-    return re.sub("[-_ ]", "", name).lower()
-
-
 def names_another(base: Mapping[str, Any], table: Mapping[str, Any]) -> bool:
     """Whether both tables name a class, and not the same one."""
     first, second = base.get("name"), table.get("name")
-    return isinstance(first, str) and isinstance(second, str) and _normalized(first) != _normalized(second)
+    return isinstance(first, str) and isinstance(second, str) and plain_name(first) != plain_name(second)
 
 
 def user_algorithm(found: Any) -> type:
@@ -211,6 +205,8 @@ class Reader:
     """Value of fields without a default that the table does not have; None raises an error for them."""
     trust: Trust = "beside"
     """Which user code the table may name."""
+    also_known: Sequence[str] = ()
+    """Keys at the top of the file that are read elsewhere, for messages about unknown keys."""
 
     def error(self, path: str, message: str) -> FedraxError:
         """The error about the table or key at ``path``."""
@@ -224,7 +220,10 @@ class Reader:
         values = {}
         for key, value in table.items():
             if key not in fields:
-                raise self.error(f"[{path}]" if path else "", _unknown_key(key, fields, defaults))
+                raise self.error(
+                    f"[{path}]" if path else "",
+                    _unknown_key(key, [*fields, *(() if path else self.also_known)], defaults),
+                )
             at = f"{path}.{key}" if path else key
             values[key] = self.value(fields[key], value, at, defaults[key])
         # a field that replaces another, such as steps and epochs, unsets the default of the other
@@ -296,7 +295,7 @@ class Reader:
         return MISSING
 
 
-def _unknown_key(key: str, fields: Mapping[str, Field], defaults: Mapping[str, Any]) -> str:
+def _unknown_key(key: str, fields: Sequence[str], defaults: Mapping[str, Any]) -> str:
     """The message about an unknown key, with the paths of nested tables that have such a key."""
     inside = " or ".join(map(repr, _nested_paths(key, defaults)))
     return f"unknown key {key!r}; did you mean {inside}?" if inside else str(unknown("key", key, fields))
