@@ -369,6 +369,8 @@ def test_predictions_of_a_result_are_compiled_once():
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert not compilations
+    with pytest.raises(FedraxError, match="not texts: encode"):
+        result.predict(["a text"])
 
 
 def test_frozen_weights_are_freed_with_their_model():

@@ -77,7 +77,7 @@ def small_split_notes(clients: np.ndarray | None, test: np.ndarray, fraction: fl
     count = len(np.unique(clients))
     lacking = count - len(np.unique(clients[test]))
     note = f"{lacking:,} of {count:,} clients have too few rows to keep {fraction:g} of them for the test"
-    return (note,) if lacking else ()
+    return (f"{note}, and have no test rows",) if lacking else ()
 
 
 def make_dataset(

@@ -211,12 +211,17 @@ class Result:
             The outputs [n, ...], for instance logits.
 
         Raises:
-            FedraxError: for a task without ``outputs``, and as :meth:`client_state`.
+            FedraxError: for a task without ``outputs``, for texts, and as :meth:`client_state`.
         """
         outputs = None if self.task is None else self.task.outputs
         if outputs is None:
             raise FedraxError("predict needs a task with outputs: give Task(..., outputs=...)")
         x = map_inputs(np.asarray, dict(x) if isinstance(x, Mapping) else x)
+        if any(array.dtype.kind in "USO" for array in arrays_of(x)):
+            raise FedraxError(
+                "predict takes inputs as the data set stores them, not texts: encode texts with"
+                " fedrax.data.encode_words and the federation's vocabulary, or fedrax.data.encode_texts"
+            )
         rows, model = len(arrays_of(x)[0]), self.model if client is None else self.client_model(client)
         wide = any(getattr(leaf, "dtype", None) == np.float64 for leaf in jax.tree.leaves(model))
         with numeric_context("float64" if wide else "float32"):  # as the run's evaluations
