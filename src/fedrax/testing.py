@@ -58,7 +58,8 @@ def check_algorithm(
 
     The algorithm is run for two rounds, with cohorts of two sizes unless it needs a fixed one. It must change the model
     and count its gradients, all values must be finite, executors must agree, on one device and on two, results must not
-    depend on the order of the cohort, empty Poisson cohorts must keep the model, and float64 runs must stay in float64.
+    depend on the order of the cohort, an empty Poisson cohort must not destroy the model (a server may move by its
+    momentum or by noise), and float64 runs must stay in float64.
 
     Args:
         method: An algorithm class, or an instance of it.

@@ -8,7 +8,9 @@ from fedrax.optim.schedules import Constant as Constant
 from fedrax.optim.schedules import FunctionSchedule as FunctionSchedule
 from fedrax.optim.schedules import InverseTimeDecay as InverseTimeDecay
 from fedrax.optim.schedules import OptaxSchedule as OptaxSchedule
+from fedrax.optim.schedules import Schedule as Schedule
 from fedrax.optim.server import SGD as SGD
 from fedrax.optim.server import Adagrad as Adagrad
 from fedrax.optim.server import Adam as Adam
+from fedrax.optim.server import ServerOptimizer as ServerOptimizer
 from fedrax.optim.server import Yogi as Yogi
