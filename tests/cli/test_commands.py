@@ -359,9 +359,9 @@ def test_partition_prints_and_draws(fedrax: Callable[..., Outcome], tmp_path: Pa
     iid = json.loads(fedrax("partition", "--partition", "iid", "--partition.clients", "10", "--json").out)
     measures = [entry["measures"]["gradient_dissimilarity"] for entry in (iid, sorted_by_label)]
     assert 1 < measures[0] < 2 < measures[1]
-    dealt = sorted_by_label["measures"]["gradient_dissimilarity_dealt"]
-    assert dealt == pytest.approx(measures[0], rel=0.2)  # the samples of one class each, mixed
-    assert f"that distance is {(dealt**2 - 1) ** 0.5:.2g} with these samples dealt" in outcome.out
+    shuffled = sorted_by_label["measures"]["gradient_dissimilarity_shuffled"]
+    assert shuffled == pytest.approx(measures[0], rel=0.2)  # the samples of one class each, mixed
+    assert f"that distance is {(shuffled**2 - 1) ** 0.5:.2g} with these samples shuffled" in outcome.out
     assert f"B = {measures[1]:.3g} for the untrained model 2nn" in outcome.out and "large (0.3 or more)" in outcome.out
 
 

@@ -285,8 +285,8 @@ def gradient_dissimilarity(
     return float(np.sqrt(np.average(found.norms**2, weights=sizes)) / found.mean) if found.mean > 0 else float("inf")
 
 
-def dealt_at_random(federation: Federation, seed: int) -> Federation | None:
-    """The federation with its training samples dealt to the clients at random; None if they are memory-mapped."""
+def shuffled_over_clients(federation: Federation, seed: int) -> Federation | None:
+    """The federation with its training samples shuffled over the clients; None if they are memory-mapped."""
     if any(map(is_memory_mapped, federation.train.arrays)):
         return None
     order = np.random.default_rng([seed, 1]).permutation(len(federation.train.y))

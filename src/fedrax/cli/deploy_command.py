@@ -108,7 +108,8 @@ def _start(directory: Path, options: TrialOptions, changed: bool) -> int:
         if options.trial:
             compared, place = run_trial(directory, say, options.nodes, changed)
             say(f"trial: {_in_words(compared)}; all processes are stopped")
-            say(f"show it beside the simulation with: fedrax report {shlex.quote(str(place))}")
+            beside = "" if math.isnan(compared.difference) else " beside the simulation"
+            say(f"show it{beside} with: fedrax report {shlex.quote(str(place))}")
         else:
             say(f"next: fedrax deploy {shlex.quote(str(directory))} --trial, or {directory / 'README.md'}")
     return 0

@@ -15,7 +15,7 @@ from rich import box
 from rich.table import Table
 
 from fedrax.analysis import gradient_dissimilarity
-from fedrax.analysis.dissimilarity import dealt_at_random, describe_dissimilarity, relative_distance
+from fedrax.analysis.dissimilarity import describe_dissimilarity, relative_distance, shuffled_over_clients
 from fedrax.cli.arguments import parse_experiment
 from fedrax.cli.figures import save
 from fedrax.cli.run_command import print_notes
@@ -68,8 +68,8 @@ def main(args: list[str]) -> int:
     measures = dataclasses.asdict(measure_heterogeneity(federation))
     run = parsed.experiment.run
     dissimilarity = gradient_dissimilarity(task, federation, seed=run.seed, weights=run.weights)
-    mixed = dealt_at_random(federation, run.seed)
-    dealt = mixed and gradient_dissimilarity(task, mixed, seed=run.seed, weights=run.weights)
+    mixed = shuffled_over_clients(federation, run.seed)
+    shuffled = mixed and gradient_dissimilarity(task, mixed, seed=run.seed, weights=run.weights)
     counts = label_counts(federation) if has_one_label(federation) else None
 
     def drawn() -> Figure:
@@ -85,16 +85,16 @@ def main(args: list[str]) -> int:
             "counts": None if counts is None else counts.tolist(),
         }
         table["clients"] = [federation.client_name(i) for i in range(federation.num_clients)]
-        measures |= {"gradient_dissimilarity": dissimilarity, "gradient_dissimilarity_dealt": dealt}
+        measures |= {"gradient_dissimilarity": dissimilarity, "gradient_dissimilarity_shuffled": shuffled}
         print(json.dumps({"measures": measures, **table, "pictures": [str(path) for path in pictures]}))
     else:
         for note in federation.notes:
             print(printable_line(note))
         _print(federation, counts, measures, options.show)
         print(printable_line(describe_dissimilarity(dissimilarity, parsed.experiment.model_name)))
-        if dealt is not None and math.isfinite(dealt):
-            distance = relative_distance(dealt)
-            print(f"at random      that distance is {distance:.2g} with these samples dealt to the clients at random")
+        if shuffled is not None and math.isfinite(shuffled):
+            distance = relative_distance(shuffled)
+            print(f"at random      that distance is {distance:.2g} with these samples shuffled over the clients")
         for path in pictures:
             print(f"picture: {path}")
     if failed is not None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import importlib
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -143,28 +144,8 @@ def load_huggingface(
         if found == {"texts"}:
             return _text_dataset(column, owners, tokens, length, min_count, largest, name)
         return owners.dataset(name, _nested_lists(column, name))
-    nested = {column: kind for column, kind in kinds.items() if kind not in _SCALARS}
     read = TextReader(tokenizer, length, min_count, largest)
-    inputs = TableInputs.of(table, chosen, owners, name, read, [column for column in kinds if column not in nested])
-    pictures = [column for column, kind in nested.items() if kind == "image"]
-    if len(pictures) > 1:
-        raise FedraxError(
-            f"{name}: {', '.join(pictures)} are images, of which a sample may have one: leave others out."
-        )
-    x: Any = inputs.x
-    mean, std = (), ()
-    if nested and not isinstance(x, dict):
-        x = {} if x is None else {"tokens" if chosen.texts else "features": x}
-    for column, kind in nested.items():
-        if table[column].null_count():
-            raise FedraxError(f"{name}: column {column!r} has missing values.")
-        if kind == "image":
-            x[column], mean, std = _decoded(table[column], owners, size, color, name)
-        else:
-            x[column] = _nested_lists(table[column], name)
-    made = owners.dataset(name, x, (*inputs.notes, *([_STANDARDIZED] if pictures else [])))
-    made = replace(made, feature_names=inputs.feature_names, vocabulary=inputs.vocabulary, pooled=inputs.pooled)
-    return replace(made, pixels=pictures[0], mean=mean, std=std) if pictures else made
+    return _dataset_of_columns(table, chosen, owners, kinds, read, partial(_decoded, size=size, color=color), name)
 
 
 _SCALARS = ("text", "number", "time")
@@ -179,6 +160,39 @@ _OPTIONS = {
     "features": ("standardize", "missing", "missing_as", "categorical", "max_categories"),
 }
 """Kinds of samples, and the options that apply to them."""
+
+
+def _dataset_of_columns(
+    table: pl.DataFrame,
+    chosen: ColumnRoles,
+    owners: TableRows,
+    kinds: Mapping[str, str],
+    read: TextReader,
+    decoded: Callable[..., tuple[np.ndarray, tuple[float, ...], tuple[float, ...]]],
+    name: str,
+) -> Dataset:
+    """The data set of columns of several kinds, of which one may hold images that ``decoded`` decodes."""
+    nested = {column: kind for column, kind in kinds.items() if kind not in _SCALARS}
+    inputs = TableInputs.of(table, chosen, owners, name, read, [column for column in kinds if column not in nested])
+    pictures = [column for column, kind in nested.items() if kind == "image"]
+    if len(pictures) > 1:
+        raise FedraxError(
+            f"{name}: {', '.join(pictures)} are images, of which a sample may have one: leave others out."
+        )
+    x: Any = inputs.x
+    mean, std = (), ()
+    if nested and not isinstance(x, dict):
+        x = {} if x is None else {"tokens" if chosen.texts else "features": x}
+    for column, kind in nested.items():
+        if table[column].null_count():
+            raise FedraxError(f"{name}: column {column!r} has missing values.")
+        if kind == "image":
+            x[column], mean, std = decoded(table[column], owners, name=name)
+        else:
+            x[column] = _nested_lists(table[column], name)
+    made = owners.dataset(name, x, (*inputs.notes, *([_STANDARDIZED] if pictures else [])))
+    made = replace(made, feature_names=inputs.feature_names, vocabulary=inputs.vocabulary, pooled=inputs.pooled)
+    return replace(made, pixels=pictures[0], mean=mean, std=std) if pictures else made
 
 
 def _kinds_of_samples(kinds: dict[str, str], chosen: ColumnRoles) -> set[str]:

@@ -448,9 +448,7 @@ def load_csv(
         client: Column of the natural clients; by default each file of a folder is one client.
         test_path: File or folder of the test rows.
         test_fraction: Share of the rows of each client, or else class, that is held out without ``test_path``, drawn
-            row by row. It is for independent rows: of overlapping windows of a recording, or repeated measurements of a
-            person, near copies would be in both parts and the test metrics too good; hold out whole recordings,
-            persons or later times in ``test_path`` instead.
+            row by row. It is for independent rows: of overlapping windows, hold out whole recordings in ``test_path``.
         seed: Seed of the choice of the test rows.
         columns: Columns of the features; empty: all others.
         drop: Columns that are not read.
