@@ -39,7 +39,7 @@ nb_execution_mode = "cache"
 nb_execution_cache_path = str(executed_pages.prepare(Path(__file__).parent / "_build" / "executed"))
 nb_execution_in_temp = True
 nb_execution_raise_on_error = True
-nb_execution_timeout = 600  # seconds for a cell
+nb_execution_timeout = 120  # seconds for a cell
 nb_merge_streams = True
 nb_output_stderr = "remove-warn"
 

@@ -11,7 +11,6 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from fedrax.cli import tell
 from fedrax.cli.arguments import parse_experiment
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
@@ -64,7 +63,6 @@ def main(args: list[str]) -> int:
     observation: dict[str, Any] = {"client": options.client, "rounds": options.rounds, "runs": options.runs}
     if options.drawn:
         observation |= _client_sampling(spec.run, problem[2].sizes)
-    tell(f"training in {2 * options.runs:,} runs of {options.rounds} round{'s' * (options.rounds > 1)} with one client")
     audits = [audit_client(*problem, spec.run, unit=options.unit, **observation)]
     if options.canaries is not None:
         audits.append(audit_canaries(*problem, spec.run, unit=options.unit, canaries=options.canaries))
