@@ -11,7 +11,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -65,12 +65,15 @@ def _flags_of_class(info: constructors.StructTypeInfo) -> constructors.StructCon
 
 def _help_text(cls: type, name: str) -> str | None:
     """The docstring of a field, without the line breaks inside its paragraphs."""
-    for part in cls.__mro__[:-1]:
-        for described in docstring_parser.parse_from_object(part).params:
-            if described.arg_name == name and described.description is not None:
-                paragraphs = re.split(r"\n\s*\n", described.description)
-                return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-    return None
+    text = next((found[name] for part in cls.__mro__[:-1] if name in (found := _docstrings(part))), None)
+    return text and "\n\n".join(" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text))
+
+
+@cache
+def _docstrings(cls: type) -> dict[str, str]:
+    """The docstrings of the fields that a class itself has."""
+    described = docstring_parser.parse_from_object(cls).params
+    return {field.arg_name: field.description for field in described if field.description is not None}
 
 
 def parse(cls: type[T], args: list[str], prog: str, description: str) -> T:
