@@ -238,6 +238,18 @@ def test_only_runs_of_a_changed_method_are_repeated(fedrax: Callable[..., Outcom
     assert compare_and_list_runs("")[1] == [] and shown() == losses(fedavg="fedavg", fedprox="fedprox")
 
 
+def test_runs_of_an_earlier_label_are_noted(fedrax: Callable[..., Outcome], tmp_path: Path) -> None:
+    text = comparison_text("").replace("rounds = 4", "rounds = 1")
+    (tmp_path / "c.toml").write_text(text)
+    note = "runs/tiny also has runs of fedprox, which fedrax show"
+    for _ in range(2):
+        outcome = fedrax("compare", "c.toml")
+        assert outcome.status == 0 and note not in outcome.out + outcome.err
+    (tmp_path / "c.toml").write_text(f'{text}label = "proximal"\n')
+    outcome = fedrax("compare", "c.toml")
+    assert outcome.status == 0 and note in outcome.out + outcome.err, outcome
+
+
 def test_unreadable_directory_is_not_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     spec = read(tmp_path, SHARED + METHODS)

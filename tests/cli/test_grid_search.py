@@ -238,6 +238,14 @@ def test_grid_search_in_python(one_program_file: Path, tmp_path: Path) -> None:
     )
 
 
+def test_progress_counts_new_points(fedrax: Callable[..., Outcome], one_program_file: Path) -> None:
+    rates = lambda *values: ("--grid", f"algorithm.local.lr={','.join(values)}")  # noqa: E731
+    compare_with = lambda *values: fedrax("compare", one_program_file.name, "--seeds", "0", *rates(*values))  # noqa: E731
+    first, second = compare_with("0.1", "0.3"), compare_with("0.1", "0.3", "0.2")
+    assert "2 points of its grid in one program\n" in first.err + first.out, first
+    assert "3 points of its grid in one program, 1 of them new\n" in second.err + second.out, second
+
+
 def test_grid_of_one_point_is_not_searched(one_program_file: Path, tmp_path: Path) -> None:
     """Methods run with the point, and a later search of other methods keeps these runs."""
     grid = {"algorithm.local.lr": [0.3], "algorithm.local.weight_decay": [0.5]}

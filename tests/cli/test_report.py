@@ -323,6 +323,16 @@ def test_curves_extend_to_the_longest_seed(tmp_path: Path):
     assert 'class="run"' in page(gather([tmp_path]))
 
 
+def test_header_shows_the_common_mean_of_methods_that_tie(tmp_path: Path):
+    for name, values in (("a", (0.4, 0.6)), ("b", (0.45, 0.55))):
+        for seed, value in enumerate(values):
+            make(tmp_path / name / f"seed-{seed}", {"test_accuracy": value}, seed=seed)
+            file = tmp_path / name / f"seed-{seed}" / "experiment.toml"
+            file.write_text(file.read_text().replace('name = "tiny"', f'name = "{name}"'))
+    head = page(gather([tmp_path / "a", tmp_path / "b"])).partition("<main>")[0]
+    assert "<b>2 methods</b><span>0.5000 test accuracy</span>" in head
+
+
 def test_runs_are_shown_once_and_grouped_by_method(tmp_path: Path):
     for seed in (0, 1):
         make(tmp_path / "runs" / f"x-seed{seed}", {"test_accuracy": 0.5}, seed=seed)

@@ -89,6 +89,18 @@ def test_differences_are_paired_by_seed():
     assert "test loss minus that of f, paired by seed: e +1 ± 0." in losses.legend()
 
 
+def test_methods_with_equal_printed_means_are_all_the_best():
+    close = [MethodRuns(name, [run(40, test_accuracy=value)]) for name, value in (("a", 0.50001), ("b", 0.50002))]
+    made = cells([summarize(method, None) for method in [*close, MethodRuns("c", [run(40, test_accuracy=0.4)])]], None)
+    assert [row[1] for row in made.rows] == [("0.5000", True), ("0.5000", True), ("0.4000", False)]
+
+
+def test_best_evaluations_are_explained_with_several_seeds():
+    legend_of = lambda *seeds: SavedResults([MethodRuns("m", [run(40, s, test_accuracy=0.5) for s in seeds])]).legend()  # noqa: E731
+    words = "of each run the best evaluation, then means over seeds"
+    assert words in legend_of(0, 1) and words not in legend_of(0)
+
+
 def test_losses_that_rose_are_noted():
     def saved(first: float, last: float) -> SavedRun:
         made = run(40, test_loss=last)

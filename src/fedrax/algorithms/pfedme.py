@@ -60,10 +60,11 @@ class PFedMe(Algorithm):
         """Raise FedraxError for momentum, and warn of too large steps."""
         if self.local.momentum is not None:
             raise FedraxError("pFedMe's local steps follow w - theta and no gradient: unset local.momentum")
-        if self.local.lr * self.lam >= 1:
+        product = self.local.lr * self.lam
+        if product >= 1:
             warn(
-                "pFedMe with local.lr * lam of 1 replaces w by the client's own model in every step, and with more"
-                " leaps beyond it: local.lr is usually far below 1 / lam",
+                f"pFedMe: local.lr * lam is {self.local.lr:g} * {self.lam:g} = {product:g}: 1 replaces w by the client's"
+                " own model in every step, and more leaps beyond it; local.lr is usually far below 1 / lam",
             )
 
     def init(self, params: Tree, num_clients: int) -> Server:

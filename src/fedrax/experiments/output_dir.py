@@ -92,12 +92,20 @@ def _output_in(spec: Comparison, out: Path) -> Output:
                 moved[jobs[0].directory] = place
                 problems.append(problem)
                 notes += [f"{problem}: the new runs of {label} are in {out / place}"] * (not has_runs)
+    if renamed := _other_methods(spec, out):
+        notes.append(f"{out} also has runs of {', '.join(renamed)}, which fedrax show and fedrax report include")
     if problems and not useful:
         raise OtherExperimentError(problems[0])
     placed = dataclasses.replace(spec, directories=moved)
     for job in placed.possible_runs():
         saved_run(job.spec, job.directory_in(out))
     return Output(placed, out, tuple(notes))
+
+
+def _other_methods(spec: Comparison, out: Path) -> list[str]:
+    """The labels of methods that have runs in a directory and are not in the comparison, as after a new label."""
+    found = {str(experiment.read_file(file).get("name", "")) for file in out.glob("*/seed-*/experiment.toml")}
+    return sorted(found - {method.name for method in spec.methods})
 
 
 def _place_of(spec: Comparison, jobs: Sequence[RunJob], out: Path) -> tuple[Path, str | None]:

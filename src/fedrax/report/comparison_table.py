@@ -22,6 +22,8 @@ _TO_TARGET = ("rounds", "megabytes", "gradients", "seconds")
 """Columns of the cost to reach the target."""
 COLUMNS = ("accuracy", "loss", "best", "epsilon", "epsilon_paper", "all_gradients", *_TO_TARGET)
 """Columns that are fields of `MethodSummary`, in the order of the table."""
+_HIDDEN_FIRST = ("all_gradients", "gradients", "seconds", "epsilon_paper", "best", "loss", "megabytes")
+"""Columns in the order in which a narrow terminal hides them, after other metrics and before the rest."""
 _EXPONENT = re.compile(r"(-?\d+(?:\.\d+)?)e([-+]\d+)")
 """A number with an exponent, as Python formats it."""
 _NO_RESULTS = ("epsilon", "epsilon_paper", "all_gradients")
@@ -91,6 +93,8 @@ def legend(target: float | None, given: bool, rows: Sequence[MethodSummary]) -> 
         times = work[most] / work[least]
         more = f"; {most} computes {times:.3g} times those of {least}" if times >= 2 else ""
         parts.append(f"gradients: of single samples, by all clients{more}.")
+    if any(row.best is not None and row.seeds > 1 for row in rows):
+        parts.append("best, with its round: of each run the best evaluation, then means over seeds.")
     worst = [samples for row in rows for samples in row.worst_samples]
     if worst:
         few, many = min(worst), max(worst)
@@ -113,7 +117,7 @@ def _signed(difference: Statistic, column: str) -> str:
 
 
 def best(rows: Sequence[MethodSummary], column: str, metric: str = "test_accuracy") -> set[int]:
-    """The rows with the best mean in a column, among the methods that did not diverge."""
+    """The rows with the best mean in a column as it is printed, among the methods that did not diverge."""
     means = {
         i: value.mean
         for i, row in enumerate(rows)
@@ -126,7 +130,8 @@ def best(rows: Sequence[MethodSummary], column: str, metric: str = "test_accurac
         return set()
     higher = wanted == "higher"
     top = max(means.values()) if higher else min(means.values())
-    return {i for i, mean in means.items() if mean == top}
+    shown = {i: amount(Statistic(mean, None), column, metric) for i, mean in means.items()}
+    return {i for i, mean in means.items() if shown[i] == amount(Statistic(top, None), column, metric)}
 
 
 def metric_name(column: str) -> str:
@@ -196,11 +201,14 @@ class TableCells:
     """Number of columns on the left with names instead of numbers."""
     rows: list[list[tuple[str, bool]]]
     """The cells of each row, and whether each is the best of its column."""
+    hidden_first: list[int]
+    """The columns of numbers, those first that a narrow terminal hides first; never the first of them."""
 
 
 def cells(rows: Sequence[MethodSummary], target: float | None, metric: str = "test_accuracy") -> TableCells:
     """The cells of the table; names are not escaped."""
     heads, columns = headings(target, metric), _columns(rows, target)
+    others = {name for row in rows for name in row.others}
     settings = any(row.settings for row in rows)
     titles = ["method", *["settings"] * settings, *(heads.get(c, _heading(c)) for c in columns)]
     stars = {column: best(rows, column, metric) for column in columns}
@@ -209,7 +217,9 @@ def cells(rows: Sequence[MethodSummary], target: float | None, metric: str = "te
         names = [(row.label, False), *[(row.settings, False)] * settings]
         values = [(_cell(row, c, metric), i in stars[c]) for c in columns]
         made.append([*names, *values, (str(row.seeds), False), (row.state, False)])
-    return TableCells([*titles, "seeds", "state"], 1 + settings, made)
+    ranks = [_HIDDEN_FIRST.index(c) if c in _HIDDEN_FIRST else -1 if c in others else len(COLUMNS) for c in columns]
+    places = sorted(range(1, len(columns)), key=lambda place: (ranks[place], -place))
+    return TableCells([*titles, "seeds", "state"], 1 + settings, made, [1 + settings + place for place in places])
 
 
 def terminal(made: TableCells, title: str = "") -> Table:
@@ -272,16 +282,16 @@ def _fits(console: Console, table: Table) -> bool:
 
 
 def _folded(made: TableCells, fits: Callable[[TableCells], bool]) -> tuple[TableCells | None, list[str]]:
-    """The table with its leftmost columns of numbers that fit, and the headings of the others.
+    """The table with as many columns of numbers as fit, and the headings of the hidden ones.
 
     Names, the first number, seeds and states are always shown; the table is None if these do not fit.
     """
-    numbers = range(made.names, len(made.headings) - 2)
-    for count in range(len(numbers), min(1, len(numbers)) - 1, -1):
-        places = [i for i in range(len(made.headings)) if i not in numbers[count:]]
+    for count in range(len(made.hidden_first) + 1):
+        hidden = sorted(made.hidden_first[:count])
+        places = [i for i in range(len(made.headings)) if i not in hidden]
         headings, rows = [made.headings[i] for i in places], [[row[i] for i in places] for row in made.rows]
-        if fits(one := TableCells(headings, made.names, rows)):
-            return one, [made.headings[i] for i in numbers[count:]]
+        if fits(one := TableCells(headings, made.names, rows, [])):
+            return one, [made.headings[i] for i in hidden]
     return None, []
 
 

@@ -62,9 +62,9 @@ def draw_curves(
         axes_row[0].set_ylabel((METRICS | PERSONAL_METRICS)[key])
         set_scale(axes_row[0], key, limits)
         if key == metric and target is not None:
-            axes_row[0].annotate(
-                f"target {target:g}", (0, target), xycoords=("axes fraction", "data"), xytext=(4, 3),
-                textcoords="offset points", ha="left", fontsize="small", color="0.35",
+            axes_row[1].annotate(  # beside the axes, where no curve can be
+                f"target\n{target:g}", (1, target), xycoords=("axes fraction", "data"), xytext=(4, 0),
+                textcoords="offset points", ha="left", va="center", fontsize="small", color="0.35",
             )  # fmt: skip
     handles, labels = grid[0][0].get_legend_handles_labels()
     if handles:

@@ -152,9 +152,9 @@ def _best_tiles(data: ReportData) -> list[tuple[str, str]]:
             tops = {0}
         if not tops:
             continue
-        best = getattr(rows[min(tops)], column)
-        amount = comparison_table.amount(replace(best, std=best.std or None), column)
-        who = rows[min(tops)].label if len(tops) == 1 else f"{len(tops)} methods"
+        best, tied = getattr(rows[min(tops)], column), len(tops) > 1
+        amount = comparison_table.amount(replace(best, std=None if tied else best.std or None), column)
+        who = f"{len(tops)} methods" if tied else rows[min(tops)].label
         to = "" if column == word else f" to {data.target:g}"
         found.append((who, f"{amount} {name}{to}"))
     return found

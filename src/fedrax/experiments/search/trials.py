@@ -67,7 +67,9 @@ def run_trials(
         settings = group[0][0].spec.run
         if not should_vectorize(algorithms, task, federation, settings, len(comparison.search_seeds)):
             continue
-        watcher.say(f"{group[0][0].spec.name}: {len(group)} points of its grid in one program")
+        new = sum(any(job.path in left for job in jobs_of_point) for jobs_of_point in group)
+        of_them = f", {new} of them new" * (new < len(group))
+        watcher.say(f"{group[0][0].spec.name}: {len(group)} points of its grid in one program{of_them}")
         results = sweep(
             algorithms, task, federation, comparison.search_seeds, settings, mode="vectorized", progress=False
         )
