@@ -63,8 +63,8 @@ class PFedMe(Algorithm):
         product = self.local.lr * self.lam
         if product >= 1:
             warn(
-                f"pFedMe: local.lr * lam is {self.local.lr:g} * {self.lam:g} = {product:g}: with 1 every step replaces w by"
-                " the client's own model, with more it leaps beyond it; local.lr is usually far below 1 / lam",
+                f"pFedMe: local.lr * lam is {self.local.lr:g} * {self.lam:g} = {product:g}: with 1 every step replaces"
+                " w by the client's own model, with more it leaps beyond it; local.lr is usually far below 1 / lam",
             )
 
     def init(self, params: Tree, num_clients: int) -> Server:
