@@ -246,6 +246,23 @@ def test_progress_counts_new_points(fedrax: Callable[..., Outcome], one_program_
     assert "3 points of its grid in one program, 1 of them new\n" in second.err + second.out, second
 
 
+def test_methods_without_personal_models_are_judged_by_the_global_model(tmp_path: Path) -> None:
+    """Of clients with test rows of their own, which ``client_test`` holds out of the training rows."""
+    text = TINY.replace("rounds = 4", "rounds = 1").replace('name = "tiny"', 'name = "tiny"\nclient_test = 0.3', 1)
+    search = 'seeds = [0]\nsearch = { metric = "personal_accuracy", validation = 0.3 }\n'
+    methods = '[[compare]]\nname = "fedavg"\n[[compare]]\nname = "ditto"\n'
+    grid = "grid = { algorithm.local.lr = [0.1, 0.3] }\n"
+    (tmp_path / "p.toml").write_text(search + grid + text + methods)
+    result = compare(tmp_path / "p.toml", directory=tmp_path / "c")
+    assert {label: found.metric for label, found in result.search_results.items()} == {
+        "fedavg": "accuracy",
+        "ditto": "personal_accuracy",
+    }
+    assert "fedavg: validation accuracy" in repr(result)
+    rows = {row.label: row for row in result.rows}
+    assert "test_personal_accuracy" in rows["ditto"].others and "test_personal_accuracy" not in rows["fedavg"].others
+
+
 def test_grid_of_one_point_is_not_searched(one_program_file: Path, tmp_path: Path) -> None:
     """Methods run with the point, and a later search of other methods keeps these runs."""
     grid = {"algorithm.local.lr": [0.3], "algorithm.local.weight_decay": [0.5]}

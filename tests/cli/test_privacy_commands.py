@@ -97,8 +97,8 @@ def test_the_printed_noise_is_enough(fedrax: Any, private_file: Path):
         assert spent["epsilon"] <= float(epsilon)
 
 
-@pytest.mark.parametrize("standardize", ["all", "client"])
-def test_private_runs_warn_of_pooled_statistics(fedrax: Any, tmp_path: Path, standardize: str):
+@pytest.mark.parametrize("standardize", ["all", "client", "none"])
+def test_private_runs_warn_of_statistics(fedrax: Any, tmp_path: Path, standardize: str):
     rows = [f"{name},{row},{row % 2}" for name in "abc" for row in range(10)]
     (tmp_path / "own.csv").write_text("\n".join(["who,x,label", *rows]))
     flags = f"run --data csv --data.path own.csv --data.client who --data.standardize {standardize} --partition natural"
@@ -107,8 +107,12 @@ def test_private_runs_warn_of_pooled_statistics(fedrax: Any, tmp_path: Path, sta
         warnings.simplefilter("always")
         assert fedrax(*flags.split()).status == 0
         assert fedrax(*flags.replace("clientdp", "fedavg").split()).status == 0
-    found = [str(w.message) for w in caught if "no epsilon covers" in str(w.message)]
-    assert len(found) == (standardize == "all") and all("mean and standard deviation" in text for text in found)
+        local = ("--algorithm.inner.local.steps", "1")
+        assert fedrax(*flags.replace("clientdp", "sampledp --run.samples resident").split(), *local).status == 0
+    found = [str(w.message) for w in caught if "mean and standard deviation" in str(w.message)]
+    assert sum("no epsilon covers" in text for text in found) == 2 * (standardize == "all")
+    assert sum("epsilon of a sample does not cover" in text for text in found) == (standardize == "client")
+    assert len(found) == {"all": 2, "client": 1, "none": 0}[standardize]
 
 
 def test_privacy_names_releases_without_a_guarantee(fedrax: Any, private_file: Path):

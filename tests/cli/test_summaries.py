@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,16 @@ def test_best_evaluations_are_explained_with_several_seeds():
     legend_of = lambda *seeds: SavedResults([MethodRuns("m", [run(40, s, test_accuracy=0.5) for s in seeds])]).legend()  # noqa: E731
     words = "of each run the best evaluation, then means over seeds"
     assert words in legend_of(0, 1) and words not in legend_of(0)
+
+
+def test_guarantees_of_epsilon_are_printed():
+    def legend_of(**guarantees: str) -> str:
+        runs = {name: dataclasses.replace(run(40, epsilon=1.0), privacy=text) for name, text in guarantees.items()}
+        return SavedResults([MethodRuns(name, [one]) for name, one in runs.items()]).legend()
+
+    assert "epsilon: presence of a client; delta 1e-05." in legend_of(a="presence of a client; delta 1e-05")
+    mixed = legend_of(a="presence of a client", b="presence of a sample", c="presence of a client")
+    assert "cannot be ranked by it: of a, c: presence of a client; of b: presence of a sample." in mixed
 
 
 def test_losses_that_rose_are_noted():

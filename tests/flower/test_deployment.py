@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import signal
 import ssl
@@ -149,6 +151,22 @@ def test_rehearsal_ends_at_the_first_error_of_the_data_function(
     assert printed.err == f"{text} ({client}, line {line}, in data)\n" and not printed.out
 
 
+def test_the_epsilon_of_a_deployment_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """It has no amplification, unlike that of a simulation with Poisson cohorts."""
+    monkeypatch.chdir(tmp_path)
+    flags = "--data digits --partition.clients 4 --model logistic --algorithm clientdp --algorithm.noise 2"
+    flags += " --run.participation poisson --run.rounds 2 --run.cohort-size 2 --run.delta 1e-5"
+    assert main(["deploy", *flags.split(), "--out", "d"]) == 0
+    printed = re.search(
+        r"privacy: epsilon ([\d.]+) at delta 1e-05 .*not amplified by sampling", capsys.readouterr().out
+    )
+    assert main(["privacy", *flags.split(), "--picture", "None", "--json", "--run.amplification", "none"]) == 0
+    alone = json.loads(capsys.readouterr().out)["spent"]["epsilon"]
+    assert printed is not None and float(printed[1]) == pytest.approx(alone, rel=1e-3)
+
+
 def test_an_app_that_reads_node_configs_is_rehearsed_where_no_machine_has_all_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -173,6 +191,7 @@ def test_an_app_that_reads_node_configs_is_rehearsed_where_no_machine_has_all_da
     (tmp_path / "nodes.toml").write_text("".join(f'[[node]]\npath = "own {name}.csv"\n' for name in "ab"))
     assert main(["deploy", "d", "--nodes", "nodes.toml"]) == 0
     printed = capsys.readouterr().out
+    assert "next: fedrax deploy d --nodes nodes.toml --trial" in printed
     assert "not compared with the simulator, which needs the experiment's data" in printed and "all.csv" in printed
     (tmp_path / "nodes.toml").write_text('[[node]]\npath = "own a.csv"\n')
     assert main(["deploy", "d", "--nodes", "nodes.toml"]) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import signal
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from fedrax.algorithms import PFedMe
 from fedrax.flower import client_app
 from fedrax.optim import Optax
 from fedrax.privacy import ClientDP
+from fedrax.report import read_results, read_run
 from fedrax.simulation import Interrupted, read_events
 from tests.flower.messages import (
     INITIAL_PARAMS,
@@ -122,14 +124,20 @@ def test_resumed_federation_keeps_the_spent_budget(tmp_path: Path):
     assert more.events[-1]["epsilon"] == uninterrupted.events[-1]["epsilon"]
 
 
-def test_interrupted_round_is_accounted_for(tmp_path: Path):
+def test_interrupted_round_is_accounted_for(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     """Its replies may have been observed, and the repeated round has different noise."""
     method = ClientDP(FedAvg(local=LOCAL), noise=5.0)
     with pytest.raises(ServerCrash):
         run(method, tmp_path, stop_at=4, seed=None)
-    gone_on = run(method, tmp_path, resume=True, seed=None)
+    with caplog.at_level(logging.WARNING, "flwr"):
+        gone_on = run(method, tmp_path, resume=True, seed=None)
     assert [event["round"] for event in gone_on.events] == [1, 2, 3, 4, 5]
     assert gone_on.spent is not None and gone_on.spent.count == 6
+    assert "round 4 was interrupted after its clients were asked" in caplog.text
+    saved = read_run(tmp_path / "server")
+    against = "against all but the server, which adds noise; not amplified by sampling"
+    assert saved.privacy == f"presence of a client; {against}; delta 1e-05"
+    assert f"epsilon: {saved.privacy}." in read_results(tmp_path / "server").legend()
 
 
 def test_different_run_does_not_resume(tmp_path: Path):

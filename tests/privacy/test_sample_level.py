@@ -81,6 +81,17 @@ def test_same_noise_in_all_steps_is_detected():
 
 
 @pytest.mark.slow
+def test_gradients_of_poisson_batches_are_counted_by_their_mean():
+    """Of batches of ``local`` the batch size is counted."""
+    sizes = (40, 20)
+    numbered = federation(sizes)
+    for rate, expected in ((0.3, 2 * 0.3 * sum(sizes)), (None, 2 * B * len(sizes))):
+        result = fedrax.simulate(
+            private(steps=2, rate=rate), NUMBERED, numbered, rounds=3, cohort_size=2, progress=False
+        )
+        assert result.events[-1]["gradients"] == pytest.approx(3 * expected, abs=1)
+
+
 @pytest.mark.parametrize("plan", slow_cases(OTHER_PLANS, 2), ids=str)
 @pytest.mark.parametrize("rate", slow_cases([None, 0.4]))
 def test_plans_and_devices_agree(rate: float | None, plan: dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import shlex
@@ -14,10 +15,16 @@ from typing import TYPE_CHECKING
 from fedrax.cli import when_interrupted
 from fedrax.cli.arguments import parse, parse_experiment
 from fedrax.cli.run_command import ignored_keys_note, print_notes
+from fedrax.contract.algorithm import Algorithm
+from fedrax.data import Federation
 from fedrax.errors import FedraxError
 from fedrax.experiments import experiment
 from fedrax.experiments.comparison import safe_name
+from fedrax.experiments.experiment import Experiment
+from fedrax.privacy.ledger import NOT_COVERED
+from fedrax.report.privacy_forecast import forecast
 from fedrax.simulation import use_all_cores
+from fedrax.simulation.privacy_ledger import private_releases
 
 if TYPE_CHECKING:
     from fedrax.flower.trial import Compared
@@ -70,13 +77,24 @@ def main(args: list[str]) -> int:
     from fedrax.flower.deployment import write_deployment
 
     use_all_cores()
-    _, task, federation = experiment.build(spec, options.data_dir)
+    algorithm, task, federation = experiment.build(spec, options.data_dir)
     if not options.quiet:
         print_notes([*ignored_keys_note(parsed.ignored_keys, spec), *federation.notes, *task.notes], False)
     write_deployment(spec, federation, directory, options.server)
     if not options.quiet:
         print(f"{directory}: app, certificates and keys of {federation.num_clients} clients")
+        if private_releases(algorithm):
+            print(f"privacy: {_guarantee(algorithm, spec, federation)}")
     return _start(directory, options, changed=False)
+
+
+def _guarantee(algorithm: Algorithm, spec: Experiment, federation: Federation) -> str:
+    """The privacy loss of the deployment in words, which is larger than that of a simulation with sampled cohorts."""
+    settings = dataclasses.replace(spec.run, amplification="none", epsilon_budget=None)
+    spent = forecast(algorithm, settings, federation.sizes).spent
+    limit = spec.run.epsilon_budget
+    budget = "" if limit is None else f"; the run ends before epsilon exceeds {limit:g}"
+    return f"{spent}, if each client is asked {spent.count} times at most{budget}; {NOT_COVERED}"
 
 
 def _require_flower() -> None:
@@ -111,7 +129,8 @@ def _start(directory: Path, options: TrialOptions, changed: bool) -> int:
             beside = "" if math.isnan(compared.difference) else " beside the simulation"
             say(f"show it{beside} with: fedrax report {shlex.quote(str(place))}")
         else:
-            say(f"next: fedrax deploy {shlex.quote(str(directory))} --trial, or {directory / 'README.md'}")
+            nodes = "" if options.nodes is None else f" --nodes {shlex.quote(str(options.nodes))}"
+            say(f"next: fedrax deploy {shlex.quote(str(directory))}{nodes} --trial, or {directory / 'README.md'}")
     return 0
 
 

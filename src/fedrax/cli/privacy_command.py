@@ -19,7 +19,7 @@ from fedrax.experiments import experiment
 from fedrax.report.comparison_table import wide_console
 from fedrax.report.privacy_forecast import Forecast, ReleaseCost, draw, forecast
 from fedrax.simulation import Settings, use_all_cores
-from fedrax.simulation.privacy_ledger import warn_of_pooled
+from fedrax.simulation.privacy_ledger import warn_of_statistics
 from fedrax.simulation.setup import prepare
 
 DESCRIPTION = """Compute the privacy loss of an experiment: `fedrax privacy [FILE.toml] [flags]`.
@@ -54,7 +54,7 @@ def main(args: list[str]) -> int:
     algorithm, task, federation = experiment.build(spec, options.data_dir)
     asked = sorted({*options.epsilons, *filter(None, [spec.run.epsilon_budget])})
     made = forecast(algorithm, spec.run, federation.sizes, asked)
-    warn_of_pooled(federation)
+    warn_of_statistics(federation, made.spent.unit)
     prepare(algorithm, task, federation, spec.run)  # raises for a method whose messages are not all private
     pictures, failed = save(lambda: draw(made, spec.run.epsilon_budget), options.picture)
     if options.json:

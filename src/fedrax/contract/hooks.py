@@ -70,6 +70,8 @@ class TrainingHooks:
     _term_hooks: tuple[tuple[int, TermHook], ...] = ()
     _direction_hooks: tuple[tuple[int, DirectionHook], ...] = ()
     _batch_hook: BatchHook | None = None
+    mean_batch: Any = None
+    """Mean number of samples in the batches of the batch hook; None if it leaves the number as it is."""
     _result_hooks: tuple[ResultHook, ...] = ()
 
     def inside(self) -> Self:
@@ -132,11 +134,12 @@ class TrainingHooks:
         """
         return self._with(_direction_hooks=self._insert(self._direction_hooks, hook))
 
-    def with_batch(self, hook: BatchHook) -> Self:
+    def with_batch(self, hook: BatchHook, mean_size: Any = None) -> Self:
         """Change the mini-batches of the local steps.
 
         Args:
             hook: number of the local step -> (samples, real), as :meth:`batch` returns them.
+            mean_size: mean number of samples in its batches, for the count of gradients; by default as without it.
 
         Returns:
             The changed data.
@@ -146,7 +149,7 @@ class TrainingHooks:
         """
         self.refuse_uncounted("other batches")
         _check_single(self._batch_hook, "which samples are in a batch")
-        return self._with(_batch_hook=hook)
+        return self._with(_batch_hook=hook, mean_batch=mean_size)
 
     def with_result(self, hook: ResultHook) -> Self:
         """Change the parameters that local training returns; the outermost hook comes first.

@@ -380,7 +380,7 @@ class LocalSGD:
         return -(-rows // self.microbatches)
 
     def samples(self, data: ClientData, steps: Array | int) -> Array:
-        """Count the samples whose gradients ``steps`` local steps evaluate (in expectation for uneven blocks).
+        """Count the samples whose gradients ``steps`` local steps evaluate (in expectation for batches of random size).
 
         Args:
             data: the client's data in this round.
@@ -393,6 +393,8 @@ class LocalSGD:
         if given is not None:
             used = jnp.arange(len(given)) < steps
             return jnp.sum(jnp.where(used[:, None], given >= 0, False)).astype(float)
+        if data.mean_batch is not None:
+            return jnp.asarray(steps, float) * data.mean_batch
         if self.blocks is not None:
             return jnp.asarray(steps, float) * data.size / self.blocks
         if self.batch_size == "full":

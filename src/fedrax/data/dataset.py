@@ -115,6 +115,8 @@ class Dataset:
     """What the reader did to the data, and its warnings."""
     pooled: tuple[str, ...] = ()
     """Statistics of the rows of all clients by which x was computed, which no differential privacy covers."""
+    client_statistics: tuple[str, ...] = ()
+    """Statistics of each client's rows by which its x was computed, which no privacy of single samples covers."""
     partition_by: np.ndarray | None = None
     """One number [n] per training row that partitions by label use instead of the label: integers from 0, or floats
     to sort by."""

@@ -87,6 +87,8 @@ class Federation:
     """What the reader did to the data, and its warnings."""
     pooled: tuple[str, ...] = ()
     """Statistics of the rows of all clients by which x was computed, which no differential privacy covers."""
+    client_statistics: tuple[str, ...] = ()
+    """Statistics of each client's rows by which its x was computed, which no privacy of single samples covers."""
 
     def __post_init__(self) -> None:
         _check_train_offsets(self.offsets, len(self.train.y), f"federation {self.name!r}")
@@ -204,6 +206,7 @@ class Federation:
             client_names=names,
             notes=dataset.notes,
             pooled=dataset.pooled,
+            client_statistics=dataset.client_statistics,
         )
 
     @classmethod
@@ -529,14 +532,14 @@ def hold_out(federation: Federation, share: float, seed: int = 0) -> Federation:
         ([8, 8], 4)
     """
     if not 0 < share < 1:
-        raise FedraxError(f"the share of validation data must lie between 0 and 1, not be {share}.")
+        raise FedraxError(f"the share of rows to hold out must lie between 0 and 1, not be {share}.")
     clients = federation.num_clients
     owner = np.repeat(np.arange(clients), federation.sizes)
     kept, held_out = train_test_split(owner, share, numpy_generator(seed, "validation split"))
     if not len(held_out):
         raise FedraxError(
             f"the largest client of {federation.name!r} has {federation.sizes.max()} training rows, too few to hold"
-            f" out {share:g} of them for validation: raise the share."
+            f" out {share:g} of them: raise the share."
         )
 
     def offsets(rows: np.ndarray) -> np.ndarray:

@@ -55,7 +55,7 @@ OUTPUTS = (
 """Files of a comparison beside the directories of its methods."""
 SHARED = ("data", "partition", "model", "task")
 """Tables of an experiment that all methods share."""
-SAMPLE_KEYS = ("normalize", "validation")
+SAMPLE_KEYS = ("normalize", "client_test", "validation")
 """Keys of an experiment about its samples, which all methods share."""
 PLAN_KEYS = ("seeds", "target", "search")
 """Keys of a comparison, which all its files share."""

@@ -157,6 +157,8 @@ class Experiment:
     """The method."""
     normalize: bool = True
     """Standardize each channel of images by the mean and deviation of the data set; otherwise pixels are in [0, 1]."""
+    client_test: float = 0.0
+    """Share of each client's training rows that becomes its own test data, in place of the data set's test data."""
     validation: float = 0.0
     """Share of each client's training rows that is held out and replaces the test data."""
     run: Settings = dataclasses.field(default_factory=Settings)
@@ -191,8 +193,9 @@ class Experiment:
 
     def check(self) -> None:
         """Raise FedraxError for values out of their bounds and for contradictory settings."""
-        if not 0 <= self.validation < 1:
-            raise FedraxError(f"validation must be a share in [0, 1), got {self.validation}")
+        for name in ("validation", "client_test"):
+            if not 0 <= getattr(self, name) < 1:
+                raise FedraxError(f"{name} must be a share in [0, 1), got {getattr(self, name)}")
         for part in ("model", "finetuning", "algorithm", "run", "partition"):
             if getattr(self, part) is not None:
                 check(getattr(self, part), part)
@@ -240,7 +243,7 @@ def read_file(path: Path) -> TomlTable:
     if reader is not None:
         raise FedraxError(f"{path} is a data file, not an experiment: use --data {reader} --data.path {path}")
     table = read_toml(path)
-    if not set(table) - {"name", "normalize", "seeds", "target"}:
+    if not set(table) - {"name", "normalize", "client_test", "seeds", "target"}:
         raise FedraxError(f"{path} is not an experiment: it has no [data], [model], [algorithm], [run], ...")
     return table
 
@@ -266,6 +269,8 @@ def load_federation(experiment: Experiment, data_dir: str | Path | None = None) 
         if not isinstance(dataset, Dataset):
             raise FedraxError(f"{name} returned {type(dataset).__name__}, not a fedrax.data.Dataset.")
     federation = Federation.from_dataset(dataset, experiment.partition, experiment.partition.seed)
+    if experiment.client_test:
+        federation = hold_out(federation, experiment.client_test, experiment.partition.seed)
     clients = dataset.train_clients
     if clients is not None and isinstance(experiment.partition, Shards):  # the default, so maybe not intended
         note = f"warning: the data have {len(np.unique(clients)):,} clients, and the partition shards assigns their"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -124,6 +125,14 @@ class RoundDriver:
             self.sampler.restore(state.participation, rounds_done(events))
         if self.ledger is not None:
             self.ledger.restore(state.spent, rounds_done(events))
+            before, counted = events[-1]["epsilon"] if events else 0.0, self.ledger.spent.epsilon
+            if before is not None and before < counted < math.inf:
+                log.warning(
+                    "round %d was interrupted after its clients were asked: they are counted again when it is repeated,"
+                    " and epsilon is %.4g so far",
+                    rounds_done(events) + 1,
+                    counted,
+                )
         return state.server, state.statistics
 
     def _checkpoint_state(self, server: Any, statistics: Tree) -> ServerCheckpoint:
@@ -143,7 +152,8 @@ class RoundDriver:
                 sink.start(dataclasses.replace(self.info, first_round=rounds_done(self.events)))
                 started.append(sink)
             if self.info.directory is not None:
-                write_description(self.info.directory, self.info, self.algorithm, self.described)
+                guarantee = None if self.ledger is None else self.ledger.guarantee
+                write_description(self.info.directory, self.info, self.algorithm, self.described, guarantee)
             with interrupt_flag(replace=False) as interrupted:
                 result = self._run_rounds(server, statistics, file, interrupted)
             return result

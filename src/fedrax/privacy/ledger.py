@@ -65,7 +65,10 @@ _AMPLIFIED = {
     "batches": "amplified by Poisson sampling of batches",
     "none": "not amplified by sampling",
 }
-NOT_COVERED = "not covered: metrics, statistics of the data computed before training, adversaries who know the seed"
+NOT_COVERED = (
+    "not covered: metrics, numbers of samples, statistics of the data computed before training, other runs on the data"
+    " such as those of a search, adversaries who know the seed"
+)
 """What the epsilon of a simulation does not bound, for messages."""
 
 
@@ -117,8 +120,18 @@ class Ledger:
     @property
     def spent(self) -> PrivacySpent:
         """The guarantee of the rounds recorded so far."""
-        of, count = self.accountant, self.count
-        epsilon, by = of.bound(count)
+        epsilon, by = self.accountant.bound(self.count)
+        return self._spent(epsilon, by, self.count)
+
+    @property
+    def guarantee(self) -> str:
+        """What epsilon bounds, for messages: the neighboring relation, the adversary, the sampling and delta."""
+        nothing = self._spent(0.0, "", 0)
+        return f"{nothing.about}; {nothing.assumptions}; delta {nothing.delta:g}"
+
+    def _spent(self, epsilon: float, by: str, count: int) -> PrivacySpent:
+        """The guarantee with an epsilon."""
+        of = self.accountant
         facts = (of.delta, of.unit, of.neighbors, by, count, self.epsilon_paper, of.empty_place, of.seen, of.amplified)
         return PrivacySpent(epsilon, *facts)
 

@@ -95,6 +95,7 @@ def legend(target: float | None, given: bool, rows: Sequence[MethodSummary]) -> 
         parts.append(f"gradients: of single samples, by all clients{more}.")
     if any(row.best is not None and row.seeds > 1 for row in rows):
         parts.append("best, with its round: of each run the best evaluation, then means over seeds.")
+    parts += _guarantees(rows)
     worst = [samples for row in rows for samples in row.worst_samples]
     if worst:
         few, many = min(worst), max(worst)
@@ -109,6 +110,18 @@ def legend(target: float | None, given: bool, rows: Sequence[MethodSummary]) -> 
             times = row.loss.mean / row.first_loss.mean
             parts.append(f"warning: the test loss of {row.label} ended at {times:.3g} times its first value.")
     return " ".join(parts)
+
+
+def _guarantees(rows: Sequence[MethodSummary]) -> list[str]:
+    """What the epsilon of each method bounds."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if row.guarantee is not None:
+            found.setdefault(row.guarantee, []).append(row.label)
+    if len(found) == 1:
+        return [f"epsilon: {next(iter(found))}."]
+    several = "; ".join(f"of {', '.join(labels)}: {guarantee}" for guarantee, labels in found.items())
+    return [f"epsilon is of different guarantees, which cannot be ranked by it: {several}."] if found else []
 
 
 def _signed(difference: Statistic, column: str) -> str:

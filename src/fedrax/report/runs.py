@@ -48,6 +48,8 @@ class SavedRun:
     """Why the run diverged, if it did."""
     spent: bool = False
     """Whether the run ended because its privacy budget was spent."""
+    privacy: str | None = None
+    """What the epsilon of a private run bounds: neighbors, adversary, sampling and delta."""
 
     @property
     def seed(self) -> int | None:
@@ -146,7 +148,9 @@ def read_run(directory: Path | str) -> SavedRun:
     saved = directory / CHECKPOINT
     limited = isinstance(table["run"].get("epsilon_budget"), int | float) and checkpoint.exists(saved)
     spent = limited and checkpoint.load_meta(saved).get("stopped") == "budget"
-    return SavedRun(directory, table, events, None if failure is None else str(failure), spent)
+    described = read_description(directory)
+    privacy = None if described is None else described.privacy
+    return SavedRun(directory, table, events, None if failure is None else str(failure), spent, privacy)
 
 
 def read_table(directory: Path) -> dict[str, Any]:
@@ -424,6 +428,8 @@ class MethodSummary:
     """Sample counts of the worst clients, one for each seed."""
     federation: bool = False
     """Whether the clients were nodes of a federation."""
+    guarantee: str | None = None
+    """What epsilon bounds: neighbors, adversary, sampling and delta."""
     first_loss: Statistic | None = None
     """Test loss of the first evaluation."""
     difference: Statistic | None = None
@@ -492,6 +498,7 @@ def summarize(method: MethodRuns, target: float | None, metric: str = "test_accu
         settings=method.settings,
         worst_samples=tuple(samples for last in lasts for samples in _worst_client_samples(last)),
         federation=method.runs[0].federation,
+        guarantee=next((run.privacy for run in method.runs if run.privacy is not None), None),
         first_loss=Statistic.of([first for run in method.runs if (first := _first_loss(run)) is not None]),
     )
 

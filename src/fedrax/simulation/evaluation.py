@@ -326,14 +326,16 @@ def over_clients(
         return dict.fromkeys(f"{key}_{part}" for part in parts)
     defined = np.array([values[i] for i in having], float)
     worst = int(defined.argmax() if lower_is_better else defined.argmin())
-    percentiles = {f"{key}_client_p{p}": float(np.percentile(defined, p)) for p in (10, 50, 90)}
+    with np.errstate(invalid="ignore"):  # losses of a diverged model may be infinite
+        percentiles = {f"{key}_client_p{p}": float(np.percentile(defined, p)) for p in (10, 50, 90)}
+        mean, deviation = float(defined.mean()), float(defined.std())
     return {
         f"{key}_worst_client": float(defined[worst]),
         f"{key}_worst_client_samples": int(sizes[having[worst]]),
         **({} if numbers is None else {f"{key}_worst_client_number": int(numbers[having[worst]])}),
         **percentiles,
-        f"{key}_client_mean": float(defined.mean()),
-        f"{key}_client_std": float(defined.std()),
+        f"{key}_client_mean": mean,
+        f"{key}_client_std": deviation,
     }
 
 

@@ -95,10 +95,17 @@ def ledger_of(algorithm: Algorithm, settings: Settings, sampler: CohortSampler) 
     return Ledger(accountant, sampler.sizes)
 
 
-def warn_of_pooled(federation: Federation) -> None:
-    """Warn about statistics of all clients' samples, which were computed before the run and outside of its epsilon."""
+def warn_of_statistics(federation: Federation, unit: str) -> None:
+    """Warn about statistics of samples that were computed before the run, outside of its epsilon.
+
+    Statistics of each client's samples change with a sample, so that all of the client's inputs change: they are within
+    a guarantee for a client, and outside of one for a sample.
+    """
     if found := [*federation.pooled, *["the vocabulary"] * bool(federation.vocabulary)]:
         warn(f"no epsilon covers what was computed from the samples of all clients before: {'; '.join(found)}")
+    if unit == "sample" and federation.client_statistics:
+        found = "; ".join(federation.client_statistics)
+        warn(f"epsilon of a sample does not cover what was computed from all samples of its client before: {found}")
 
 
 def _check_room(accountant: Accountant, budget: float | None) -> None:

@@ -41,7 +41,7 @@ from fedrax.simulation.privacy_ledger import (
     ledger_of,
     record_spending,
     warn_of_budget,
-    warn_of_pooled,
+    warn_of_statistics,
 )
 from fedrax.simulation.process import (
     answer_of_any_process,
@@ -151,7 +151,7 @@ def simulate(
             _check_record(record, setup)
         ledger = ledger_of(algorithm, settings, setup.planner.sampler)
         if ledger is not None:
-            warn_of_pooled(federation)
+            warn_of_statistics(federation, ledger.accountant.unit)
         with nullcontext() if setup.directory is None else lock_directory(setup.directory, resume) as run_directory:
             kept = trajectory_rounds(trajectory, settings.rounds)
             return Run(
@@ -246,7 +246,8 @@ class Run:
                 self.log = EventFile(setup.directory, self.events)
                 write_environment(setup.directory)
                 write_client_summary(setup.directory, ClientSummary.of(setup.federation))
-                write_description(setup.directory, setup.info, setup.algorithm, vars(setup.settings))
+                guarantee = None if self.ledger is None else self.ledger.guarantee
+                write_description(setup.directory, setup.info, setup.algorithm, vars(setup.settings), guarantee)
                 if start.events:  # the run may have been killed between its checkpoint and its model
                     self._save_model(start.carry)
             with interrupt_flag() as self.interrupted, explaining():  # raises Interrupted even if all rounds are done

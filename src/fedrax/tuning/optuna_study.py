@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fedrax.errors import FedraxError
-from fedrax.tuning.selection import SearchRange, SearchResult, Trial
+from fedrax.tuning.selection import SearchRange, SearchResult, Trial, metric_of
 
 BATCH = 5
 """Points proposed at once. It does not depend on the number of workers, so that proposals do not either."""
@@ -77,7 +77,7 @@ class OptunaStudy:
         """All trials without duplicates."""
         ranges = {path: values for path, values in self._axes if isinstance(values, SearchRange)}
         trials = [self._trials[i] for i in _first_occurrences([trial.point for trial in self._trials])]
-        return SearchResult(metric, self._lower, tuple(trials), ranges)
+        return SearchResult(metric_of(trials, metric), self._lower, tuple(trials), ranges)
 
 
 def distinct(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

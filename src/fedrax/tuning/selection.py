@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -63,6 +63,8 @@ class Trial:
     """The validation metric after the last round, mean over seeds; None where a run diverged."""
     rounds: int
     """Rounds of the run that diverged first, or all rounds."""
+    metric: str | None = None
+    """Name of the metric if it is that of the global model, because the method has no personal models."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +228,8 @@ def tune(
         make_trial(point, [(run.events, run.stopped == "diverged") for run in runs[i]], metric)
         for i, point in enumerate(points)
     )
-    choice = SearchResult(metric, is_lower_better(tasks[0], metric), trials)
+    metric, lower = metric_of(trials, metric), is_lower_better(tasks[0], metric)
+    choice = SearchResult(metric, lower, trials)
     best = next(i for i, trial in enumerate(trials) if trial is choice.best)
     return TuningResult(metric, choice.lower_is_better, trials, algorithm=candidates[best], task=tasks[best])
 
@@ -272,15 +275,21 @@ def make_trial(point: Mapping[str, Any], runs: Sequence[tuple[Sequence[Event], b
     rounds = min(rounds_done(events) for events, _ in runs)
     if any(diverged for _, diverged in runs):
         return Trial(point, None, rounds)
-    key = f"test_{metric}"  # of the validation data, which replace the test data
+    key, used = f"test_{metric}", None  # of the validation data, which replace the test data
     if not any(key in event for events, _ in runs for event in events):  # a method without personal models
-        key = f"test_{metric.removeprefix(PERSONAL)}"
+        used = metric.removeprefix(PERSONAL)
+        key = f"test_{used}"
     finals = [next((event[key] for event in reversed(events) if key in event), None) for events, _ in runs]
     if None in finals:
         undefined = any(key in event for events, _ in runs for event in events)
         problem = f"{metric} is undefined (null) on the validation data" if undefined else f"no run reports {metric}"
         raise FedraxError(f"{problem}, and it is the metric of the search: choose another one")
-    return Trial(point, math.fsum(finals) / len(finals), rounds)  # type: ignore[arg-type]
+    return Trial(point, math.fsum(finals) / len(finals), rounds, used)  # type: ignore[arg-type]
+
+
+def metric_of(trials: Iterable[Trial], metric: str) -> str:
+    """The metric that was compared: ``metric``, or that of the global model for a method without personal models."""
+    return next((trial.metric for trial in trials if trial.metric is not None), metric)
 
 
 def group_by_structure(algorithms: Sequence[Algorithm]) -> list[list[int]]:

@@ -191,7 +191,7 @@ def _dataset_of_columns(
         else:
             x[column] = _nested_lists(table[column], name)
     made = owners.dataset(name, x, (*inputs.notes, *([_STANDARDIZED] if pictures else [])))
-    made = replace(made, feature_names=inputs.feature_names, vocabulary=inputs.vocabulary, pooled=inputs.pooled)
+    made = inputs.complete(made)
     return replace(made, pixels=pictures[0], mean=mean, std=std) if pictures else made
 
 

@@ -493,7 +493,9 @@ def load_csv(
     return replace(made, notes=(*notes, *made.notes, *label_notes(table, chosen)))
 
 
-_POOLED = 'mean and standard deviation of the features (standardize = "client" or "none" avoids this)'
+_STATISTICS = "mean and standard deviation of the features (standardize"
+_POOLED = f'{_STATISTICS} = "none" avoids this; for the privacy of whole clients "client" does, too)'
+_CLIENT_STATISTICS = f'{_STATISTICS} = "none" avoids this)'
 
 
 @dataclass(frozen=True)
@@ -506,6 +508,7 @@ class TableInputs:
     feature_names: tuple[str, ...] = ()
     vocabulary: tuple[str, ...] = ()
     pooled: tuple[str, ...] = ()
+    client_statistics: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -517,8 +520,14 @@ class TableInputs:
             reject_text_in_numeric_columns(table, chosen, names, path)
             encoded = _encode_features(table, chosen, names, owners.train, path)
             x, notes = _standardize(encoded, owners.train, owners.clients, chosen.standardize, path)
-            used = chosen.standardize == "all" and len(encoded.numeric) > 0
-            made = cls(x, (*encoded.notes, *notes), encoded.names, pooled=(_POOLED,) if used else ())
+            how = chosen.standardize if encoded.numeric.any() else "none"
+            made = cls(
+                x,
+                (*encoded.notes, *notes),
+                encoded.names,
+                pooled=(_POOLED,) if how == "all" else (),
+                client_statistics=(_CLIENT_STATISTICS,) if how == "client" else (),
+            )
         made = replace(made, notes=(*made.notes, *missing_marker_notes(table, chosen, names)))
         if not chosen.texts:
             return made
@@ -527,14 +536,18 @@ class TableInputs:
             tokens = {"features": made.x} | (tokens if isinstance(tokens, dict) else {"tokens": tokens})
         return replace(made, x=tokens, vocabulary=words)
 
+    def complete(self, made: Dataset) -> Dataset:
+        """The data set with names of the features, vocabulary, and the statistics by which x was computed."""
+        names = ("feature_names", "vocabulary", "pooled", "client_statistics")
+        return replace(made, **{name: getattr(self, name) for name in names})
+
 
 def dataset_from_table(
     table: pl.DataFrame, chosen: ColumnRoles, owners: TableRows, name: str, path: str, read: TextReader
 ) -> Dataset:
     """The data set of a table with its features, and with the texts that ``read`` encodes."""
     inputs = TableInputs.of(table, chosen, owners, path, read, chosen.features(table, path))
-    made = owners.dataset(name, inputs.x, inputs.notes)
-    return replace(made, feature_names=inputs.feature_names, vocabulary=inputs.vocabulary, pooled=inputs.pooled)
+    return inputs.complete(owners.dataset(name, inputs.x, inputs.notes))
 
 
 def _texts_of(table: pl.DataFrame, name: str, path: str) -> list[str]:

@@ -41,7 +41,7 @@ from fedrax.simulation.process import write_environment
 from fedrax.simulation.results.events import EventFile, rounds_done
 from fedrax.tuning import sweep
 from fedrax.tuning.optuna_study import OptunaStudy, distinct
-from fedrax.tuning.selection import SearchResult, Trial, group_by_structure, make_trial, selection_metric
+from fedrax.tuning.selection import SearchResult, Trial, group_by_structure, make_trial, metric_of, selection_metric
 from fedrax.tuning.sweeps import program_keys, should_vectorize
 
 
@@ -210,10 +210,10 @@ def search(
         workers.connect()  # raises before anything is written
     _check_saved_trials(comparison, out, problem)
     run([job for label in full_grids for job in comparison.search_runs(label)])
-    results = {
-        label: SearchResult(metric, lower, tuple(evaluated(label, [p for p, _ in comparison.candidates[label]])))
-        for label in full_grids
-    }
+    results = {}
+    for label in full_grids:
+        found = tuple(evaluated(label, [p for p, _ in comparison.candidates[label]]))
+        results[label] = SearchResult(metric_of(found, metric), lower, found)
     while any(not study.done for study in studies.values()):
         asked = {label: study.ask() for label, study in studies.items()}
         run([job for label, points in asked.items() for job in comparison.search_runs_at(label, distinct(points))])

@@ -96,7 +96,7 @@ class ClientDP(Wrapper):
 
     @property
     def own_traits(self) -> Traits:
-        """Uniform weights, because sample counts are private; no statistics, which would be sent without noise."""
+        """Uniform weights, because sample counts have no noise; no statistics, which would be sent without noise."""
         statistics = not self.inner.traits.personal_statistics
         return Traits(uniform_weights=True, no_statistics=statistics, plain_sum=self.at == "server")
 

@@ -36,7 +36,7 @@ class _LocalModelWrapper(Wrapper):
 
     @property
     def own_traits(self) -> Traits:
-        """Uniform weights, because sample counts are private; no statistics, which would be sent without noise."""
+        """Uniform weights, because sample counts have no noise; no statistics, which would be sent without noise."""
         return Traits(uniform_weights=True, no_statistics=not self.inner.traits.personal_statistics)
 
     def _run(self, client: Callable, message: Any, state: Any, data: ClientData, change: Callable) -> ClientOutput:

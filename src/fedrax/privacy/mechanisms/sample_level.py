@@ -82,7 +82,7 @@ class SampleDP(Wrapper):
 
     @property
     def own_traits(self) -> Traits:
-        """Uniform weights, because sample counts are private; no statistics, which would be sent without noise."""
+        """Uniform weights, because sample counts have no noise; no statistics, which would be sent without noise."""
         statistics = not self.inner.traits.personal_statistics
         return Traits(uniform_weights=True, per_sample_losses=True, no_statistics=statistics)
 
@@ -126,7 +126,7 @@ class SampleDP(Wrapper):
         if self.rate is None:
             private = data.with_gradient(self._of_batch(data, local.batch_size), frozen_statistics=True)
         else:
-            private = data.with_batch(_poisson_batches(data, self.rate))
+            private = data.with_batch(_poisson_batches(data, self.rate), mean_size=self.rate * data.size)
             private = private.with_gradient(self._of_rows(data, local.batch_size), frozen_statistics=True)
         return private.with_counted_gradients(type(self).__name__, local)
 

@@ -40,6 +40,8 @@ class RunDescription:
     """The execution plan, as text."""
     experiment: dict[str, Any] | None
     """The tables ``algorithm`` and ``run`` as in an experiment file; None for a run of an experiment file."""
+    privacy: str | None = None
+    """What the epsilon of a private run bounds, as text; None without epsilon."""
 
     @property
     def federation(self) -> bool:
@@ -47,7 +49,9 @@ class RunDescription:
         return self.runtime == "federation"
 
 
-def write_description(directory: Path, info: RunInfo, algorithm: Algorithm, settings: Mapping[str, Any]) -> None:
+def write_description(
+    directory: Path, info: RunInfo, algorithm: Algorithm, settings: Mapping[str, Any], privacy: str | None
+) -> None:
     """Write ``run.json`` atomically.
 
     Args:
@@ -55,11 +59,12 @@ def write_description(directory: Path, info: RunInfo, algorithm: Algorithm, sett
         info: facts about the run.
         algorithm: the method.
         settings: the settings of the run by name; None for a secret seed.
+        privacy: what the epsilon of a private run bounds.
     """
     experiment = None
     if not (directory / EXPERIMENT).exists():
         experiment = {"algorithm": _plain(algorithm), "run": {name: _plain(item) for name, item in settings.items()}}
-    described = dataclasses.asdict(RunDescription(info.runtime, info.plan, experiment))
+    described = dataclasses.asdict(RunDescription(info.runtime, info.plan, experiment, privacy))
     write_text(directory / FILE, json.dumps(described, indent=1) + "\n")
 
 
@@ -72,11 +77,14 @@ def read_description(directory: Path) -> RunDescription | None:
         with open_regular_file(path, MAX_FILE) as file:
             found = json.loads(file.read().decode())
         runtime, plan, experiment = found["runtime"], found["plan"], found["experiment"]
+        privacy = found.get("privacy")
         if runtime not in ("simulation", "federation") or not isinstance(plan, str):
             raise ValueError("it names neither a simulation nor a federation")
         if not (experiment is None or isinstance(experiment, dict)):
             raise ValueError("its experiment is no table")
-        return RunDescription(runtime, plan, experiment)
+        if not (privacy is None or isinstance(privacy, str)):
+            raise ValueError("its privacy is no text")
+        return RunDescription(runtime, plan, experiment, privacy)
     except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
         raise FedraxError(f"{path} does not describe a run: {error!r:.200}.") from error
 
