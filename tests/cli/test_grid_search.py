@@ -122,7 +122,9 @@ def test_test_metrics_are_not_shown_while_a_grid_should_be_extended(
     assert all(value in searching.out for value in values) and "fedrax show c" in searching.out
     tested = [f"{row['accuracy']['mean']:.4f}" for row in made["methods"]]
     assert not any(value in searching.out + searching.err for value in tested) and "test accuracy" not in searching.err
-    assert all(value in fedrax("show", "c").out for value in tested)
+    shown = fedrax("show", "c")
+    assert all(value in shown.out for value in tested) and "the smallest of its grid" in shown.out
+    assert "the smallest of its grid" in fedrax("show", "c", "--csv").err
     assert "different numbers of trials (fedavg 2, scaffold 1)" in searching.out
     for form, begins in (("markdown", "| method"), ("latex", "\\begin"), ("csv", "method,")):
         printed = fedrax("compare", "t.toml", "--out", "c", f"--{form}")

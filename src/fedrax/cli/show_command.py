@@ -10,9 +10,10 @@ from typing import Annotated, Any
 
 import tyro
 
+from fedrax.cli import tell
 from fedrax.cli.arguments import parse
 from fedrax.errors import FedraxError
-from fedrax.escaping import printable_lines
+from fedrax.escaping import printable_line, printable_lines
 from fedrax.report import comparison_table
 from fedrax.report.results import MethodResults, read_results
 
@@ -56,10 +57,13 @@ def main(args: list[str]) -> int:
         print(json.dumps({"metric": results.metric, "target": results.target, "methods": table}))
     elif text is not None:
         print_table(results, text)
+        for line in results.warnings():
+            tell(printable_line(line))
     else:
         console = comparison_table.wide_console()
         comparison_table.show(console, results.rows, results.target, results.metric)
-        console.print(results.legend())
+        for line in (results.legend(), *results.warnings()):
+            console.print(printable_line(line))
     if options.curves is not None:
         from fedrax.report.curves import draw_curves, save_curves
 

@@ -119,6 +119,16 @@ class SavedResults(MethodResults):
     """The requested target accuracy."""
     repeated: Sequence[Path] = ()
     """Directories that are left out, because a run of ``methods`` has the same settings and seed."""
+    search_lines: Sequence[str] = ()
+    """What the searches of the comparisons printed: the settings that they selected, and warnings."""
+
+    def warnings(self) -> list[str]:
+        """Why the table may be unfair: best values at an end of a grid, and different numbers of trials.
+
+        Returns:
+            Lines; none without a search.
+        """
+        return [line for line in self.search_lines if line.startswith("warning")]
 
     @property
     def _target(self) -> tuple[float | None, bool]:
@@ -135,7 +145,7 @@ class SavedResults(MethodResults):
     def __repr__(self) -> str:
         """The table in Markdown, and what its columns are."""
         legend = self.legend()
-        return "\n".join([self.to_markdown(), *[legend] * bool(legend)])
+        return "\n".join([self.to_markdown(), *[legend] * bool(legend), *self.warnings()])
 
 
 @checked_arguments
@@ -166,4 +176,6 @@ def read_results(*directories: Path | str, target: float | None = None) -> Saved
     if not directories:
         raise FedraxError("no directory given: read_results(DIR, ...)")
     data = gather([Path(directory) for directory in directories], target)
-    return SavedResults(data.methods, data.target if data.given else None, data.repeated)
+    searches = [source.search for source in data.sources if source.search is not None]
+    lines = [line for search in searches for line in search.lines]
+    return SavedResults(data.methods, data.target if data.given else None, data.repeated, lines)
