@@ -49,7 +49,8 @@ class Traits:
     own_models: bool = False
     """Clients start from their own models and not from the broadcast message: no layer of one can stay at a client."""
     control_variates: tuple[str, ...] = ()
-    """Fields of the server state and the client states that are control variates, which a wrapper may extrapolate."""
+    """Fields of the server state and the client states that are control variates, which a wrapper may extrapolate:
+    Upcycled-FL moves them with the model in its rounds without clients. Only such wrappers use these names."""
     personal_statistics: bool = False
     """Each client keeps its own running statistics (FedBN); otherwise their mean is part of the global model."""
     stacked_uploads: bool = False
