@@ -42,6 +42,15 @@ LOSSES = ([30.0, 4.0, 1.0], [26.0, 0.1, 0.2])
 """Two runs with means 28, 2.05, 0.6 and deviations 2.83, 2.76, 0.57: the last lower edges are -0.7 and 0.03."""
 
 
+@pytest.mark.parametrize("rounds", [2, 7, 20, 300])
+def test_ticks_of_rounds_are_whole_numbers(rounds: int) -> None:
+    events = [{"round": r, "test_loss": 1.0, "bytes_down": r, "bytes_up": 0} for r in range(1, rounds + 1)]
+    figure = draw_curves([MethodRuns("m", [SavedRun(Path(), {}, events, None)])])
+    FigureCanvasAgg(figure).draw()
+    ticks = figure.axes[0].get_xticks()
+    assert len(ticks) >= 2 and (ticks == np.round(ticks)).all()
+
+
 def test_bands_on_a_logarithmic_axis_end_at_the_axis() -> None:
     runs = []
     for losses in LOSSES:

@@ -8,6 +8,7 @@ from pathlib import Path
 import polars as pl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from fedrax.escaping import escape_matplotlib
 from fedrax.files import write_figure
@@ -53,6 +54,8 @@ def draw_curves(
             for i, (method, table) in enumerate(zip(methods, tables, strict=True)):
                 _draw(axes, table, x, escape_matplotlib(method.label), i, limits)
             axes.set_xlabel(X_AXES[x])
+            if x == "round":
+                axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
             axes.grid(color="0.92", linewidth=0.7)
             axes.set_axisbelow(True)
             axes.spines[["top", "right"]].set_visible(False)
