@@ -51,6 +51,7 @@ def test_cells_of_notebook_run(path: Path):
     assert install == "%pip install --quiet fedrax"
     assert code and not any(cell.get("outputs") for cell in cells)
     names: dict = {}
+    plt.close("all")  # a notebook starts without figures of other tests
     for number, source in enumerate(code, 2):
         exec(compile(source, f"{path.name}, cell {number}", "exec"), names)
     plt.close("all")
