@@ -119,7 +119,8 @@ def test_steps_that_replace_w_are_warned_of(lam: float, warned: bool):
         warnings.simplefilter("always")
         check(PFedMe(LOCAL, lam=lam))
     assert [w.category for w in caught] == [FedraxWarning] * warned
-    assert all("local.lr * lam of 1 replaces w" in str(w.message) for w in caught)
+    product = f"{LOCAL.lr:g} * {lam:g} = {LOCAL.lr * lam:g}: with 1 every step replaces w"
+    assert all(product in str(w.message) for w in caught)
 
 
 def test_step_of_one_over_lambda_makes_w_the_personal_model():
