@@ -116,11 +116,13 @@ def test_finished_federation_continues_with_more_rounds(tmp_path: Path):
     assert_close(more.server, uninterrupted.server, 0)
 
 
-def test_resumed_federation_keeps_the_spent_budget(tmp_path: Path):
+def test_resumed_federation_keeps_the_spent_budget(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     method = ClientDP(FedAvg(local=LOCAL), noise=5.0)
     uninterrupted = run(method, tmp_path / "whole", rounds=2, seed=None)
     run(method, tmp_path / "more", rounds=1, seed=None)
-    more = run(method, tmp_path / "more", rounds=2, resume=True, seed=None)
+    with caplog.at_level(logging.WARNING, "flwr"):
+        more = run(method, tmp_path / "more", rounds=2, resume=True, seed=None)
+    assert "was interrupted" not in caplog.text
     assert more.events[-1]["epsilon"] == uninterrupted.events[-1]["epsilon"]
 
 
